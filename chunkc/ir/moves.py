@@ -1,0 +1,162 @@
+"""Effects of the actions that move chunks and triples: fetch, evict, drop, load, store, gather, release, reduce.
+
+A remote chunk has no home on this rank. The slots of a gathered group follow from the slot of the rank's own chunk:
+``world_size`` adjacent slots, the own one at position ``rank``. All ranks carry out the same collectives on the same
+chunks, so that a remote chunk is as new as the own chunk of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from chunkc.ir.actions import Op
+from chunkc.ir.happens_before import Event
+from chunkc.ir.layout import ChunkList, Home
+from chunkc.ir.replay import Machine, Payload
+
+
+def _fetch(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event)
+    if chunk.list is ChunkList.UNUSED:
+        machine.refuse(event, f"c{chunk.index} holds parameters that no graph uses")
+    payload = machine.at_home(event, chunk.index)
+    machine.read(event, f"home of c{chunk.index}")
+    machine.occupy(event, f"c{chunk.index}", event.action.slot or 0, chunk.nbytes)
+    machine.device[chunk.index] = payload
+
+
+def _evict(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event)
+    if chunk.home is not Home.HOST:
+        machine.refuse(event, f"c{chunk.index} has no host home to be evicted to")
+    payload = machine.resident(event, chunk.index)
+    _refuse_unreduced(machine, event, chunk.index, payload)
+    machine.vacate(event, f"c{chunk.index}", event.action.slot)
+    machine.write(event, f"home of c{chunk.index}")
+    machine.home[chunk.index] = payload
+    _forget(machine, chunk.index)
+
+
+def _drop(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event)
+    machine.slot(event, f"c{chunk.index}")
+    truth = machine.truth[chunk.index]
+    if machine.home.get(chunk.index) != truth:
+        machine.refuse(event, f"the slot holds the only newest copy of c{chunk.index} ({truth}); it must be evicted")
+    machine.vacate(event, f"c{chunk.index}", event.action.slot)
+    _forget(machine, chunk.index)
+
+
+def _forget(machine: Machine, chunk: int) -> None:
+    del machine.device[chunk]
+    machine.gathered.discard(chunk)
+
+
+def _refuse_unreduced(machine: Machine, event: Event, chunk: int, payload: Payload) -> None:
+    if machine.layout.world_size > 1 and payload.grads and not payload.reduced:
+        machine.refuse(event, f"c{chunk} holds gradients of {len(payload.grads)} parameters that are not reduced")
+
+
+def _load(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event)
+    if chunk.os_home is not Home.HOST:
+        machine.refuse(event, f"os{chunk.index} has no host home to be loaded from")
+    if machine.home_os[chunk.index] != machine.os_truth[chunk.index]:
+        machine.refuse(event, f"the host copy of os{chunk.index} is stale")
+    machine.read(event, f"home of os{chunk.index}")
+    machine.occupy(event, f"os{chunk.index}", event.action.slot or 0, chunk.os_nbytes)
+    machine.device_os[chunk.index] = machine.home_os[chunk.index]
+
+
+def _store(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event)
+    if chunk.os_home is not Home.HOST:
+        machine.refuse(event, f"os{chunk.index} has no host home to be stored to")
+    machine.slot(event, f"os{chunk.index}")
+    if machine.device_os[chunk.index] != machine.os_truth[chunk.index]:
+        machine.refuse(event, f"the device copy of os{chunk.index} is stale")
+    machine.vacate(event, f"os{chunk.index}", event.action.slot)
+    machine.write(event, f"home of os{chunk.index}")
+    machine.home_os[chunk.index] = machine.device_os.pop(chunk.index)
+
+
+def _targets(machine: Machine, event: Event) -> tuple[int, ...]:
+    """Chunks of a collective: the group's, or the one of the serial variant."""
+    if machine.layout.world_size == 1:
+        machine.refuse(event, "a single rank has nothing to exchange")
+    if event.action.target[0] == "g":
+        return tuple(machine.layout.groups[event.action.index].chunks)
+    return (event.action.index,)
+
+
+def _gather(machine: Machine, event: Event) -> None:
+    layout = machine.layout
+    targets = _targets(machine, event)
+    group = layout.group_of(targets[0])
+    own = group.first_chunk + layout.rank
+    own_slot = machine.slot(event, f"c{own}")
+    for chunk in targets:
+        if chunk == own:
+            if machine.resident(event, own).grads:
+                machine.refuse(event, f"c{own} holds gradients, not parameters")
+            machine.read(event, f"slot d{own_slot}")
+        else:
+            slot = own_slot - layout.rank + layout.owner(chunk)
+            if slot < 0:
+                machine.refuse(event, f"the group needs {layout.world_size} slots around slot d{own_slot}")
+            machine.occupy(event, f"c{chunk}", slot, layout.chunks[chunk].nbytes)
+            machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own].version)
+        machine.gathered.add(chunk)
+    if len(targets) > 1:
+        _refuse_gaps(machine, event, targets)
+
+
+def _refuse_gaps(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:
+    """Refuse unless ``chunks`` stand one after the other in the arena."""
+    for left, right in pairwise(chunks):
+        first, second = (machine.layout.slots[machine.slot(event, f"c{c}")] for c in (left, right))
+        end = first.offset + machine.layout.chunks[left].nbytes
+        if second.offset != end:
+            machine.refuse(
+                event, f"c{right} stands at byte {second.offset}, not at byte {end} where c{left} ends: there is a gap"
+            )
+
+
+def _release(machine: Machine, event: Event) -> None:
+    for chunk in _targets(machine, event):
+        machine.gathered.discard(chunk)
+        if not machine.facts.owned[chunk]:
+            machine.slot(event, f"c{chunk}")
+            _refuse_unreduced(machine, event, chunk, machine.device.pop(chunk))
+            machine.vacate(event, f"c{chunk}")
+
+
+def _reduce(machine: Machine, event: Event) -> None:
+    due_in = {chunk: machine.facts.due_in(chunk) for chunk in _targets(machine, event)}
+    if not any(due_in.values()):
+        machine.refuse(event, "no gradient lands in its chunks")
+    for chunk, due in due_in.items():
+        held = machine.resident(event, chunk)
+        if not due:
+            continue
+        if held.grads != due:
+            machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
+        if held.reduced:
+            machine.refuse(event, f"the gradients of c{chunk} are reduced twice")
+        access = machine.write if machine.facts.owned[chunk] else machine.read
+        access(event, f"slot d{machine.slot_of[f'c{chunk}']}")
+        reduced = Payload(held.version, held.grads, reduced=True)
+        machine.device[chunk] = machine.truth[chunk] = reduced
+
+
+MOVES: dict[Op, Callable[[Machine, Event], None]] = {
+    Op.FETCH: _fetch,
+    Op.EVICT: _evict,
+    Op.DROP: _drop,
+    Op.LOAD: _load,
+    Op.STORE: _store,
+    Op.GATHER: _gather,
+    Op.RELEASE: _release,
+    Op.REDUCE: _reduce,
+}

@@ -1,0 +1,264 @@
+"""What must hold of a plan before it makes sense to replay it: sizes, budgets, names, labels, declared states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Action, Op
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.plan import ROLE_LETTER, Phase, Plan, Program, Role, State
+
+PROGRAM_ROLES: dict[str, Role] = {
+    "forward": "forward",
+    "backward": "backward",
+    "step": "step",
+    "restore": "step",
+    "abandon": "transition",
+}
+_PHASES: dict[str, tuple[Phase, Phase]] = {
+    "forward": ("cold", "saved"),
+    "backward": ("saved", "graded"),
+    "step": ("graded", "cold"),
+    "restore": ("graded", "cold"),
+    "abandon": ("saved", "cold"),
+}
+_MOVES = frozenset(
+    {Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE, Op.GROW, Op.SHRINK}
+)  # fmt: skip
+_ALLOWED: dict[str, frozenset[Op]] = {
+    "forward": _MOVES | {Op.RUN},
+    "backward": _MOVES | {Op.RUN, Op.STASH, Op.NORM, Op.REDUCE},
+    "step": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
+    "restore": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
+    "abandon": _MOVES,
+}
+
+
+def check_structure(plan: Plan) -> None:
+    """Check everything about ``plan`` that needs no replay.
+
+    Raises:
+        PlanError: names the rule, the action where there is one, and the numbers.
+    """
+    _check_layout(plan.layout)
+    _check_gradients(plan)
+    _check_segments(plan)
+    _check_memory(plan)
+    _check_programs(plan)
+    lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in plan.programs}
+    segments = frozenset((s.name, s.graph) for s in plan.segments)
+    for program in plan.programs:
+        for position, action in enumerate(program.actions):
+            problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(
+                program, position, action, lengths
+            )
+            if problem is not None:
+                raise PlanError(f"{program.name} {program.label(position)} `{action}`: {problem}")
+    _check_restore(plan)
+    _check_states(plan)
+
+
+def _check_layout(layout: Layout) -> None:
+    if not 0 <= layout.rank < layout.world_size:
+        raise PlanError(f"rank {layout.rank} is not one of {layout.world_size}")
+    indexes = {
+        "chunk": [c.index for c in layout.chunks],
+        "slot": [s.index for s in layout.slots],
+        "group": [g.index for g in layout.groups],
+        "placement": [p.param for p in layout.placements],
+    }
+    for word, found in indexes.items():
+        for position, index in enumerate(found):
+            if index != position:
+                raise PlanError(f"the {word} at position {position} has index {index}")
+    _check_groups(layout)
+    for slot in layout.slots:
+        if slot.offset < 0 or slot.nbytes <= 0 or slot.end > layout.arena_nbytes:
+            raise PlanError(
+                f"slot d{slot.index} (bytes {slot.offset} to {slot.end}) is outside the arena of {layout.arena_nbytes}"
+            )
+    if len(layout.placements) != len(layout.params):
+        raise PlanError(f"{len(layout.placements)} placements for {len(layout.params)} parameters")
+    for place in layout.placements:
+        if place.chunk < 0 or place.chunk + place.num_chunks > len(layout.chunks):
+            raise PlanError(f"parameter {layout.params[place.param].name!r} is placed outside the chunks")
+    _check_overlap(layout)
+
+
+def _check_groups(layout: Layout) -> None:
+    size = layout.world_size
+    if len(layout.groups) * size != len(layout.chunks):
+        raise PlanError(f"{len(layout.groups)} groups of {size} do not cover {len(layout.chunks)} chunks")
+    for group in layout.groups:
+        if group.num_chunks != size or group.first_chunk != group.index * size:
+            raise PlanError(f"group g{group.index} must hold the {size} chunks from c{group.index * size}")
+
+
+def _check_overlap(layout: Layout) -> None:
+    """Refuse two parameters that share elements of a chunk, or reach past its end."""
+    ends = [0] * len(layout.chunks)
+    for place in sorted(layout.placements, key=lambda p: (p.chunk, p.offset)):
+        info = layout.params[place.param]
+        offset, left = place.offset, info.numel
+        for chunk in place.chunks:
+            taken = min(left, layout.chunks[chunk].numel - offset)
+            if left and (offset < ends[chunk] or taken <= 0):
+                raise PlanError(f"parameter {info.name!r} does not fit at element {offset} of c{chunk}")
+            ends[chunk], offset, left = max(ends[chunk], offset + taken), 0, left - taken
+        if left > 0:
+            raise PlanError(f"parameter {info.name!r} reaches {left} elements past its {place.num_chunks} chunks")
+
+
+def _check_gradients(plan: Plan) -> None:
+    """Refuse gradients without a triple to update, and triples without a gradient."""
+    layout = plan.layout
+    landed = {p for s in plan.segments for p in s.lands}
+    for place in layout.placements:
+        info = layout.params[place.param]
+        for chunk in place.chunks:
+            kind = layout.chunks[chunk].list
+            if (kind is ChunkList.TRAINED) != (place.param in landed) and info.numel:
+                raise PlanError(
+                    f"parameter {info.name!r} is in c{chunk} of list {kind}, and its gradient "
+                    f"{'lands' if place.param in landed else 'never lands'}"
+                )
+            if place.param in landed and layout.chunks[chunk].os_home is None:
+                raise PlanError(f"c{chunk} is trained but has no optimizer state")
+    for item in layout.chunks:
+        if (item.list is ChunkList.GRAD) != (item.partner is not None):
+            raise PlanError(f"c{item.index}: gradient chunks, and no others, have a partner")
+        if item.partner is None:
+            continue
+        partner = layout.chunks[item.partner]
+        if partner.list is not ChunkList.TRAINED or partner.numel > item.numel or partner.dtype != item.dtype:
+            raise PlanError(f"c{item.index} cannot hold the gradients of c{item.partner}")
+        if layout.owner(item.index) != layout.owner(item.partner):
+            raise PlanError(f"c{item.index} and its partner c{item.partner} belong to different ranks")
+
+
+def _check_segments(plan: Plan) -> None:
+    for graph in ("forward", "backward"):
+        for position, segment in enumerate(s for s in plan.segments if s.graph == graph):
+            if segment.index != position:
+                raise PlanError(f"segment {segment.name} stands at position {position} of its graph")
+            if graph == "forward" and segment.lands:
+                raise PlanError(f"segment {segment.name} of the forward graph cannot make gradients")
+            for param in (*segment.reads, *segment.lands):
+                if not 0 <= param < len(plan.layout.params):
+                    raise PlanError(f"segment {segment.name} names parameter {param}, which does not exist")
+
+
+def _check_memory(plan: Plan) -> None:
+    memory, layout = plan.memory, plan.layout
+    if memory.arena_nbytes != layout.arena_nbytes:
+        raise PlanError(f"memory states an arena of {memory.arena_nbytes} bytes, the layout {layout.arena_nbytes}")
+    if memory.host_nbytes != layout.host_nbytes():
+        raise PlanError(f"memory states {memory.host_nbytes} host bytes, the homes take {layout.host_nbytes()}")
+    if memory.host_nbytes > memory.host_budget_nbytes:
+        raise PlanError(f"homes take {memory.host_nbytes} host bytes, the host budget is {memory.host_budget_nbytes}")
+    peak = max((s.nonmodel_nbytes for s in plan.segments), default=0)
+    if memory.nonmodel_nbytes < peak:
+        raise PlanError(f"memory states {memory.nonmodel_nbytes} non-model bytes, a segment takes {peak}")
+
+
+def _check_programs(plan: Plan) -> None:
+    names = [p.name for p in plan.programs]
+    if sorted(names) != sorted(PROGRAM_ROLES):
+        raise PlanError(f"a plan has the programs {', '.join(PROGRAM_ROLES)}; found {', '.join(names)}")
+    for program in plan.programs:
+        if program.role != PROGRAM_ROLES[program.name]:
+            raise PlanError(f"program {program.name} has role {program.role}, not {PROGRAM_ROLES[program.name]}")
+
+
+def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: Program, action: Action) -> str | None:
+    if action.op not in _ALLOWED[program.name]:
+        return f"{action.op} has no place in program {program.name}"
+    runs = action.op is Op.RUN and (action.target, program.role) not in segments
+    if runs or not _target_exists(layout, action):
+        return f"the {program.name} of this plan has no {action.target}"
+    if action.source is not None and (action.source, program.role) not in segments:
+        return f"the {program.name} of this plan has no {action.source}"
+    if action.slot is not None and action.slot >= len(layout.slots):
+        return f"there is no slot d{action.slot}; the arena has {len(layout.slots)} slots"
+    return None
+
+
+def _wait_problem(program: Program, position: int, action: Action, lengths: dict[str, int]) -> str | None:
+    for wait in action.waits:
+        number = int(wait[1:])
+        if number >= lengths.get(wait[0], 0):
+            return f"it waits for {wait}, which does not exist"
+        if wait[0] == ROLE_LETTER[program.role] and number >= position:
+            return f"it waits for {wait}, which does not come before it: a deadlock"
+    return None
+
+
+def _target_exists(layout: Layout, action: Action) -> bool:
+    if action.op in (Op.RUN, Op.DECIDE, Op.GROW, Op.SHRINK):
+        return True
+    return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
+
+
+def _check_restore(plan: Plan) -> None:
+    """Labels of the step are valid for whichever of step and restore ran: they must match action for action."""
+    step, restore = plan.program("step"), plan.program("restore")
+    if len(step.actions) != len(restore.actions):
+        raise PlanError(f"restore has {len(restore.actions)} actions and step {len(step.actions)}; they must match")
+    for (label, first), second in zip(step.labelled(), restore.actions, strict=True):
+        op = Op.RESTORE if first.op is Op.UPDATE else first.op
+        if (op, first.target, first.slot) != (second.op, second.target, second.slot):
+            raise PlanError(f"restore {label} `{second}` does not match `{first}` at the same position of step")
+
+
+def _static(layout: Layout) -> Iterator[str]:
+    for chunk in layout.owned():
+        if chunk.home is Home.DEVICE:
+            yield f"c{chunk.index}"
+        if chunk.os_home is Home.DEVICE:
+            yield f"os{chunk.index}"
+
+
+def _check_states(plan: Plan) -> None:
+    for name, (entry, exit_phase) in _PHASES.items():
+        program = plan.program(name)
+        if (program.entry.phase, program.exit.phase) != (entry, exit_phase):
+            raise PlanError(
+                f"program {name} leads from {program.entry.phase} to {program.exit.phase}, not from {entry} to "
+                f"{exit_phase}"
+            )
+    forward, backward, step = (plan.program(n) for n in ("forward", "backward", "step"))
+    restore, abandon = plan.program("restore"), plan.program("abandon")
+    links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore)]
+    links += [(before, forward) for before in (step, restore, abandon)]
+    for before, after in links:
+        if set(before.exit.resident) != set(after.entry.resident):
+            raise PlanError(f"{_difference(before.exit, after.entry)} between {before.name} and {after.name}")
+    _check_cold(plan.layout, forward.entry)
+
+
+def _difference(left: State, right: State) -> str:
+    changed = sorted(set(left.resident) ^ set(right.resident))
+    return "the declared states disagree on " + ", ".join(f"{target} in d{slot}" for target, slot in changed)
+
+
+def _check_cold(layout: Layout, cold: State) -> None:
+    static, resident = set(_static(layout)), [target for target, _ in cold.resident]
+    if set(resident) != static or len(resident) != len(static):
+        raise PlanError(
+            f"in the cold state exactly the static residents ({', '.join(sorted(static)) or 'none'}) stand on the "
+            f"device; declared: {', '.join(sorted(resident)) or 'none'}"
+        )
+    ranges = sorted((slot, target) for target, slot in cold.resident)
+    for slot, target in ranges:
+        if not 0 <= slot < len(layout.slots):
+            raise PlanError(f"{target} stands in slot d{slot}, the arena has {len(layout.slots)}")
+        chunk = layout.chunks[int(target.lstrip("cos"))]
+        nbytes = chunk.nbytes if target[0] == "c" else chunk.os_nbytes
+        if layout.slots[slot].nbytes < nbytes:
+            raise PlanError(f"{target} takes {nbytes} bytes, slot d{slot} has {layout.slots[slot].nbytes}")
+    by_offset = sorted((layout.slots[slot].offset, layout.slots[slot].end, target) for slot, target in ranges)
+    for (_, end, left), (start, _, right) in pairwise(by_offset):
+        if start < end:
+            raise PlanError(f"static residents {left} and {right} overlap in the arena")

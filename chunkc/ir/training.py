@@ -1,0 +1,255 @@
+"""Effects of the actions that compute: run, stash, norm, decide, update, restore, grow, shrink.
+
+Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
+overlay is no parameter any more. An update runs where gradients and triple stand: on ``cpu`` at their homes, on
+``compute`` in their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.happens_before import Event
+from chunkc.ir.moves import MOVES
+from chunkc.ir.plan import Program
+from chunkc.ir.replay import Machine, Payload
+
+
+def _run(machine: Machine, event: Event) -> None:
+    refuse_unlanded(machine)
+    facts, iteration = machine.facts, machine.iteration
+    segment = facts.segments[event.action.target]
+    if segment.index != iteration.next_segment:
+        machine.refuse(event, f"segment {iteration.next_segment} of {segment.graph} must run first")
+    iteration.next_segment += 1
+    _refuse_over_budget(machine, event, segment.nonmodel_nbytes)
+    for chunk, params in facts.reads[segment.name].items():
+        _refuse_unreadable(machine, event, chunk, params)
+        machine.read(event, f"slot d{machine.slot_of[f'c{chunk}']}")
+    for param in segment.reads:
+        _refuse_torn(machine, event, param)
+    iteration.landing = {(p, c) for c, params in facts.lands[segment.name].items() for p in params}
+    iteration.last_run = event
+
+
+def _refuse_unreadable(machine: Machine, event: Event, chunk: int, params: frozenset[int]) -> None:
+    held = machine.resident(event, chunk)
+    overlaid = params & held.grads
+    if overlaid:
+        names = ", ".join(machine.facts.name(p) for p in sorted(overlaid))
+        machine.refuse(event, f"it reads {names} in c{chunk}, overlaid by its gradient")
+    if machine.layout.world_size > 1 and chunk not in machine.gathered:
+        machine.refuse(event, f"c{chunk} is read but its group g{machine.layout.group_of(chunk).index} is not gathered")
+
+
+def _refuse_torn(machine: Machine, event: Event, param: int) -> None:
+    """Refuse a spanning parameter whose chunks do not follow each other without a gap."""
+    chunks = machine.layout.placements[param].chunks
+    for left, right in pairwise(chunks):
+        first, second = (machine.layout.slots[machine.slot_of[f"c{c}"]] for c in (left, right))
+        if first.offset + machine.layout.chunks[left].nbytes != second.offset:
+            machine.refuse(
+                event,
+                f"{machine.facts.name(param)} spans c{left} at byte {first.offset} and c{right} at byte "
+                f"{second.offset}, which do not follow each other without a gap",
+            )
+
+
+def _refuse_over_budget(machine: Machine, event: Event, nonmodel_nbytes: int) -> None:
+    budget, arena = machine.facts.memory.device_budget_nbytes, machine.layout.arena_nbytes
+    total = arena + machine.iteration.grown_nbytes + nonmodel_nbytes
+    if total > budget:
+        machine.refuse(
+            event,
+            f"the device needs {total} bytes ({arena} arena, {machine.iteration.grown_nbytes} elastic, "
+            f"{nonmodel_nbytes} non-model), {total - budget} more than the budget of {budget}",
+        )
+
+
+def refuse_unlanded(machine: Machine) -> None:
+    """Refuse the last segment when gradients that it finishes were not stashed before the next one."""
+    iteration = machine.iteration
+    if iteration.landing and iteration.last_run is not None:
+        param, chunk = min(iteration.landing)
+        machine.refuse(
+            iteration.last_run,
+            f"the gradient of {machine.facts.name(param)} in c{chunk} is lost: no stash before the next segment",
+        )
+
+
+def _stash(machine: Machine, event: Event) -> None:
+    facts, iteration = machine.facts, machine.iteration
+    chunk, source = event.action.index, event.action.source or ""
+    partner = machine.layout.chunks[chunk].partner
+    mapped = chunk if partner is None else partner
+    landing = facts.lands[source].get(mapped, frozenset())
+    if not landing:
+        machine.refuse(event, f"no gradient of {source} lands in c{chunk}")
+    last = "" if iteration.last_run is None else iteration.last_run.action.target
+    twice = {p for p in landing if (p, mapped) in iteration.stashed}
+    if twice:
+        machine.refuse(event, f"the gradient of {facts.name(min(twice))} in c{mapped} is stashed twice")
+    if last != source:
+        machine.refuse(event, f"gradients of {source} land right after it, but {last or 'nothing'} has run since")
+    held = machine.resident(event, chunk)
+    if held.reduced:
+        machine.refuse(event, f"the gradients in c{chunk} are already reduced")
+    machine.write(event, f"slot d{machine.slot_of[f'c{chunk}']}")
+    machine.device[chunk] = machine.truth[chunk] = Payload(held.version, held.grads | landing)
+    done = {(p, mapped) for p in landing}
+    iteration.landing -= done
+    iteration.stashed |= done
+
+
+def _gradients(machine: Machine, event: Event, chunk: int) -> None:
+    """Check that all gradients of ``chunk`` have landed where ``event`` runs, and record that it reads them."""
+    missing = machine.facts.due[chunk]
+    beside = machine.facts.grad_chunk.get(chunk)
+    for source in (chunk,) if beside is None else (chunk, beside):
+        if not machine.truth[source].grads:
+            continue
+        held = _here(machine, event, source)
+        if machine.layout.world_size > 1 and not held.reduced:
+            machine.refuse(event, f"the gradients in c{source} are not reduced")
+        missing -= held.grads
+    if missing:
+        names = ", ".join(machine.facts.name(p) for p in sorted(missing))
+        machine.refuse(event, f"no gradient of {names} has landed in c{chunk}")
+
+
+def _here(machine: Machine, event: Event, chunk: int) -> Payload:
+    """The true copy of ``chunk`` where ``event`` runs; recorded as read."""
+    if event.action.stream is Stream.CPU:
+        held = machine.at_home(event, chunk)
+        machine.read(event, f"home of c{chunk}")
+    else:
+        held = machine.resident(event, chunk)
+        machine.read(event, f"slot d{machine.slot_of[f'c{chunk}']}")
+    return held
+
+
+def _norm(machine: Machine, event: Event) -> None:
+    chunk = machine.chunk(event).index
+    if chunk in machine.iteration.normed:
+        machine.refuse(event, f"c{chunk} enters the norm twice")
+    if machine.iteration.decided:
+        machine.refuse(event, "the decision has been taken already")
+    if chunk not in machine.facts.to_update:
+        machine.refuse(event, f"c{chunk} has no gradients")
+    _gradients(machine, event, chunk)
+    machine.write(event, f"norm of c{chunk}")
+    machine.iteration.normed.add(chunk)
+
+
+def _decide(machine: Machine, event: Event) -> None:
+    if machine.iteration.decided:
+        machine.refuse(event, "the decision is taken twice")
+    missing = machine.facts.to_update - machine.iteration.normed
+    if missing:
+        machine.refuse(event, f"no norm of {', '.join(f'c{c}' for c in sorted(missing))} precedes it")
+    for chunk in sorted(machine.iteration.normed):
+        machine.read(event, f"norm of c{chunk}")
+    machine.write(event, "decision")
+    machine.iteration.decided = True
+
+
+def _update(machine: Machine, event: Event) -> None:
+    facts, iteration = machine.facts, machine.iteration
+    chunk = machine.chunk(event).index
+    if chunk not in facts.to_update:
+        machine.refuse(event, f"c{chunk} has no gradients")
+    if chunk in iteration.updated:
+        machine.refuse(event, f"c{chunk} is updated or restored twice")
+    if facts.needs_norm:
+        if not iteration.decided:
+            machine.refuse(event, "it must follow decide")
+        machine.read(event, "decision")
+    _gradients(machine, event, chunk)
+    _here(machine, event, chunk)
+    _step(machine, event, chunk)
+    iteration.updated.add(chunk)
+
+
+def _step(machine: Machine, event: Event, chunk: int) -> None:
+    """Advance the triple (update only) and write param16 where the action runs."""
+    on_cpu, advance = event.action.stream is Stream.CPU, event.action.op is Op.UPDATE
+    copies = machine.home_os if on_cpu else machine.device_os
+    place = "at home" if on_cpu else "on the device"
+    if copies.get(chunk) != machine.os_truth.get(chunk) or chunk not in copies:
+        machine.refuse(event, f"os{chunk} is not {place}, or its copy there is stale")
+    resource = f"home of os{chunk}" if on_cpu else f"slot d{machine.slot_of[f'os{chunk}']}"
+    if advance:
+        machine.write(event, resource)
+        copies[chunk] = machine.os_truth[chunk] = copies[chunk] + 1
+    else:
+        machine.read(event, resource)
+    machine.write(event, f"home of c{chunk}" if on_cpu else f"slot d{machine.slot_of[f'c{chunk}']}")
+    written = Payload(version=machine.os_truth[chunk])
+    (machine.home if on_cpu else machine.device)[chunk] = written
+    for other in machine.layout.group_of(chunk).chunks:
+        machine.truth[other] = written
+    beside = machine.facts.grad_chunk.get(chunk)
+    if beside is not None:
+        _discard(machine, beside)
+
+
+def _discard(machine: Machine, grad_chunk: int) -> None:
+    """The gradients in ``grad_chunk`` are used up: whatever its bytes hold is as good as nothing."""
+    for copies in (machine.truth, machine.device, machine.home):
+        if grad_chunk in copies:
+            copies[grad_chunk] = Payload()
+
+
+def _grow(machine: Machine, event: Event) -> None:
+    machine.iteration.grown_nbytes += event.action.index
+    _refuse_over_budget(machine, event, 0)
+
+
+def _shrink(machine: Machine, event: Event) -> None:
+    machine.iteration.grown_nbytes -= event.action.index
+    if machine.iteration.grown_nbytes < 0:
+        machine.refuse(event, f"{-machine.iteration.grown_nbytes} more bytes are returned than were taken")
+
+
+def finish(machine: Machine, program: Program) -> str | None:
+    """What ``program`` has left undone at its end, if anything; starts the bookkeeping of the next one."""
+    iteration, facts = machine.iteration, machine.facts
+    refuse_unlanded(machine)
+    if program.role in ("forward", "backward"):
+        due = sum(s.graph == program.role for s in facts.segments.values())
+        if iteration.next_segment != due:
+            return f"{iteration.next_segment} of {due} segments ran"
+    if program.role == "step":
+        missing = facts.to_update - iteration.updated
+        if missing:
+            return f"no update or restore of {', '.join(f'c{c}' for c in sorted(missing))}"
+        _renew_remote(machine)
+    if iteration.grown_nbytes:
+        return f"{iteration.grown_nbytes} elastic bytes are not returned by shrink"
+    iteration.next_segment, iteration.last_run = 0, None
+    if program.role == "step":
+        iteration.stashed, iteration.normed, iteration.updated, iteration.decided = set(), set(), set(), False
+    return None
+
+
+def _renew_remote(machine: Machine) -> None:
+    """Remote chunks beside an own chunk without parameters are updated by their owners all the same."""
+    for chunk, due in enumerate(machine.facts.due):
+        own = machine.layout.group_of(chunk).first_chunk + machine.layout.rank
+        if due and own not in machine.facts.to_update:
+            machine.truth[chunk] = Payload(machine.truth[chunk].version + 1)
+
+
+EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
+    **MOVES,
+    Op.RUN: _run,
+    Op.STASH: _stash,
+    Op.NORM: _norm,
+    Op.DECIDE: _decide,
+    Op.UPDATE: _update,
+    Op.RESTORE: _update,
+    Op.GROW: _grow,
+    Op.SHRINK: _shrink,
+}
