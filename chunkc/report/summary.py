@@ -1,0 +1,166 @@
+"""The numbers of a plan in a few tables: model data by kind, chunks, memory against its budget, bytes moved.
+
+Sizes without padding count elements, as papers do; homes, slots and budgets count whole chunks, as memory does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from tabulate import tabulate
+
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.plan import Plan
+from chunkc.report.moments import moved_nbytes
+from chunkc.report.units import Unit, percent, plural, ranges, unit_of
+
+_STEP_PROGRAMS = ("forward", "backward", "step")
+_TRIPLE = ("param32", "momentum", "variance")
+_FP32_NBYTES = 4
+
+
+def summarize(plan: Plan) -> str:
+    """The tables of ``plan``; sizes are in one unit, which every table names."""
+    unit = unit_of(plan)
+    layout = plan.layout
+    ranks = f" (rank {layout.rank} of {layout.world_size})" if layout.world_size > 1 else ""
+    stored = "stored, padded" if layout.world_size == 1 else f"stored by rank {layout.rank}, padded"
+    parts = [
+        f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}",
+        _table(("memory", "planned", "budget", "share", "where"), _memory(plan, unit)),
+        _table(("model data", "elements", unit.name, stored, "always on device"), _model_data(layout, unit)),
+        _table(("chunks", "dtype", "count", "elements each", unit.name, "utilisation", "home"), _chunks(layout, unit)),
+        _table(("moved per step", "stream", "copies", unit.name), _moved(plan, unit)),
+        "\n".join(_notes(plan, unit)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Text cells left, numbers (already formatted) right."""
+    cells = list(rows)
+    left = {"memory", "where", "model data", "chunks", "dtype", "home", "moved per step", "stream"}
+    align = ["left" if header in left else "right" for header in headers]
+    return tabulate(cells, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
+    memory = plan.memory
+    budget, peak = memory.device_budget_nbytes, memory.device_peak_nbytes
+    segment = plan.segment(memory.nonmodel_segment)
+    workspace = f"{memory.nonmodel_segment}, {unit.of(segment.workspace_nbytes)} of it workspace allowance"
+    yield "device peak", unit.of(peak), unit.of(budget), percent(peak, budget), f"at {segment.name}"
+    yield "of it arena", unit.of(memory.arena_nbytes), "", percent(memory.arena_nbytes, budget), "static, all the time"
+    yield "of it non-model", unit.of(memory.nonmodel_nbytes), "", percent(memory.nonmodel_nbytes, budget), workspace
+    host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
+    yield "host", unit.of(host), unit.of(host_budget), percent(host, host_budget), "homes of chunks and their states"
+
+
+def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
+    """Parameters by dtype, the OS triple by part, gradients; the total is `Layout.model_data_nbytes` and gradients."""
+    owned = layout.owned()
+    for dtype in dict.fromkeys(info.dtype for info in layout.params):
+        infos = [info for info in layout.params if info.dtype == dtype]
+        stored = [c for c in owned if c.dtype == dtype and c.list is not ChunkList.GRAD]
+        nbytes = sum(info.nbytes for info in infos)
+        yield _kind(f"param16 ({dtype})", sum(i.numel for i in infos), nbytes, *_payloads(stored), unit)
+    numel = sum(layout.params[p.param].numel for p in layout.placements if _trained(layout, p.chunk))
+    triples = [c for c in owned if c.os_home is not None]
+    stored_os = sum(c.os_nbytes for c in triples) // len(_TRIPLE)
+    resident_os = sum(c.os_nbytes for c in triples if c.os_home is Home.DEVICE) // len(_TRIPLE)
+    for part in _TRIPLE:
+        yield _kind(f"{part} (float32)", numel, numel * _FP32_NBYTES, stored_os, resident_os, unit)
+    grads = [c for c in owned if c.list is ChunkList.GRAD]
+    apart_numel, apart_nbytes = _apart_gradients(layout)
+    yield _kind("gradients (overlay param16)", numel - apart_numel, 0, 0, 0, unit)
+    yield _kind("gradients (own chunks)", apart_numel, apart_nbytes, *_payloads(grads), unit)
+    resident = sum(c.nbytes for c in owned if c.home is Home.DEVICE) + resident_os * len(_TRIPLE)
+    stored_all = layout.payload_nbytes() + layout.os_nbytes()
+    yield "total", "", unit.of(layout.model_data_nbytes() + apart_nbytes), unit.of(stored_all), unit.of(resident)
+
+
+def _trained(layout: Layout, chunk: int) -> bool:
+    return layout.chunks[chunk].list is ChunkList.TRAINED
+
+
+def _apart_gradients(layout: Layout) -> tuple[int, int]:
+    """Elements and bytes of the gradients that do not overlay their parameter."""
+    partners = {c.partner for c in layout.chunks if c.list is ChunkList.GRAD}
+    infos = [layout.params[p.param] for p in layout.placements if p.chunk in partners]
+    return sum(info.numel for info in infos), sum(info.nbytes for info in infos)
+
+
+def _payloads(chunks: Sequence[Chunk]) -> tuple[int, int]:
+    """Bytes stored, and bytes of it that never leave the device."""
+    return sum(c.nbytes for c in chunks), sum(c.nbytes for c in chunks if c.home is Home.DEVICE)
+
+
+def _kind(name: str, numel: int, nbytes: int, stored: int, resident: int, unit: Unit) -> tuple[str, ...]:
+    return name, f"{numel:,}", unit.of(nbytes), unit.of(stored), unit.of(resident)
+
+
+def _chunks(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
+    """A row for each kind of chunk, and all of them with PatrickStar's utilisation (section 9.2.2)."""
+    held = _held_numel(layout)
+    kinds: dict[tuple[str, str, int, str], list[Chunk]] = {}
+    for chunk in layout.chunks:
+        home = f"{chunk.home}, state {chunk.os_home}" if chunk.os_home else str(chunk.home)
+        kind = str(chunk.list) if chunk.used_numel else "rank padding"
+        kinds.setdefault((kind, chunk.dtype, chunk.numel, home), []).append(chunk)
+    for (kind, dtype, numel, home), group in kinds.items():
+        nbytes = sum(c.nbytes for c in group)
+        share = percent(sum(held[c.index] for c in group), numel * len(group))
+        yield kind, dtype, f"{len(group):,}", f"{numel:,}", unit.of(nbytes), share, home
+    nbytes = sum(c.nbytes for c in layout.chunks)
+    share = percent(layout.utilisation(), 1)
+    yield "parameters", "", "", "", "", share, "without grad and rank padding"
+    yield "total", "", f"{len(layout.chunks):,}", "", unit.of(nbytes), "", ""
+
+
+def _held_numel(layout: Layout) -> list[int]:
+    """Elements of parameters (of gradients, in a gradient chunk) in each chunk, alignment and padding not counted."""
+    held = [0] * len(layout.chunks)
+    for place in layout.placements:
+        left, offset = layout.params[place.param].numel, place.offset
+        for chunk in place.chunks:
+            part = min(left, layout.chunks[chunk].numel - offset)
+            held[chunk] += part
+            left, offset = left - part, 0
+    for grad in layout.chunks:
+        if grad.partner is not None:
+            held[grad.index] = held[grad.partner]
+    return held
+
+
+def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
+    """Copies over the link in one iteration, by action; the totals are `Plan.moved_nbytes`."""
+    actions = [action for name in _STEP_PROGRAMS for action in plan.program(name).actions]
+    kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
+    for op, noun in kinds:
+        copies = [a for a in actions if a.op is op]
+        stream = Stream.H2D if op in (Op.FETCH, Op.LOAD) else Stream.D2H
+        yield f"{op} {noun}", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
+    for stream, name in ((Stream.H2D, "host to device"), (Stream.D2H, "device to host")):
+        copies = [a for a in actions if a.stream is stream]
+        yield f"total {name}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
+
+
+def _copied(plan: Plan, actions: Sequence[Action]) -> int:
+    return sum(moved_nbytes(plan.layout, action) for action in actions)
+
+
+def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
+    owned = plan.layout.owned()
+    payloads = [c.index for c in owned if c.home is Home.DEVICE]
+    triples = [c.index for c in owned if c.os_home is Home.DEVICE]
+    names = " ".join(part for part in (ranges("c", payloads), ranges("os", triples)) if part)
+    counts = f"{plural(len(payloads), 'chunk')}, {plural(len(triples), 'state')}"
+    yield f"residents (never moved): {counts}{': ' if names else ''}{names}"
+    always = {*(f"c{c}" for c in payloads), *(f"os{c}" for c in triples)}
+    kept = [target for target, _ in plan.program("forward").entry.resident if target not in always]
+    if kept:
+        yield f"also on the device when a step begins: {' '.join(kept)}"
+    used = unit.named(plan.memory.device_budget_nbytes - plan.memory.device_peak_nbytes)
+    yield f"free under the device budget at its peak: {used}"
+    yield "param16: parameters in compute dtype. state: param32, momentum and variance, 12 bytes per element."

@@ -1,0 +1,201 @@
+"""The one-screen table that ``print(plan)`` shows: what runs, what it reads, what is on the device, and what moves.
+
+Segments of equal structure are folded into one line. Layers do not meet chunks in step (a layer may end in the middle
+of a chunk), so equality is tried in three strengths and the strongest that fits the screen is taken: operators, shapes
+and what is put away; operators and shapes; operators alone. What still does not fit is cut from the middle, and said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import Home
+from chunkc.ir.plan import Plan, Program
+from chunkc.report.fold import Run, fold
+from chunkc.report.moments import Moment, moments
+from chunkc.report.units import Unit, percent, plural, ranges, shorten, unit_of
+
+MAX_COLUMNS = 100
+MAX_PROGRAM_LINES = 11
+_MAX_CHUNKS_COLUMNS = 16
+_HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
+_LEFT_ALIGNED = (0, 2)
+_AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an action belongs to the next segment
+_ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
+_LEGEND = (
+    "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",
+    "                  ops of one, live and total of the largest; (3 each): the part that repeats has 3",
+    "ops, chunks read  operators that run, the chunks whose parameters they read, and the chunks' size",
+    "live, total       activations, gradients under way and workspace; live and the whole arena",
+    "c3, os3, g3       chunk; its optimizer state (fp32 parameter, momentum, variance); group of chunks",
+    "fetch, load       host to device.  evict, store: device to host.  drop: free, the host copy is valid",
+    "stash             gradients land in the chunk.  update: Adam.  restore: undo gradients, no update",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One segment with its actions: what is brought in before it, it, and what is put away behind it."""
+
+    moment: Moment
+    actions: tuple[Action, ...]
+
+    @property
+    def num_ops(self) -> int:
+        return self.moment.segment.end_op - self.moment.segment.first_op
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A line of the table: aligned cells and the actions behind them, or a heading across all columns."""
+
+    cells: tuple[str, ...] = ()
+    actions: tuple[Action, ...] = ()
+    heading: str = ""
+
+
+def render(plan: Plan) -> str:
+    """The table of ``plan``: one screen of at most 100 columns, sizes in the one unit that the first line names."""
+    unit = unit_of(plan)
+    rows = [row for program in plan.programs for row in _program(plan, program, unit)]
+    lines = [*_header(plan, unit), "", *_aligned(rows), "", *_totals(plan, unit), "", *_LEGEND]
+    return "\n".join(shorten(line, MAX_COLUMNS) for line in lines)
+
+
+def _header(plan: Plan, unit: Unit) -> Iterator[str]:
+    memory, layout = plan.memory, plan.layout
+    ranks = f"rank {layout.rank} of world size {layout.world_size}"
+    yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, {ranks}, sizes in {unit.name}"
+    peak, budget = memory.device_peak_nbytes, memory.device_budget_nbytes
+    yield (
+        f"  device  planned peak {unit.of(peak)} of budget {unit.of(budget)} ({percent(peak, budget)}): "
+        f"arena {unit.of(memory.arena_nbytes)} + live {unit.of(memory.nonmodel_nbytes)} at {memory.nonmodel_segment}"
+    )
+    host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
+    yield f"  host    {unit.of(host)} of budget {unit.of(host_budget)} ({percent(host, host_budget)})"
+    yield (
+        f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states: "
+        f"{plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')} "
+        f"of {layout.chunk_numel:,} elements"
+    )
+
+
+def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
+    """Columns as wide as their widest cell; the actions take what is left of the line."""
+    cells = [_HEADINGS, *(row.cells for row in rows if row.cells)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADINGS))]
+
+    def line(values: tuple[str, ...]) -> str:
+        padded = (
+            v.ljust(w) if i in _LEFT_ALIGNED else v.rjust(w)
+            for i, (v, w) in enumerate(zip(values, widths, strict=True))
+        )
+        return "  " + "  ".join(padded) + "  "
+
+    yield line(_HEADINGS) + "actions"
+    for row in rows:
+        start = line(row.cells) if row.cells else "  "
+        yield row.heading or (start + _brief(row.actions, MAX_COLUMNS - len(start))).rstrip()
+
+
+def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
+    """A heading, then a row for each run of equal segments, or one for the actions of a program without segments."""
+    yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')})")
+    steps = _steps(plan, program)
+    if not steps:
+        yield _Row(actions=program.actions)
+        return
+    runs = _fitting_runs(plan, steps)
+    if len(runs) > MAX_PROGRAM_LINES:
+        head = MAX_PROGRAM_LINES // 2
+        tail = MAX_PROGRAM_LINES - 1 - head
+        runs = (*runs[:head], Run(runs[head].first, runs[-tail].first - runs[head].first, 1), *runs[-tail:])
+    for run in runs:
+        yield _row(plan, steps, run, unit)
+
+
+def _steps(plan: Plan, program: Program) -> list[_Step]:
+    steps: list[_Step] = []
+    first = 0
+    for moment in moments(plan, program):
+        end = moment.position + 1
+        while end < len(program.actions) and program.actions[end].op not in _AHEAD:
+            end += 1
+        steps.append(_Step(moment, program.actions[first:end]))
+        first = end
+    if steps:  # what the program still brings in behind its last segment
+        steps[-1] = _Step(steps[-1].moment, steps[-1].actions + program.actions[first:])
+    return steps
+
+
+def _fitting_runs(plan: Plan, steps: Sequence[_Step]) -> tuple[Run, ...]:
+    """Folded by the strongest equality whose lines fit; by the weakest when none does."""
+    for strength in (2, 1):
+        runs = fold([_structure(plan, step, strength) for step in steps])
+        if len(runs) <= MAX_PROGRAM_LINES:
+            return runs
+    return fold([step.num_ops for step in steps])
+
+
+def _structure(plan: Plan, step: _Step, strength: int) -> Hashable:
+    """What two segments share when one line may stand for both; what is fetched ahead belongs to a later one."""
+    segment, params = step.moment.segment, plan.layout.params
+    shapes = tuple(tuple((params[p].shape, params[p].dtype) for p in group) for group in (segment.reads, segment.lands))
+    put_away = Counter(str(a.op) for a in step.actions if a.op not in _AHEAD)
+    return step.num_ops, shapes, tuple(sorted(put_away.items())) if strength == 2 else ()
+
+
+def _row(plan: Plan, steps: Sequence[_Step], run: Run, unit: Unit) -> _Row:
+    part = steps[run.first : run.end]
+    chunks = plan.layout.chunks_of({p for s in part for p in s.moment.segment.reads})
+    cells = (
+        _name(part, run),
+        f"{sum(s.num_ops for s in part[: run.period]):,}",
+        shorten(ranges("c", chunks), _MAX_CHUNKS_COLUMNS) if chunks else "none",
+        unit.of(sum(plan.layout.chunks[c].nbytes for c in chunks)),
+        unit.of(max(s.moment.segment.nonmodel_nbytes for s in part)),
+        unit.of(max(s.moment.total_nbytes for s in part)),
+    )
+    return _Row(cells, tuple(a for s in part for a in s.actions if a.op is not Op.RUN))
+
+
+def _name(part: Sequence[_Step], run: Run) -> str:
+    first, last = part[0].moment.segment, part[-1].moment.segment
+    if len(part) == 1:
+        return first.name
+    name = f"[{first.name}-{last.index}]"
+    if run.num_repeats == 1:
+        return f"{name} mixed"
+    return f"{name} x{run.num_repeats}" + (f" ({run.period} each)" if run.period > 1 else "")
+
+
+def _brief(actions: Sequence[Action], width: int) -> str:
+    """Actions by kind with their targets, ``fetch c0 c13, drop c13``; with their numbers where these do not fit."""
+    kinds: dict[str, list[Action]] = {}
+    for action in actions:
+        name = f"{action.op} @{action.stream}" if action.op in _ON_ANY_STREAM else str(action.op)
+        kinds.setdefault(name, []).append(action)
+    text = ", ".join(_targets(name, group) for name, group in kinds.items()) or "none"
+    return text if len(text) <= width else ", ".join(f"{name} x{len(group)}" for name, group in kinds.items())
+
+
+def _targets(name: str, actions: Sequence[Action]) -> str:
+    numbers: dict[str, list[int]] = {}
+    for action in actions:
+        if action.target:
+            numbers.setdefault(action.target.rstrip("0123456789"), []).append(action.index)
+    return " ".join([name, *(ranges(prefix, group) for prefix, group in numbers.items())])
+
+
+def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
+    to_device, to_host = plan.moved_nbytes(Stream.H2D), plan.moved_nbytes(Stream.D2H)
+    yield f"moved per step: {unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
+    resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
+    triples = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
+    yield (
+        f"always on the device: {plural(len(resident), 'chunk')} ({unit.named(sum(c.nbytes for c in resident))}), "
+        f"{plural(len(triples), 'optimizer state')} ({unit.named(sum(c.os_nbytes for c in triples))})"
+    )

@@ -1,0 +1,123 @@
+"""Everything a plan holds, readable as a program: what ``plan.text()`` returns.
+
+The text has a header (model, budgets, provenance), the layout (chunks with their parameters, slots), and the programs.
+In a program each action stands on a line of its own behind its label, in the form that `chunkc.ir.actions.parse` reads
+back; all other lines of a program start with ``#``. Before each ``run`` stands its moment: what is resident, and bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chunkc.ir.layout import Chunk, Layout, Placement
+from chunkc.ir.plan import Plan, Program, State
+from chunkc.report.moments import Moment, moments
+from chunkc.report.units import Unit, plural, unit_of
+
+
+def full_text(plan: Plan) -> str:
+    """The whole plan as text; sizes in one unit that the first line names, offsets in elements or bytes as said."""
+    unit = unit_of(plan)
+    sections = [_header(plan, unit), _stages(plan), _layout(plan.layout, unit), _slots(plan.layout, unit)]
+    sections += [_program(plan, program, unit) for program in plan.programs]
+    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def _header(plan: Plan, unit: Unit) -> Iterator[str]:
+    memory, layout = plan.memory, plan.layout
+    yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, sizes in {unit.name}"
+    yield f"  schedule {plan.schedule_digest}, rank {layout.rank} of world size {layout.world_size}"
+    yield (
+        f"  device: planned peak {unit.of(memory.device_peak_nbytes)} of budget "
+        f"{unit.of(memory.device_budget_nbytes)} = arena {unit.of(memory.arena_nbytes)} + non-model "
+        f"{unit.of(memory.nonmodel_nbytes)} at {memory.nonmodel_segment}"
+    )
+    yield f"  host: {unit.of(memory.host_nbytes)} of budget {unit.of(memory.host_budget_nbytes)}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    total_ms = sum(stage.elapsed_ms for stage in plan.stages)
+    yield f"made in {total_ms:,.1f} ms by these passes" if plan.stages else "made by hand: no pass is recorded"
+    width = max((len(stage.name) for stage in plan.stages), default=0)
+    for stage in plan.stages:
+        yield f"  {stage.name:<{width}} {stage.elapsed_ms:>10,.1f} ms  {stage.note}".rstrip()
+
+
+def _layout(layout: Layout, unit: Unit) -> Iterator[str]:
+    yield (
+        f"layout: {plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')}; parameters stand "
+        f"below their chunk with offset (elements), name and shape"
+    )
+    for chunk in layout.chunks:
+        yield _chunk(layout, chunk, unit)
+        for param in layout.params_of(chunk.index):
+            yield "    " + _parameter(layout, layout.placements[param], chunk.index)
+
+
+def _chunk(layout: Layout, chunk: Chunk, unit: Unit) -> str:
+    parts = [
+        f"  c{chunk.index}: {chunk.list}",
+        chunk.dtype,
+        f"{chunk.used_numel:,} of {chunk.numel:,} elements used",
+        unit.named(chunk.nbytes),
+        f"home {chunk.home}",
+    ]
+    if chunk.os_home is not None:
+        parts.append(f"os{chunk.index} {unit.named(chunk.os_nbytes)} home {chunk.os_home}")
+    if chunk.partner is not None:
+        parts.append(f"gradients of c{chunk.partner}")
+    if layout.world_size > 1:
+        parts.append(f"group g{layout.group_of(chunk.index).index} owned by rank {layout.owner(chunk.index)}")
+    return ", ".join(parts)
+
+
+def _parameter(layout: Layout, place: Placement, chunk: int) -> str:
+    info = layout.params[place.param]
+    offset = f"{place.offset:>12,}" if chunk == place.chunk else f"{'continued':>12}"
+    text = f"{offset}  {info.name}  {list(info.shape)}"
+    if info.aliases:
+        text += f", also {', '.join(info.aliases)}"
+    if place.num_chunks > 1 and chunk == place.chunk:
+        text += f", spans c{place.chunk}-{place.chunks[-1]}"
+    return text
+
+
+def _slots(layout: Layout, unit: Unit) -> Iterator[str]:
+    yield f"arena: {layout.arena_nbytes:,} bytes in {plural(len(layout.slots), 'slot')}; bytes from .. to below"
+    for slot in layout.slots:
+        yield f"  d{slot.index}: {slot.offset:,} .. {slot.end:,} ({unit.named(slot.nbytes)})"
+
+
+def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[str]:
+    yield f"program {program.name} (role {program.role}): {plural(len(program.actions), 'action')}"
+    yield f"  # entry {_state(program.entry)}"
+    upcoming = {moment.position: moment for moment in moments(plan, program)}
+    width = len(program.label(max(0, len(program.actions) - 1)))
+    for position, (label, action) in enumerate(program.labelled()):
+        if position in upcoming:
+            yield from _moment(plan, upcoming[position], unit)
+        yield f"  {label:<{width}}  {action}"
+    yield f"  # exit {_state(program.exit)}"
+
+
+def _state(state: State) -> str:
+    return f"{state.phase}: resident {_resident(state.resident)}"
+
+
+def _resident(pairs: tuple[tuple[str, int], ...]) -> str:
+    return ", ".join(f"{target} in d{slot}" for target, slot in pairs) or "nothing"
+
+
+def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:
+    """What is resident before a segment, and the bytes while it runs."""
+    segment, budget = moment.segment, unit.of(plan.memory.device_budget_nbytes)
+    reads = " ".join(f"c{c}" for c in plan.layout.chunks_of(segment.reads)) or "no chunk"
+    gathered = f"; gathered {' '.join(moment.gathered)}" if moment.gathered else ""
+    yield f"  # moment {segment.name}: resident {_resident(moment.resident)}{gathered}"
+    elastic = f" + elastic {unit.of(moment.elastic_nbytes)}" if moment.elastic_nbytes else ""
+    yield (
+        f"  #   operators {segment.first_op}..{segment.end_op - 1} read {reads}; {unit.name}: arena "
+        f"{unit.of(plan.layout.arena_nbytes)} (in use {unit.of(moment.used_nbytes)}){elastic} + non-model "
+        f"{unit.of(segment.nonmodel_nbytes)} (live {unit.of(segment.live_nbytes)}, workspace "
+        f"{unit.of(segment.workspace_nbytes)}) = {unit.of(moment.total_nbytes)} of {budget}"
+    )

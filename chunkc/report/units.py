@@ -1,0 +1,75 @@
+"""Sizes and ranges as people read them; a whole report has one unit, so that its numbers compare at a glance."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from chunkc.ir.plan import Plan
+
+_UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A binary unit: its name and its bytes.
+
+    >>> Unit("MiB", 1024**2).of(3 * 1024**2), Unit("MiB", 1024**2).of(1), Unit("MiB", 1024**2).of(0)
+    ('3.00', '<0.01', '0.00')
+    """
+
+    name: str
+    nbytes: int
+
+    def of(self, nbytes: int) -> str:
+        """``nbytes`` in this unit with two decimals; what is there but rounds to nothing is ``<0.01``."""
+        if 0 < nbytes < self.nbytes // 200:
+            return "<0.01"
+        return f"{nbytes / self.nbytes:,.2f}"
+
+    def named(self, nbytes: int) -> str:
+        """The same with the unit's name behind it."""
+        return f"{self.of(nbytes)} {self.name}"
+
+
+def unit_for(nbytes: int) -> Unit:
+    """The largest of GiB, MiB and KiB of which ``nbytes`` is at least one (KiB when it is less)."""
+    for name, unit_nbytes in _UNITS:
+        if nbytes >= unit_nbytes:
+            return Unit(name, unit_nbytes)
+    return Unit(*_UNITS[-1])
+
+
+def unit_of(plan: Plan) -> Unit:
+    """The unit in which a report of ``plan`` gives sizes: that of its planned device peak."""
+    return unit_for(plan.memory.device_peak_nbytes)
+
+
+def percent(part: float, whole: float) -> str:
+    """``part`` of ``whole`` as a percentage with one decimal; ``-`` of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 chunk``, ``2 chunks``, ``1,024 chunks``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def ranges(prefix: str, numbers: Iterable[int]) -> str:
+    """Numbers as ranges, ascending, each once.
+
+    >>> ranges("c", [3, 1, 2, 7])
+    'c1-3 c7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(f"{prefix}{a}" if a == b else f"{prefix}{a}-{b}" for a, b in runs)
+
+
+def shorten(text: str, width: int) -> str:
+    """``text`` cut to ``width`` columns; three dots say that something is missing."""
+    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
