@@ -101,7 +101,8 @@ class ChunkUpdate:
 
     Args:
         payload: the chunk in compute dtype. Holds grad16 before the update unless ``gradient`` is given, and param16
-            after it.
+            after it. In fp32 it may be ``param32`` itself beside a ``gradient``: param16 and param32 are one then, and
+            nothing is cast or tiled.
         param32, exp_avg, exp_avg_sq: the OS triple in float32.
         pieces: the parameters' elements in the chunk. What lies between them is neither read nor written.
         gradient: the gradient chunk, where the overlay is not legal. It is only read.
@@ -129,10 +130,14 @@ class ChunkUpdate:
         self._exp_avg = exp_avg
         self._exp_avg_sq = exp_avg_sq
         self._gradient = payload if gradient is None else gradient
+        self._is_cast = payload.data_ptr() != param32.data_ptr() or payload.numel() == 0
+        self._is_tiled = self._is_cast or self._gradient.dtype is not torch.float32
         self._pieces = tuple(sorted((p for p in pieces if p.start != p.end), key=lambda p: p.start))
         self._scratch = Scratch() if scratch is None else scratch
         _check_tensors(payload, self._gradient, (param32, exp_avg, exp_avg_sq))
         _check_pieces(self._pieces, payload.numel())
+        if not self._is_cast and gradient is None:
+            raise ValueError("where the payload is param32, the gradient has memory of its own")
 
     @torch.no_grad()
     def update(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
@@ -147,7 +152,7 @@ class ChunkUpdate:
             ValueError: when a step count is below 1; nothing has changed then.
         """
         unit = VECTOR_NUMEL * torch.get_num_threads()
-        tile_numel = max(TILE_NUMEL // unit, 1) * unit
+        tile_numel = max((TILE_NUMEL if self._is_tiled else self._payload.numel()) // unit, 1) * unit
         gathered: dict[_Group, list[slice]] = {}
         for run in list(self._runs(hypers, steps)):
             if run.group is None:
@@ -188,7 +193,8 @@ class ChunkUpdate:
             yield run
 
     def _cast(self, span: slice) -> None:
-        self._payload[span].copy_(self._param32[span])
+        if self._is_cast:
+            self._payload[span].copy_(self._param32[span])
 
     def _start_moments(self, group: _Group, span: slice) -> None:
         if group.step == 1:

@@ -1,0 +1,294 @@
+"""``chunkc.AdamW`` and ``chunkc.Adam``: torch's optimizers, whose work the compiled model's step program does.
+
+The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
+moments stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
+have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
+workers while the caller goes on.
+
+Moments exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
+starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` stays empty;
+``state_dict()`` reads the states, in torch's layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from chunkc.errors import ChunkcError
+from chunkc.runtime.adam import Hyper
+from chunkc.runtime.optimizer_state import (
+    TORCH_OPTIONS,
+    OptimizerRuntime,
+    check_options,
+    check_range,
+    check_states,
+    find_runtime,
+    managed,
+    read_states,
+    write_states,
+)
+
+__all__ = ["Adam", "AdamW", "OptimizerRuntime", "find_runtime"]
+
+_MAX_NAMED = 5
+
+
+class _ChunkOptimizer(torch.optim.Optimizer):
+    """What Adam and AdamW share; they differ in where weight decay goes."""
+
+    _decoupled: bool
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        betas: tuple[float | Tensor, float | Tensor],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ) -> None:
+        if max_grad_norm is not None:
+            raise ChunkcError(f"max_grad_norm={max_grad_norm}: clipping is not built yet; leave it out")
+        self._runtime: OptimizerRuntime | None = None
+        self._token = object()
+        self._steps: dict[int, int] = {}
+        self._has_warned = False
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_OPTIONS}
+        super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does.
+
+        Raises:
+            ChunkcError: for parameters of no compiled model, or of another one than the groups before.
+            ValueError: for hyperparameters out of range, as torch.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_range(group)
+            check_options(group, self._decoupled)
+            runtime = self._common_runtime(group)
+        except (ChunkcError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._runtime = runtime
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Launch one update of every parameter that has a gradient, and return the closure's loss.
+
+        The hyperparameters are those at this call, whenever the update really runs.
+
+        Raises:
+            ChunkcError: when a gradient was already stepped, when parameters have gradients that this optimizer does
+                not step, or when another optimizer has begun to step them since. Nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runtime, groups = self._require_runtime(), self._groups_by_index()
+        active = runtime.check_step({index: param for index, (param, _) in groups.items()})
+        if not active:
+            self._warn_without_gradients()
+            return loss
+        self._check_covered(active, groups.keys())
+        self._check_owned(active.intersection(self._steps))
+        snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
+        hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
+        steps = {index: self._steps.get(index, 0) + 1 for index in hypers}
+        runtime.step(hypers, steps)
+        self._steps.update(steps)
+        runtime.owners.update(dict.fromkeys(steps, self._token))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.
+
+        Parameters that were never stepped have no state. Pending updates are finished first.
+        """
+
+        def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            runtime = self._require_runtime()
+            return {**state_dict, "state": read_states(runtime, state_dict, self.param_groups, self._steps)}
+
+        self._check_owned(self._steps)
+        handle = self.register_state_dict_post_hook(add_states, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups, moments and step counts of ``state_dict()`` or of torch's Adam or AdamW.
+
+        Raises:
+            ChunkcError: when a state does not fit its parameter or asks for an unsupported option; ValueError, as
+                torch, when the groups differ. Nothing has changed then.
+        """
+        loaded: dict[int, dict[str, Any]] = {}
+
+        def take(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._check_loaded(state_dict))
+            return {**state_dict, "state": {}}
+
+        def write(_: torch.optim.Optimizer) -> None:
+            runtime = self._require_runtime()
+            write_states(runtime, loaded)
+            runtime.owners.update(dict.fromkeys(loaded, self._token))
+            self._steps = {index: int(state["step"]) for index, state in loaded.items() if int(state["step"]) > 0}
+
+        handles = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(write, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give loaded groups the options that older states lack; torch calls this when it loads."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ChunkcError(
+            f"chunkc.{type(self).__name__} cannot be copied or pickled: its states live in the compiled model. "
+            "Save optimizer.state_dict(), and load it into an optimizer of the other model"
+        )
+
+    def _require_runtime(self) -> OptimizerRuntime:
+        if self._runtime is None:
+            raise ChunkcError(f"chunkc.{type(self).__name__} has no parameters")
+        return self._runtime
+
+    def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerRuntime | None:
+        """The runtime of the group's parameters, which is that of the groups before; None while there are none."""
+        runtime = self._runtime
+        names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
+        for param, name in zip(group["params"], names, strict=True):
+            found = find_runtime(param)
+            if found is None:
+                raise ChunkcError(
+                    f"chunkc.{type(self).__name__} steps parameters of a compiled model, but parameter {name} of the "
+                    f"group (shape {tuple(param.shape)}) is a plain tensor: compile the model before making the "
+                    "optimizer, or pass its parameters"
+                )
+            if runtime is not None and found[0] is not runtime:
+                raise ChunkcError(
+                    f"all parameters of an optimizer belong to one compiled model, but {found[0].name_of(found[1])!r} "
+                    "belongs to another than those before: make one optimizer for each model"
+                )
+            runtime = found[0]
+        return runtime
+
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """The loaded states by parameter; nothing where torch will refuse the groups."""
+        sizes = [[len(g["params"]) for g in groups] for groups in (self.param_groups, state_dict["param_groups"])]
+        if sizes[0] != sizes[1]:
+            return {}
+        for group in state_dict["param_groups"]:
+            check_options(group, self._decoupled)
+        return check_states(state_dict, self.param_groups)
+
+    def _groups_by_index(self) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
+        return {managed(param)[1]: (param, group) for group in self.param_groups for param in group["params"]}
+
+    def _snapshot(self, group: Mapping[str, Any]) -> Hyper:
+        check_options(group, self._decoupled)
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=self._decoupled,
+        )
+
+    def _warn_without_gradients(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logging.getLogger("chunkc").warning(
+                "%s.step() did nothing: no parameter has a gradient (said once per optimizer)", type(self).__name__
+            )
+
+    def _check_covered(self, active: frozenset[int], covered: Collection[int]) -> None:
+        missing = sorted(active.difference(covered))
+        if missing:
+            raise ChunkcError(
+                "a step updates the whole model, so one optimizer must hold every parameter that has a gradient; "
+                f"{self._names(missing)} are not in its groups: add them with add_param_group, freeze them with "
+                "requires_grad_(False) before compiling, or set their .grad to None"
+            )
+
+    def _check_owned(self, indexes: Iterable[int]) -> None:
+        owners = self._require_runtime().owners
+        foreign = sorted(index for index in indexes if owners.get(index) is not self._token)
+        if foreign:
+            raise ChunkcError(
+                "a parameter's moments exist once and belong to the optimizer that began last to step it; another one "
+                f"has begun since to step {self._names(foreign)}: go on with that one"
+            )
+
+    def _names(self, indexes: list[int]) -> str:
+        runtime = self._require_runtime()
+        names = ", ".join(repr(runtime.name_of(index)) for index in indexes[:_MAX_NAMED])
+        return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")
+
+
+class AdamW(_ChunkOptimizer):
+    """Adam with decoupled weight decay; arguments and defaults are torch.optim.AdamW's.
+
+    Args:
+        params: parameters of one compiled model, or groups of them.
+        max_grad_norm: global-norm clipping inside the step; not built yet.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)
+
+
+class Adam(_ChunkOptimizer):
+    """Adam, whose weight decay is an L2 penalty; arguments and defaults are torch.optim.Adam's.
+
+    Args:
+        params: parameters of one compiled model, or groups of them.
+        max_grad_norm: global-norm clipping inside the step; not built yet.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)

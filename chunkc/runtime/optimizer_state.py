@@ -1,0 +1,175 @@
+"""How an optimizer's states are exchanged: the protocol of a compiled model towards its optimizers, and torch's layout.
+
+In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives ``step``,
+``exp_avg`` and ``exp_avg_sq`` for the id of each parameter that was ever stepped. In 16-bit modes ``master_param`` is
+beside them. Ids are matched with parameters by their place in the groups, as torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from chunkc.errors import ChunkcError
+from chunkc.runtime.adam import Hyper
+
+Groups = Sequence[Mapping[str, Any]]
+
+TORCH_OPTIONS: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""Options of torch's Adam that a group carries so that states can be exchanged with torch."""
+
+UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
+"""Those of them that change what a step computes; the others choose an implementation."""
+
+
+class OptimizerRuntime(Protocol):
+    """What the optimizers need of a compiled model. Parameters are named by their index in the layout.
+
+    Attributes:
+        owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
+    """
+
+    owners: dict[int, object]
+
+    @property
+    def is_sixteen_bit(self) -> bool:
+        """Whether param32 is more precise than the parameter that the graphs read."""
+        ...
+
+    def name_of(self, index: int) -> str:
+        """The parameter's name in the user's model."""
+        ...
+
+    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
+        """Indexes of all parameters of the model that have a gradient now.
+
+        Raises:
+            ChunkcError: when a step is not legal now, for example of a gradient already stepped.
+        """
+        ...
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments."""
+        ...
+
+    def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Copies of exp_avg, exp_avg_sq and param32, parameter-shaped, after draining pending updates."""
+        ...
+
+    def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
+        """Replace the moments and, unless it is None, param32 and with it param16."""
+        ...
+
+
+def find_runtime(param: Tensor) -> tuple[OptimizerRuntime, int] | None:
+    """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
+    runtime: OptimizerRuntime | None = getattr(param, "_chunkc_runtime", None)
+    if runtime is None:
+        return None
+    index: int = param._chunkc_index  # type: ignore[attr-defined]
+    return runtime, index
+
+
+def managed(param: Tensor) -> tuple[OptimizerRuntime, int]:
+    """``find_runtime`` of a parameter that a compiled model must manage.
+
+    Raises:
+        ChunkcError: when none does.
+    """
+    found = find_runtime(param)
+    if found is None:
+        raise ChunkcError(f"a parameter of shape {tuple(param.shape)} belongs to no compiled model any more")
+    return found
+
+
+def saved_params(state_dict: Mapping[str, Any], groups: Groups) -> Iterator[tuple[Any, nn.Parameter]]:
+    """Pairs of an id in ``state_dict`` and the parameter at the same place of ``groups``."""
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    return zip(saved, chain.from_iterable(group["params"] for group in groups), strict=False)
+
+
+def read_states(
+    runtime: OptimizerRuntime, state_dict: Mapping[str, Any], groups: Groups, steps: Mapping[int, int]
+) -> dict[Any, dict[str, Tensor]]:
+    """States of the parameters in ``steps``, under the ids of ``state_dict``."""
+    states: dict[Any, dict[str, Tensor]] = {}
+    for key, param in saved_params(state_dict, groups):
+        index = managed(param)[1]
+        if index not in steps or key in states:
+            continue
+        exp_avg, exp_avg_sq, param32 = runtime.read_state(index)
+        states[key] = {"step": torch.tensor(float(steps[index])), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if runtime.is_sixteen_bit:
+            states[key]["master_param"] = param32
+    return states
+
+
+def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
+    """The states of ``state_dict`` by parameter index.
+
+    Raises:
+        ChunkcError: when one is not Adam's, does not fit its parameter, or belongs to none.
+    """
+    params = dict(saved_params(state_dict, groups))
+    unknown = [key for key in state_dict["state"] if key not in params]
+    if unknown:
+        raise ChunkcError(
+            f"the loaded state dict has states of {unknown[:5]}, for which this optimizer has no parameter"
+        )
+    states = {}
+    for key, state in state_dict["state"].items():
+        runtime, index = managed(params[key])
+        _check_state(runtime.name_of(index), params[key], state)
+        states[index] = dict(state)
+    return states
+
+
+def write_states(runtime: OptimizerRuntime, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Hand ``states`` to the model, in float32 on the host."""
+    for index, state in states.items():
+        exp_avg, exp_avg_sq = (state[key].to("cpu", torch.float32) for key in ("exp_avg", "exp_avg_sq"))
+        master = state.get("master_param")
+        runtime.write_state(index, exp_avg, exp_avg_sq, None if master is None else master.to("cpu", torch.float32))
+
+
+def check_range(group: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters out of range, by ValueError as torch does."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0.0:
+            raise ValueError(f"{name} must not be negative, found {group[name]}")
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"betas must lie in [0, 1), found {group['betas']}")
+
+
+def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
+    """Refuse options of torch's Adam that would change what a step computes."""
+    for name in UNSUPPORTED_OPTIONS:
+        if group.get(name):
+            raise ChunkcError(
+                f"{name}={group[name]} is not supported by chunkc's optimizers; leave it out of the group or the state"
+            )
+    if group.get("decoupled_weight_decay", decoupled) != decoupled:
+        right, wrong = ("Adam", "AdamW") if decoupled else ("AdamW", "Adam")
+        raise ChunkcError(f"the group is one of {right}, whose weight decay differs from {wrong}'s: use chunkc.{right}")
+
+
+def _check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+    if missing:
+        raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")
+    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+        if key in state and state[key].shape != param.shape:
+            found = f"{tuple(state[key].shape)} where the parameter has {tuple(param.shape)}"
+            raise ChunkcError(f"the loaded {key} of {name!r} has shape {found}")
