@@ -1,0 +1,112 @@
+"""The planner: a literal, ordered list of passes from a schedule to a plan.
+
+Each pass is one file and one decision over frozen facts (``draft.py``); ``contract.py`` checks the order and runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chunkc.ir.layout import Layout
+from chunkc.ir.plan import Memory, Plan
+from chunkc.ir.schedule import Schedule
+from chunkc.passes.chunk_mapping import ChunkMappingPass
+from chunkc.passes.chunk_size import ChunkSizePass
+from chunkc.passes.communication import CommunicationPass
+from chunkc.passes.contract import Check, Pass, PassOrderError, check_order, run_passes
+from chunkc.passes.draft import Draft, Options, Target, decided
+from chunkc.passes.liveness import LivenessPass
+from chunkc.passes.os_placement import OsPlacementPass
+from chunkc.passes.prefetch import PrefetchPass
+from chunkc.passes.residency import ResidencyPass
+from chunkc.passes.states import StatesPass
+from chunkc.passes.step import StepPass
+
+__all__ = [
+    "PIPELINE",
+    "Draft",
+    "Options",
+    "Pass",
+    "PassOrderError",
+    "Planned",
+    "Target",
+    "check_order",
+    "make_plan",
+    "run_passes",
+]
+
+PIPELINE: tuple[Pass, ...] = (
+    LivenessPass(),
+    ChunkSizePass(),
+    ChunkMappingPass(),
+    OsPlacementPass(),
+    StatesPass(),
+    ResidencyPass(),
+    PrefetchPass(),
+    CommunicationPass(),
+    StepPass(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and the draft after each pass as ``(pass name, draft)``."""
+
+    plan: Plan
+    drafts: tuple[tuple[str, Draft], ...]
+
+
+def make_plan(
+    schedule: Schedule,
+    target: Target,
+    options: Options = Options(),  # noqa: B008 - frozen
+    *,
+    layout: Layout | None = None,
+    passes: Sequence[Pass] | None = None,
+    check: Check | None = None,
+) -> Planned:
+    """Plan one training iteration.
+
+    Args:
+        schedule: the iteration as captured.
+        target: hardware, budgets in bytes of one rank, ranks.
+        options: wishes.
+        layout: mapping, homes and arena of an earlier shape of the same model; kept as they are.
+        passes: the pipeline; default ``PIPELINE``.
+        check: called with ``(pass name, draft)`` before the first pass and after each.
+
+    Raises:
+        BudgetError: when the budgets do not suffice; the ones that it names do.
+        PassOrderError: when contracts of ``passes`` cannot be kept.
+        PlanError: when ``schedule`` or ``layout`` breaks a rule.
+        ValueError: on options that contradict each other.
+    """
+    start = Draft(schedule, target, options, fixed_layout=layout)
+    draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
+    return Planned(assemble(draft), drafts)
+
+
+def assemble(draft: Draft) -> Plan:
+    """The plan that ``draft`` describes once all facts are decided."""
+    layout = decided(draft.layout, "mapping")
+    forward, backward = decided(draft.timelines, "segments")
+    segments = (*forward.segments, *backward.segments)
+    worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
+    return Plan(
+        model=draft.target.model,
+        hw=draft.target.hw,
+        schedule_digest=draft.schedule.digest(),
+        layout=layout,
+        segments=segments,
+        programs=decided(draft.programs, "programs"),
+        memory=Memory(
+            device_budget_nbytes=draft.target.device_budget_nbytes,
+            host_budget_nbytes=draft.target.host_budget_nbytes,
+            arena_nbytes=layout.arena_nbytes,
+            nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
+            nonmodel_segment="" if worst is None else worst.name,
+            host_nbytes=layout.host_nbytes(),
+        ),
+        stages=draft.stages,
+    )

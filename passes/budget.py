@@ -1,0 +1,184 @@
+"""Does a mapping fit, what would fit, and the message when nothing does.
+
+Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs.
+*Evicted*: an arena of places that holds what single operators need, beside the peak of non-model bytes of the base
+segments; everything has a home on the host. The smallest arena that works is known exactly, so the budgets that a
+``BudgetError`` names really work, and one byte less does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from chunkc.errors import BudgetError
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
+from chunkc.passes.belady import min_places
+from chunkc.passes.chunk_mapping import commonest_dtype, units_of
+from chunkc.passes.draft import Demand, Liveness, Options, Target
+from chunkc.passes.segments import base_segments, segment_costs
+
+Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes that one mapping takes.
+
+    Attributes:
+        place_nbytes: of one place (``world_size`` slots).
+        num_places: places that would hold every unit at once.
+        resident_nbytes: device bytes with everything resident.
+        evicted_nbytes: least device bytes with homes on the host.
+        resident_host_nbytes, evicted_host_nbytes: host bytes of homes in both cases.
+    """
+
+    place_nbytes: int
+    num_places: int
+    resident_nbytes: int
+    evicted_nbytes: int
+    resident_host_nbytes: int
+    evicted_host_nbytes: int
+
+
+def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
+    """Units, base segments and the least arena of ``layout``."""
+    units = units_of(layout)
+    steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1)
+    least = min_places([s.units for s in steps], units.num_groups)
+    return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
+
+
+def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
+    """Peak non-model bytes when segments start at ``cuts`` only."""
+    peak = 0
+    for which, costs in enumerate(liveness.costs):
+        starts = sorted({0, *(() if cuts is None else cuts[which])}) if costs.live else []
+        peak = max(peak, *(live + work for live, work in segment_costs(costs, starts)), 0)
+    return peak
+
+
+def chunk_nbytes(layout: Layout) -> int:
+    """Bytes of every chunk and payload slot of ``layout``."""
+    return layout.chunk_numel * DTYPE_NBYTES[commonest_dtype(layout.params)]
+
+
+def with_homes(layout: Layout, home: Home) -> Layout:
+    """``layout`` with the homes of payloads and triples at ``home``; unused parameters always stay on the host."""
+    chunks = tuple(
+        replace(
+            c,
+            home=Home.HOST if c.list is ChunkList.UNUSED else home,
+            os_home=home if c.list is ChunkList.TRAINED else None,
+        )
+        for c in layout.chunks
+    )
+    return replace(layout, chunks=chunks)
+
+
+def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
+    """Bytes that ``layout`` takes, resident and evicted."""
+    place_nbytes = chunk_nbytes(layout) * layout.world_size
+    num_places = sum(demand.units.num_groups)
+    os_nbytes = layout.os_nbytes()
+    owned = layout.owned()
+    unused_nbytes = sum(c.nbytes for c in owned if c.list is ChunkList.UNUSED)
+    return Sizes(
+        place_nbytes=place_nbytes,
+        num_places=num_places,
+        resident_nbytes=num_places * place_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
+        evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes,
+        resident_host_nbytes=unused_nbytes,
+        evicted_host_nbytes=sum(c.nbytes for c in owned) + os_nbytes,
+    )
+
+
+def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
+    """The home that ``options`` wish for or that moves least among those that fit; None where none fits."""
+    slots = sizes.num_places * target.world_size
+    unlimited = options.max_slots is None or options.max_slots >= slots
+    fits = sizes.resident_nbytes <= target.device_budget_nbytes
+    fits = fits and sizes.resident_host_nbytes <= target.host_budget_nbytes
+    if options.os_home != "host" and unlimited and fits:
+        return Home.DEVICE
+    if options.os_home == "device":
+        return None
+    fits = sizes.evicted_nbytes <= target.device_budget_nbytes
+    return Home.HOST if fits and sizes.evicted_host_nbytes <= target.host_budget_nbytes else None
+
+
+def available_places(sizes: Sizes, demand: Demand, target: Target, options: Options) -> int:
+    """Places of the largest arena that the budget allows beside the peak of non-model bytes."""
+    places = min((target.device_budget_nbytes - demand.peak_nbytes) // sizes.place_nbytes, sizes.num_places)
+    return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
+
+
+def needed_nbytes(sizes: Sizes, options: Options) -> tuple[int, int]:
+    """``(device, host)`` budgets with which the mapping works."""
+    if options.os_home == "device":
+        return sizes.resident_nbytes, sizes.resident_host_nbytes
+    return sizes.evicted_nbytes, sizes.evicted_host_nbytes
+
+
+def refuse(
+    schedule: Schedule, target: Target, options: Options, demand: Demand, sizes: Sizes, chunk_numel: int
+) -> BudgetError:
+    """The error for a mapping that does not fit: device memory first, then host memory."""
+    device_nbytes, host_nbytes = needed_nbytes(sizes, options)
+    if device_nbytes > target.device_budget_nbytes:
+        missing_nbytes = device_nbytes - target.device_budget_nbytes
+        moment, params, reason = _device_moment(demand, sizes, options)
+        text = f"{target.hw} gives {target.device_budget_nbytes} bytes of device memory, {missing_nbytes} too few"
+    else:
+        missing_nbytes = host_nbytes - target.host_budget_nbytes
+        moment, params = "host", tuple(range(len(schedule.params)))
+        reason = "host memory must hold every payload and optimizer state that has no place on the device"
+        text = f"{target.hw} gives {target.host_budget_nbytes} bytes of host memory, {missing_nbytes} too few"
+    names = tuple(schedule.params[p].name for p in params)
+    message = (
+        f"{target.model} cannot be trained: {text}. At {moment}: {reason} ({_listed(names)}), in chunks of "
+        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory and {host_nbytes} bytes of "
+        "host memory; or use a smaller batch, shorter sequences"
+        + (", or optimizer states on the host" if options.os_home == "device" else "")
+        + (", or another chunk_size" if options.chunk_numel is not None else "")
+        + "."
+    )
+    return BudgetError(
+        message,
+        moment=moment,
+        tensors=names,
+        missing_nbytes=missing_nbytes,
+        min_device_nbytes=device_nbytes,
+        min_host_nbytes=host_nbytes,
+    )
+
+
+def _device_moment(demand: Demand, sizes: Sizes, options: Options) -> tuple[str, tuple[int, ...], str]:
+    """``(segment name, parameters, reason)`` of the segment that needs most device memory."""
+    widths = demand.units.num_groups
+
+    def need(index: int) -> int:
+        step = demand.steps[index]
+        return step.nonmodel_nbytes + sum(widths[u] for u in step.units) * sizes.place_nbytes
+
+    if not demand.steps:
+        return "fwd.0", (), "all parameters must be resident"
+    worst = max(range(len(demand.steps)), key=need)
+    step = demand.steps[worst]
+    number = worst - next(i for i, s in enumerate(demand.steps) if s.graph == step.graph)
+    moment = f"{SEGMENT_PREFIX[step.graph]}.{number}"
+    if options.os_home == "device":
+        params = tuple(p for p, u in enumerate(demand.units.of_param) if u >= 0)
+        return moment, params, f"all payloads and optimizer states, and {step.nonmodel_nbytes} bytes of activations"
+    params = tuple(p for p, u in enumerate(demand.units.of_param) if u in step.units)
+    reason = (
+        f"the arena takes {demand.min_places * sizes.place_nbytes} bytes and activations up to {demand.peak_nbytes} "
+        "bytes; resident together must be the chunks with"
+    )
+    return moment, params, reason
+
+
+def _listed(names: Sequence[str], limit: int = 6) -> str:
+    shown = ", ".join(names[:limit])
+    return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -1,0 +1,171 @@
+"""Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use (PatrickStar section 6.1.1).
+
+Three kinds of lists: trained parameters per dtype, frozen ones per dtype, and those that no graph uses (kept in fp32).
+Tensors are packed whole, aligned to 256 bytes; one that does not fit in the rest of a chunk opens the next. A tensor
+larger than a chunk starts a fresh chunk (a fresh communication group, where several ranks share the model) and spans
+chunks without gaps; what follows it may use the tail of its last chunk. Each list is padded to whole groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from chunkc.errors import PlanError
+from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
+from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo, Schedule
+from chunkc.passes.draft import Draft, Liveness, Units, decided
+
+UNUSED_DTYPE = "float32"
+
+
+def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
+    """The dtype with most elements (the first in the alphabet among equals); ``chunk_numel`` counts its elements."""
+    numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
+    for info in params:
+        numel[info.dtype] += info.numel
+    return max(numel, key=lambda dtype: numel[dtype])
+
+
+def aligned_numel(numel: int, dtype: str) -> int:
+    """``numel`` rounded up so that as many elements of ``dtype`` are a multiple of 256 bytes."""
+    step = ALIGNMENT_NBYTES // DTYPE_NBYTES[dtype]
+    return -(-numel // step) * step
+
+
+@dataclass(slots=True)
+class _Packer:
+    """Packs one list. ``used`` holds the used elements of each chunk opened so far."""
+
+    numel: int
+    dtype: str
+    group_size: int
+    used: list[int] = field(default_factory=list)
+
+    def place(self, numel: int) -> tuple[int, int, int]:
+        """``(chunk, offset, num_chunks)`` of the next tensor, chunks counted within the list."""
+        if numel > self.numel:
+            return self._span(numel)
+        offset = aligned_numel(self.used[-1], self.dtype) if self.used else 0
+        if not self.used or offset + numel > self.numel:
+            self.used.append(0)
+            offset = 0
+        self.used[-1] = offset + numel
+        return len(self.used) - 1, offset, 1
+
+    def _span(self, numel: int) -> tuple[int, int, int]:
+        self.pad()
+        first, num_chunks = len(self.used), -(-numel // self.numel)
+        self.used.extend([self.numel] * (num_chunks - 1))
+        self.used.append(numel - (num_chunks - 1) * self.numel)
+        return first, 0, num_chunks
+
+    def pad(self) -> None:
+        """Fill the last group with empty chunks."""
+        self.used.extend([0] * (-len(self.used) % self.group_size))
+
+
+def pack(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1, rank: int = 0) -> Layout:
+    """The mapping with chunks of ``chunk_numel`` elements of the commonest dtype; homes undecided, no slots."""
+    nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
+    placements: list[Placement | None] = [None] * len(schedule.params)
+    chunks: list[Chunk] = []
+    for (kind, dtype), members in _lists(schedule, liveness).items():
+        packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size)
+        first = len(chunks)
+        for param in members:
+            if schedule.params[param].numel:
+                chunk, offset, num_chunks = packer.place(schedule.params[param].numel)
+                placements[param] = Placement(param, first + chunk, offset, num_chunks)
+            else:
+                placements[param] = Placement(param, max(0, first + len(packer.used) - 1), 0, 0)
+        packer.pad()
+        os_home = Home.HOST if kind is ChunkList.TRAINED else None
+        for index, used in enumerate(packer.used, first):
+            chunks.append(Chunk(index, kind, dtype, packer.numel, used, Home.HOST, os_home))
+    return Layout(
+        params=schedule.params,
+        placements=tuple(p for p in placements if p is not None),
+        chunks=tuple(chunks),
+        groups=tuple(Group(i, i * world_size, world_size) for i in range(len(chunks) // world_size)),
+        chunk_numel=chunk_numel,
+        world_size=world_size,
+        rank=rank,
+    )
+
+
+def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
+    """Members of each list in order of first use; lists in the order trained, frozen, unused."""
+    trained, used = set(liveness.trained), set(liveness.use_order)
+    unused = [p for p in range(len(schedule.params)) if p not in used]
+    lists: dict[tuple[ChunkList, str], list[int]] = {}
+    for kind in (ChunkList.TRAINED, ChunkList.FROZEN):
+        for param in liveness.use_order:
+            if (param in trained) == (kind is ChunkList.TRAINED):
+                lists.setdefault((kind, schedule.params[param].dtype), []).append(param)
+    if unused:
+        lists[ChunkList.UNUSED, UNUSED_DTYPE] = unused
+    return lists
+
+
+def units_of(layout: Layout) -> Units:
+    """The units of ``layout``: groups, those chained by a tensor that spans chunks taken together; no unused ones."""
+    groups = [g for g in layout.groups if layout.chunks[g.first_chunk].list is not ChunkList.UNUSED]
+    leader = list(range(len(groups)))
+    for place in layout.placements:
+        if place.num_chunks > 1 and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
+            first, last = place.chunks[0] // layout.world_size, place.chunks[-1] // layout.world_size
+            for group in range(first, last + 1):
+                leader[group] = leader[first]
+    firsts = sorted(set(leader))
+    unit_of_first = {first: unit for unit, first in enumerate(firsts)}
+    unit_of_group = [unit_of_first[first] for first in leader]
+    of_param = [-1] * len(layout.params)
+    for place in layout.placements:
+        if place.num_chunks and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
+            of_param[place.param] = unit_of_group[place.chunk // layout.world_size]
+    widths = [0] * len(firsts)
+    for unit in unit_of_group:
+        widths[unit] += 1
+    return Units(tuple(firsts), tuple(widths), tuple(of_param))
+
+
+def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:
+    """Check that ``layout``, made for another shape of the model, serves ``schedule`` too.
+
+    Raises:
+        PlanError: naming a parameter whose list differs.
+    """
+    trained, used = set(liveness.trained), set(liveness.use_order)
+    if layout.params != schedule.params:
+        raise PlanError("a fixed layout serves only shapes of the model that it was made for; the parameters differ")
+    for place in layout.placements:
+        kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
+        if not place.num_chunks:
+            continue
+        if (place.param in trained) != (kind is ChunkList.TRAINED) or (
+            place.param in used and kind is ChunkList.UNUSED
+        ):
+            raise PlanError(
+                f"{name!r} stands in a chunk of {kind} parameters, but the graphs of this shape use it otherwise; "
+                "give every shape the same trained parameters, or compile the model again for it"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMappingPass:
+    """Decides ``mapping``."""
+
+    name: str = "chunk_mapping"
+    requires: frozenset[str] = frozenset({"liveness", "chunk_numel"})
+    provides: frozenset[str] = frozenset({"mapping"})
+    conflicts: frozenset[str] = frozenset({"os_home"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        liveness, target = decided(draft.liveness, "liveness"), draft.target
+        if draft.fixed_layout is not None:
+            check_matches(draft.fixed_layout, draft.schedule, liveness)
+            return replace(draft, layout=draft.fixed_layout, note="kept: one layout per model")
+        numel = decided(draft.chunk_numel, "chunk_numel")
+        layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank)
+        note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used"
+        return replace(draft, layout=layout, note=note)

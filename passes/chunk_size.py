@@ -1,0 +1,148 @@
+"""Pass ``chunk_size``: elements per chunk, by packing and pricing candidates (PatrickStar section 8.1 searches waste only).
+
+Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
+budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed and its residency planned; the
+least bytes moved win, then the least waste, then the fewest chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from chunkc.errors import BudgetError
+from chunkc.ir.layout import ALIGNMENT_NBYTES, ChunkList, Home, Layout
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
+from chunkc.passes.budget import (
+    Sizes,
+    available_places,
+    choose_home,
+    demand_of,
+    needed_nbytes,
+    refuse,
+    sizes_of,
+)
+from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
+from chunkc.passes.draft import Demand, Draft, Liveness, Options, Target, decided
+from chunkc.passes.residency import moved_nbytes, plan_stays
+
+DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
+LAYER_MULTIPLES = (0.25, 0.5, 1, 2, 3, 4)
+NUM_LARGEST = 3
+GRANULE_NUMEL = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One chunk size, packed: what it needs, and its price where it fits (``moved_nbytes`` None where not)."""
+
+    chunk_numel: int
+    layout: Layout
+    demand: Demand
+    sizes: Sizes
+    moved_nbytes: int | None
+
+    @property
+    def waste_nbytes(self) -> int:
+        """Bytes of used chunks that hold no parameter."""
+        held = sum(i.numel * DTYPE_NBYTES[_dtype_in(self.layout, p)] for p, i in enumerate(self.layout.params))
+        return sum(c.nbytes for c in self.layout.chunks if c.used_numel) - held
+
+
+def _dtype_in(layout: Layout, param: int) -> str:
+    place = layout.placements[param]
+    return layout.chunks[place.chunk].dtype if place.num_chunks else layout.params[param].dtype
+
+
+def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple[int, ...]:
+    """Chunk sizes worth a try, ascending, multiples of 256 elements."""
+    used = [schedule.params[p] for p in liveness.use_order]
+    total = sum(i.numel for i in used)
+    wanted = [float(total) / (divisor * world_size) for divisor in DIVISORS]
+    wanted += sorted({i.numel for i in used}, reverse=True)[:NUM_LARGEST]
+    layers: dict[str, int] = {}
+    for info in used:
+        layer = re.match(r"(?:.*?\.)?\d+(?=\.)", info.name)
+        if layer:
+            layers[layer[0]] = layers.get(layer[0], 0) + info.nbytes // DTYPE_NBYTES[info.dtype]
+    common = sorted(set(layers.values()), key=lambda n: (-list(layers.values()).count(n), n))[:2]
+    wanted += [n * m for n in common for m in LAYER_MULTIPLES]
+    floor = max(GRANULE_NUMEL, total // (max(DIVISORS) * world_size))
+    granules = {-(-max(int(n), floor) // GRANULE_NUMEL) for n in wanted}
+    return tuple(sorted(g * GRANULE_NUMEL for g in granules))
+
+
+def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Options, numel: int) -> Candidate:
+    """Pack chunks of ``numel`` elements, and price the plan where it fits."""
+    layout = pack(schedule, liveness, numel, target.world_size, target.rank)
+    demand = demand_of(layout, liveness, options.cuts)
+    sizes = sizes_of(layout, demand, liveness, options.cuts)
+    home = choose_home(sizes, target, options)
+    moved: int | None = 0 if home is Home.DEVICE else None
+    if home is Home.HOST:
+        places = available_places(sizes, demand, target, options)
+        if places >= demand.min_places:
+            moved = moved_nbytes(layout, demand, plan_stays(layout, demand, places))
+    return Candidate(numel, layout, demand, sizes, moved)
+
+
+def search(draft: Draft) -> Candidate:
+    """The best candidate, or the only one where the user gave the size.
+
+    Raises:
+        BudgetError: when none fits; it names budgets with which the best of them does.
+        ValueError: when ``max_slots`` is less than every candidate needs.
+    """
+    liveness = decided(draft.liveness, "liveness")
+    schedule, target, options = draft.schedule, draft.target, draft.options
+    if options.chunk_numel is not None:
+        numels: tuple[int, ...] = (aligned_numel(options.chunk_numel, commonest_dtype(schedule.params)),)
+    else:
+        numels = candidates(schedule, liveness, target.world_size)
+    tried = [evaluate(schedule, liveness, target, options, numel) for numel in numels]
+    fitting = [(c.moved_nbytes, c) for c in tried if c.moved_nbytes is not None]
+    if fitting:
+        return min(fitting, key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))[1]
+    raise _none_fits(draft, tried)
+
+
+def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:
+    target, options = draft.target, draft.options
+    if any(choose_home(c.sizes, target, options) is not None for c in tried):
+        least = min(c.demand.min_places for c in tried) * target.world_size
+        return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
+
+    def order(c: Candidate) -> tuple[bool, int, int]:
+        device_nbytes, host_nbytes = needed_nbytes(c.sizes, options)
+        if device_nbytes <= target.device_budget_nbytes:
+            return True, host_nbytes, device_nbytes
+        return host_nbytes > target.host_budget_nbytes, device_nbytes, host_nbytes
+
+    best = min(tried, key=order)
+    return refuse(draft.schedule, target, options, best.demand, best.sizes, best.chunk_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSizePass:
+    """Decides ``chunk_numel``."""
+
+    name: str = "chunk_size"
+    requires: frozenset[str] = frozenset({"liveness"})
+    provides: frozenset[str] = frozenset({"chunk_numel"})
+    conflicts: frozenset[str] = frozenset({"mapping"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        if draft.fixed_layout is not None:
+            return replace(draft, chunk_numel=draft.fixed_layout.chunk_numel, note="kept: one layout per model")
+        best = search(draft)
+        why = "given" if draft.options.chunk_numel is not None else "searched"
+        note = f"{best.chunk_numel} elements ({why}), {best.moved_nbytes} bytes moved"
+        wanted = draft.options.chunk_numel
+        if wanted is not None and wanted != best.chunk_numel:
+            note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes"
+        return replace(draft, chunk_numel=best.chunk_numel, note=note)
+
+
+def used_chunks(layout: Layout) -> int:
+    """Chunks that hold parameters which some graph uses."""
+    return sum(1 for c in layout.chunks if c.used_numel and c.list is not ChunkList.UNUSED)

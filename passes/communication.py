@@ -1,0 +1,197 @@
+"""Pass ``communication``: the actions of forward and backward, with gather, release and reduce where ranks share groups.
+
+Each rank fetches its own chunk of a group and gathers the others before use; the group's gradients are reduced once
+all have landed, remote chunks are released, and the own chunk is written back. One rank needs none of these. In a
+resident plan own chunks never move; groups are gathered when forward begins, since an update has made copies stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.plan import Segment
+from chunkc.passes.draft import Demand, Draft, Item, Stay, Timeline, decided
+from chunkc.passes.residency import landed_chunks, unit_chunks
+
+
+def slot_name(slot: int) -> str:
+    """The resource name of an arena slot."""
+    return f"d{slot}"
+
+
+def home_name(chunk: int) -> str:
+    """The resource name of a payload's home."""
+    return f"h{chunk}"
+
+
+@dataclass(slots=True)
+class Writer:
+    """Writes items one after another, keeping track of which chunk stands in which slot."""
+
+    layout: Layout
+    slot_of: dict[int, int] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)
+
+    def add(
+        self,
+        op: Op,
+        target: str,
+        stream: Stream,
+        reads: Iterable[str] = (),
+        writes: Iterable[str] = (),
+        slot: int | None = None,
+        source: str | None = None,
+    ) -> None:
+        """Append one action with the resources that it reads and writes."""
+        self.items.append(Item(Action(op, target, stream, slot, source), tuple(reads), tuple(writes)))
+
+    def fetch(self, chunk: int, slot: int) -> None:
+        self.slot_of[chunk] = slot
+        self.add(Op.FETCH, f"c{chunk}", Stream.H2D, [home_name(chunk)], [slot_name(slot)], slot=slot)
+
+    def evict(self, chunk: int) -> None:
+        slot = self.slot_of.pop(chunk)
+        self.add(Op.EVICT, f"c{chunk}", Stream.D2H, [], [slot_name(slot), home_name(chunk)], slot=slot)
+
+    def drop(self, chunk: int) -> None:
+        slot = self.slot_of.pop(chunk)
+        self.add(Op.DROP, f"c{chunk}", Stream.COMPUTE, [], [slot_name(slot)], slot=slot)
+
+    def run(self, segment: Segment) -> None:
+        """The segment and the stashes of the gradients that land with it."""
+        slots = [slot_name(self.slot_of[c]) for c in self.layout.chunks_of(segment.reads)]
+        self.add(Op.RUN, segment.name, Stream.COMPUTE, slots)
+        for chunk in self.layout.chunks_of(segment.lands):
+            slot = slot_name(self.slot_of[chunk])
+            self.add(Op.STASH, f"c{chunk}", Stream.COMPUTE, [], [slot], source=segment.name)
+
+    def gather(self, group: int) -> None:
+        """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""
+        own, remote = self._split(group)
+        first = self.slot_of[own] - self.layout.rank
+        for position, chunk in enumerate(self.layout.groups[group].chunks):
+            self.slot_of[chunk] = first + position
+        writes = [slot_name(self.slot_of[c]) for c in remote]
+        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of[own])], writes)
+
+    def reduce(self, group: int) -> None:
+        own, remote = self._split(group)
+        reads = [slot_name(self.slot_of[c]) for c in remote]
+        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of[own])])
+
+    def release(self, group: int) -> None:
+        _, remote = self._split(group)
+        writes = [slot_name(self.slot_of.pop(c)) for c in remote]
+        self.add(Op.RELEASE, f"g{group}", Stream.COMPUTE, [], writes)
+
+    def _split(self, group: int) -> tuple[int, list[int]]:
+        chunks = self.layout.groups[group].chunks
+        own = chunks[self.layout.rank]
+        return own, [c for c in chunks if c != own]
+
+    def take(self) -> tuple[Item, ...]:
+        """The items written since the last call."""
+        items, self.items = tuple(self.items), []
+        return items
+
+
+def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
+    """The items of forward and backward of a plan with stays."""
+    writer = Writer(layout)
+    result = []
+    for line in lines:
+        for segment, fetched, freed in zip(line.segments, line.fetches, line.frees, strict=True):
+            for stay in fetched:
+                _enter(writer, demand, stay)
+            writer.run(segment)
+            for stay, landed in zip(freed, landed_chunks(layout, demand, freed), strict=True):
+                _leave(writer, demand, stay, landed)
+        result.append(writer.take())
+    return tuple(result)
+
+
+def _groups(layout: Layout, chunks: range) -> range:
+    return range(chunks[0] // layout.world_size, chunks[-1] // layout.world_size + 1)
+
+
+def _enter(writer: Writer, demand: Demand, stay: Stay) -> None:
+    layout = writer.layout
+    chunks = unit_chunks(layout, demand, stay.unit)
+    for position, chunk in enumerate(chunks):
+        if layout.owner(chunk) == layout.rank:
+            writer.fetch(chunk, stay.place * layout.world_size + position)
+    if layout.world_size > 1:
+        for group in _groups(layout, chunks):
+            writer.gather(group)
+
+
+def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...]) -> None:
+    layout = writer.layout
+    chunks = unit_chunks(layout, demand, stay.unit)
+    if layout.world_size > 1:
+        for group in _groups(layout, chunks):
+            if stay.dirty:
+                writer.reduce(group)
+            writer.release(group)
+    for chunk in chunks:
+        if layout.owner(chunk) == layout.rank:
+            if chunk in landed:
+                writer.evict(chunk)
+            else:
+                writer.drop(chunk)
+
+
+def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
+    """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
+    writer = Writer(layout)
+    used = [c.index for c in layout.chunks if c.list is not ChunkList.UNUSED]
+    shared = layout.world_size > 1
+    writer.slot_of = {c: c for c in used if layout.owner(c) == layout.rank}
+    last = _last_landing(layout, lines[1])
+    result = []
+    for line in lines:
+        if shared and line.graph == "forward":
+            for group in sorted({c // layout.world_size for c in used}):
+                writer.gather(group)
+        for segment in line.segments:
+            writer.run(segment)
+            for group in sorted(g for g, name in last.items() if name == segment.name and shared):
+                writer.reduce(group)
+                writer.release(group)
+        if shared and line.graph == "backward":
+            for group in sorted({c // layout.world_size for c in used} - last.keys()):
+                writer.release(group)
+        result.append(writer.take())
+    return tuple(result)
+
+
+def _last_landing(layout: Layout, backward: Timeline) -> dict[int, str]:
+    """The segment in which the last gradient of each group lands."""
+    last: dict[int, str] = {}
+    for segment in backward.segments:
+        for chunk in layout.chunks_of(segment.lands):
+            last[chunk // layout.world_size] = segment.name
+    return last
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicationPass:
+    """Decides ``actions`` of forward and backward, without waits."""
+
+    name: str = "communication"
+    requires: frozenset[str] = frozenset({"mapping", "os_home", "segments", "prefetch"})
+    provides: frozenset[str] = frozenset({"actions"})
+    conflicts: frozenset[str] = frozenset({"programs"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
+        lines = decided(draft.timelines, "prefetch")
+        if draft.os_home is Home.DEVICE:
+            forward, backward = write_resident(layout, lines)
+        else:
+            forward, backward = write_stays(layout, demand, lines)
+        collectives = sum(i.action.stream is Stream.COMM for i in (*forward, *backward))
+        return replace(draft, items=(forward, backward), note=f"{collectives} collectives")

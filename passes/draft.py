@@ -1,0 +1,219 @@
+"""What passes hand on: frozen facts about one model on one target, decided one after another.
+
+Words used by all passes:
+
+* A *unit* is what residency moves as a whole: a communication group of chunks (one chunk where one rank trains), or all
+  groups that a tensor larger than a chunk spans (a *block*), because such a tensor must be contiguous on the device.
+* A *step* of residency is a base segment: the forward ones, then the backward ones, in one numbering.
+* A *stay* is one residence of a unit in its slots: fetched before step ``begin``, last used in step ``end``.
+* A *place* is ``world_size`` consecutive slots: what one group occupies. Units stand in places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from chunkc.ir.actions import Action
+from chunkc.ir.layout import Home, Layout
+from chunkc.ir.plan import Program, Segment, StageRecord
+from chunkc.ir.schedule import GraphKind, Schedule
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the plan is made for: budgets are bytes of one rank."""
+
+    model: str
+    hw: str
+    device_budget_nbytes: int
+    host_budget_nbytes: int
+    world_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of world_size {self.world_size} does not exist")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Wishes of the caller.
+
+    Attributes:
+        chunk_numel: elements per chunk; rounded up so that chunks are multiples of 256 bytes, because every tensor and
+            slot starts on such a boundary (Inductor clones less aligned inputs). None: search.
+        os_home: where optimizer states live; ``auto``: on the device where everything fits.
+        cuts: operator indexes at which a segment must start, for forward and backward.
+        max_slots: use no more payload slots than this.
+    """
+
+    chunk_numel: int | None = None
+    os_home: Literal["auto", "device", "host"] = "auto"
+    cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    max_slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.chunk_numel is not None and self.chunk_numel < 1:
+            raise ValueError(f"chunk_numel must be at least 1, got {self.chunk_numel}")
+        if self.max_slots is not None and self.max_slots < 1:
+            raise ValueError(f"max_slots must be at least 1, got {self.max_slots}")
+        if self.os_home not in ("auto", "device", "host"):
+            raise ValueError(f"os_home must be 'auto', 'device' or 'host', got {self.os_home!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class GraphCosts:
+    """Bytes per operator of one graph: non-model bytes, and gradients that become final or land there."""
+
+    live: tuple[int, ...]
+    live_after: tuple[int, ...]
+    workspace: tuple[int, ...]
+    made: tuple[int, ...]
+    landed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """When parameters and gradients are used. Tuples over parameters hold -1 for "never".
+
+    Attributes:
+        use_order: parameters in order of first use, forward graph first.
+        trained: parameters for which backward makes a gradient, ascending.
+        last_read_op: last operator of backward that reads the parameter.
+        final_op: operator of backward after which its gradient is final.
+        landing_op: operator of backward at whose segment's end the gradient lands in the payload.
+        needs: per graph, per operator: the parameters that it reads or whose gradient lands there.
+        costs: per graph.
+    """
+
+    use_order: tuple[int, ...]
+    trained: tuple[int, ...]
+    last_read_op: tuple[int, ...]
+    final_op: tuple[int, ...]
+    landing_op: tuple[int, ...]
+    needs: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
+    costs: tuple[GraphCosts, GraphCosts]
+
+
+@dataclass(frozen=True, slots=True)
+class Units:
+    """The units of a layout.
+
+    Attributes:
+        first_group, num_groups: per unit.
+        of_param: unit of each parameter; -1 where it takes no bytes or no graph uses it.
+    """
+
+    first_group: tuple[int, ...]
+    num_groups: tuple[int, ...]
+    of_param: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseSegment:
+    """Operators ``first_op:end_op`` of a graph that need the same ``units``; ``lands``: parameters landing in it, of
+    ``landed_nbytes`` bytes together."""
+
+    graph: GraphKind
+    first_op: int
+    end_op: int
+    units: tuple[int, ...]
+    lands: tuple[int, ...]
+    landed_nbytes: int
+    live_nbytes: int
+    workspace_nbytes: int
+
+    @property
+    def nonmodel_nbytes(self) -> int:
+        return self.live_nbytes + self.workspace_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One residence of ``unit`` from place ``place`` on; ``dirty``: gradients landed, so it ends with a write-back."""
+
+    unit: int
+    place: int
+    begin: int
+    end: int
+    dirty: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a layout asks for: its units and the base segments of forward and backward."""
+
+    units: Units
+    steps: tuple[BaseSegment, ...]
+    min_places: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One graph's merged segments with the stays fetched before each and freed after each."""
+
+    graph: GraphKind
+    segments: tuple[Segment, ...]
+    fetches: tuple[tuple[Stay, ...], ...]
+    frees: tuple[tuple[Stay, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An action without waits, and the resources that it reads and writes (``d3`` slot, ``c7`` home, ``o7`` triple)."""
+
+    action: Action
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """All facts so far; None where no pass has decided yet."""
+
+    schedule: Schedule
+    target: Target
+    options: Options
+    fixed_layout: Layout | None = None
+    note: str = ""
+    stages: tuple[StageRecord, ...] = ()
+    liveness: Liveness | None = None
+    chunk_numel: int | None = None
+    layout: Layout | None = None
+    os_home: Home | None = None
+    demand: Demand | None = None
+    overlays: tuple[Overlay, ...] | None = None
+    stays: tuple[Stay, ...] | None = None
+    timelines: tuple[Timeline, Timeline] | None = None
+    items: tuple[tuple[Item, ...], tuple[Item, ...]] | None = None
+    programs: tuple[Program, ...] | None = None
+
+    def with_stage(self, record: StageRecord) -> Draft:
+        """This draft with one more stage recorded."""
+        return replace(self, stages=(*self.stages, record), note="")
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """The proof that grad16 of ``param`` may take the bytes of param16: it lands at ``landing_op`` of backward, when
+    its only producer ``final_op`` and its last reader ``last_read_op`` have run."""
+
+    param: int
+    final_op: int
+    last_read_op: int
+    landing_op: int
+
+
+def decided(fact: T | None, name: str) -> T:
+    """``fact``, which the contract says is decided.
+
+    Raises:
+        ValueError: when no pass has decided it.
+    """
+    if fact is None:
+        raise ValueError(f"no pass has decided {name!r} yet; check the order of the passes")
+    return fact

@@ -1,0 +1,115 @@
+"""Waits: which earlier actions must be complete before an action starts, on streams that are queues.
+
+Every action reads and writes resources (slots, homes, triples). It must wait for the last writer of what it reads, and
+for the last writer and the readers since of what it writes (read after write, write after write, write after read). A
+vector clock per action (Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these
+the queue or another wait already implies; only the rest become waits.
+
+Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the second,
+in which hazards against the iteration before show. They are those of all later iterations (tests look at the third), and
+in the first iteration, where labels of programs that never ran are void, nothing they would order exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Action, Stream
+from chunkc.ir.plan import ROLE_LETTER, Role
+from chunkc.passes.draft import Item
+
+STREAMS = tuple(Stream)
+_NUMBER = {stream: index for index, stream in enumerate(STREAMS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An action already analysed: ``number``-th of its stream, complete when ``clock`` is reached."""
+
+    stream: int
+    number: int
+    clock: tuple[int, ...]
+    instance: int
+    role: Role
+    position: int
+
+
+@dataclass(slots=True)
+class Analysis:
+    """Actions analysed so far, and who touched each resource last."""
+
+    done: list[Done] = field(default_factory=list)
+    tails: list[tuple[int, ...]] = field(default_factory=lambda: [(0,) * len(STREAMS)] * len(STREAMS))
+    writers: dict[str, int] = field(default_factory=dict)
+    readers: dict[str, dict[int, int]] = field(default_factory=dict)
+    latest: dict[Role, int] = field(default_factory=dict)
+    num_instances: int = 0
+
+    def run(self, role: Role, items: Sequence[Item]) -> tuple[Action, ...]:
+        """Analyse one run of a program; its actions with their waits."""
+        instance, self.num_instances = self.num_instances, self.num_instances + 1
+        self.latest[role] = instance
+        return tuple(self._action(role, instance, position, item) for position, item in enumerate(items))
+
+    def _action(self, role: Role, instance: int, position: int, item: Item) -> Action:
+        stream = _NUMBER[item.action.stream]
+        clock = self.tails[stream]
+        waits: list[int] = []
+        for index in sorted(self._hazards(item), reverse=True):
+            before = self.done[index]
+            if clock[before.stream] < before.number:
+                wait = self._expressible(index, instance)
+                waits.append(wait)
+                clock = tuple(map(max, clock, self.done[wait].clock))
+        number = self.tails[stream][stream] + 1
+        clock = (*clock[:stream], number, *clock[stream + 1 :])
+        self.tails[stream] = clock
+        self._touch(item, stream, len(self.done))
+        self.done.append(Done(stream, number, clock, instance, role, position))
+        labels = tuple(f"{ROLE_LETTER[self.done[w].role]}{self.done[w].position}" for w in sorted(waits))
+        return replace(item.action, waits=labels)
+
+    def _hazards(self, item: Item) -> set[int]:
+        found = {self.writers[r] for r in (*item.reads, *item.writes) if r in self.writers}
+        for resource in item.writes:
+            found.update(self.readers.get(resource, {}).values())
+        return found
+
+    def _touch(self, item: Item, stream: int, index: int) -> None:
+        for resource in item.reads:
+            self.readers.setdefault(resource, {})[stream] = index
+        for resource in item.writes:
+            self.writers[resource] = index
+            self.readers[resource] = {}
+
+    def _expressible(self, index: int, instance: int) -> int:
+        """``index``, or the first action after it that a label can name and whose completion implies it.
+
+        A label of the own program means this run of it; of another program, its latest run.
+        """
+        wanted = self.done[index]
+        for candidate in range(index, len(self.done)):
+            found = self.done[candidate]
+            named = found.instance == (instance if found.role == self._role(instance) else self.latest[found.role])
+            if named and found.clock[wanted.stream] >= wanted.number:
+                return candidate
+        raise PlanError(f"no label can order an action after {wanted.role} {wanted.position} of an earlier run")
+
+    def _role(self, instance: int) -> Role:
+        return next(role for role, latest in self.latest.items() if latest == instance)
+
+
+def synchronise(
+    forward: Sequence[Item], backward: Sequence[Item], step: Sequence[Item], abandon: Sequence[Item]
+) -> tuple[tuple[Action, ...], ...]:
+    """The actions of ``forward``, ``backward``, ``step`` and ``abandon`` with their waits, in a repeated iteration."""
+    analysis = Analysis()
+    cycle: tuple[tuple[Role, Sequence[Item]], ...] = (("forward", forward), ("backward", backward), ("step", step))
+    for role, items in cycle:
+        analysis.run(role, items)
+    found = [analysis.run(role, items) for role, items in cycle]
+    analysis.run("forward", forward)
+    found.append(analysis.run("transition", abandon))
+    return tuple(found)

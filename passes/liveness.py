@@ -1,0 +1,107 @@
+"""Pass ``liveness``: when each parameter is read, when its gradient is final, and when that gradient can land.
+
+A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) once it is final *and* no later operator
+of backward reads the parameter: at operator ``max(final, last read)``. Until the end of the segment that holds this
+operator the gradient is non-model data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chunkc.errors import PlanError
+from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
+from chunkc.passes.draft import Draft, GraphCosts, Liveness
+
+
+def analyse(schedule: Schedule) -> Liveness:
+    """Liveness of all parameters of ``schedule``.
+
+    Raises:
+        PlanError: when a gradient has two producers.
+    """
+    operators = schedule.backward.operators
+    final_op = _final_ops(schedule)
+    last_read_op = [-1] * len(schedule.params)
+    for index, op in enumerate(operators):
+        for param in op.reads:
+            last_read_op[param] = index
+    landing_op = tuple(-1 if f < 0 else max(f, r) for f, r in zip(final_op, last_read_op, strict=True))
+    lands: list[list[int]] = [[] for _ in operators]
+    for param, landing in enumerate(landing_op):
+        if landing >= 0:
+            lands[landing].append(param)
+    forward_needs = tuple(_unique(op.reads) for op in schedule.forward.operators)
+    backward_needs = tuple(_unique((*op.reads, *land)) for op, land in zip(operators, lands, strict=True))
+    return Liveness(
+        use_order=_use_order(schedule),
+        trained=tuple(p for p, f in enumerate(final_op) if f >= 0),
+        last_read_op=tuple(last_read_op),
+        final_op=tuple(final_op),
+        landing_op=landing_op,
+        needs=(forward_needs, backward_needs),
+        costs=(
+            _costs(schedule, schedule.forward, [()] * len(schedule.forward.operators)),
+            _costs(schedule, schedule.backward, lands),
+        ),
+    )
+
+
+def _final_ops(schedule: Schedule) -> list[int]:
+    final_op = [-1] * len(schedule.params)
+    for index, op in enumerate(schedule.backward.operators):
+        for param in op.grads:
+            if final_op[param] >= 0:
+                name, first = schedule.params[param].name, schedule.backward.operators[final_op[param]].name
+                raise PlanError(
+                    f"a gradient must be final after exactly one operator: that of {name!r} after {first!r} and "
+                    f"{op.name!r}; sum the contributions before they leave backward"
+                )
+            final_op[param] = index
+    return final_op
+
+
+def _use_order(schedule: Schedule) -> tuple[int, ...]:
+    order: dict[int, None] = dict.fromkeys(schedule.forward.read_params())
+    for op in schedule.backward.operators:
+        order.update(dict.fromkeys((*op.reads, *op.grads)))
+    return tuple(order)
+
+
+def _unique(params: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(params))
+
+
+def _costs(schedule: Schedule, graph: GraphSchedule, lands: list[list[int]] | list[tuple[int, ...]]) -> GraphCosts:
+    def nbytes(params: list[int] | tuple[int, ...]) -> int:
+        return sum(schedule.params[p].nbytes for p in params)
+
+    def made(op: Operator) -> int:
+        return nbytes(op.grads) if graph.kind == "backward" else 0
+
+    operators = graph.operators
+    return GraphCosts(
+        live=tuple(op.live_nbytes for op in operators),
+        live_after=tuple(op.live_after_nbytes for op in operators),
+        workspace=tuple(op.workspace_nbytes for op in operators),
+        made=tuple(made(op) for op in operators),
+        landed=tuple(nbytes(land) for land in lands),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LivenessPass:
+    """Decides ``liveness``."""
+
+    name: str = "liveness"
+    requires: frozenset[str] = frozenset()
+    provides: frozenset[str] = frozenset({"liveness"})
+    conflicts: frozenset[str] = frozenset()
+
+    def __call__(self, draft: Draft) -> Draft:
+        liveness = analyse(draft.schedule)
+        peak = max(
+            (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
+        )
+        note = f"{len(liveness.trained)} gradients, peak of single operators {peak / 2**20:.2f} MiB"
+        return replace(draft, liveness=liveness, note=note)

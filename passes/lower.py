@@ -1,0 +1,179 @@
+"""Lowering: cut a captured graph into the plan's segments, each a graph module of its own.
+
+A segment takes a flat list of values and returns a flat list. Its own graph knows neither the names of the model's
+layers nor its position, so that equal segments have equal code and compile once. Around it stand the names of the values
+that enter and leave, which parameters it reads, and which values die in it; the executor moves them by these lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from chunkc.ir.plan import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredSegment:
+    """One segment, ready to be compiled.
+
+    Attributes:
+        name: the plan's name for it, for example ``fwd.3``.
+        module: takes one positional argument per entry of ``inputs`` and returns a tuple, one value per ``outputs``.
+        inputs: names of the values it takes; a parameter's name is that of its placeholder.
+        params: (position in ``inputs``, parameter index) of the inputs that are payloads.
+        outputs: names of the values it makes for later segments and for the graph's result.
+        dies: positions in ``inputs`` of the values that nothing needs afterwards.
+        examples: fake tensors (or constants) for ``inputs``.
+        key: equal for segments with equal code and inputs.
+    """
+
+    name: str
+    module: GraphModule
+    inputs: tuple[str, ...]
+    params: tuple[tuple[int, int], ...]
+    outputs: tuple[str, ...]
+    dies: tuple[int, ...]
+    examples: tuple[Any, ...]
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGraph:
+    """A whole graph in segments.
+
+    Attributes:
+        inputs: names of the graph's inputs in call order.
+        segments: in execution order.
+        result: what the graph returns, one entry per output: the name of a value, or a constant in a 1-tuple.
+        last_use: position of the last segment that takes a value, by name.
+    """
+
+    inputs: tuple[str, ...]
+    segments: tuple[LoweredSegment, ...]
+    result: tuple[str | tuple[Any], ...]
+    last_use: Mapping[str, int]
+
+    def code(self) -> str:
+        """The segments as readable programs, one below the other."""
+        return "\n".join(f"# {s.name}\n{s.module.code.strip()}\n" for s in self.segments)
+
+
+def lower(
+    module: GraphModule,
+    operators: Sequence[Sequence[Node]],
+    segments: Sequence[Segment],
+    params: Mapping[str, int],
+) -> LoweredGraph:
+    """Cut ``module`` at the boundaries of ``segments``.
+
+    Args:
+        module: the captured graph.
+        operators: its nodes, bundled; positions are the operator indexes that ``segments`` speak of.
+        segments: the plan's segments of this graph.
+        params: parameter index by placeholder name.
+    """
+    result = pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0], is_leaf=lambda x: x is None)
+    needed_at_end = {n.name for n in result if isinstance(n, Node)}
+    nodes = [[n for op in operators[s.first_op : s.end_op] for n in op] for s in segments]
+    last_use = _last_uses(nodes)
+    lowered = tuple(
+        _segment(module, segment.name, position, nodes[position], last_use, needed_at_end, params)
+        for position, segment in enumerate(segments)
+    )
+    return LoweredGraph(
+        inputs=tuple(n.name for n in module.graph.find_nodes(op="placeholder")),
+        segments=lowered,
+        result=tuple(n.name if isinstance(n, Node) else (n,) for n in result),
+        last_use=last_use,
+    )
+
+
+def _last_uses(segments: Sequence[Sequence[Node]]) -> dict[str, int]:
+    last: dict[str, int] = {}
+    for position, nodes in enumerate(segments):
+        for node in nodes:
+            for source in node.all_input_nodes:
+                last[source.name] = position
+    return last
+
+
+def _segment(
+    module: GraphModule,
+    name: str,
+    position: int,
+    nodes: Sequence[Node],
+    last_use: Mapping[str, int],
+    needed_at_end: set[str],
+    params: Mapping[str, int],
+) -> LoweredSegment:
+    inside = set(nodes)
+    sources = [a for n in nodes for a in n.all_input_nodes if a not in inside]
+    inputs = [n for n in dict.fromkeys(sources) if n.op != "get_attr"]
+    outputs = [n for n in nodes if n.name in needed_at_end or last_use.get(n.name, -1) > position]
+    graph = _copy(module, nodes, inputs, outputs)
+    sub = GraphModule(_attributes(module, graph), graph, class_name="Segment")
+    examples = tuple(n.meta.get("val") for n in inputs)
+    dies = tuple(
+        i
+        for i, n in enumerate(inputs)
+        if n.name not in params and last_use[n.name] == position and n.name not in needed_at_end
+    )
+    return LoweredSegment(
+        name=name,
+        module=sub,
+        inputs=tuple(n.name for n in inputs),
+        params=tuple((i, params[n.name]) for i, n in enumerate(inputs) if n.name in params),
+        outputs=tuple(n.name for n in outputs),
+        dies=dies,
+        examples=examples,
+        key=_key(sub, examples),
+    )
+
+
+def _copy(module: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:
+    """A graph of ``nodes`` alone, with names that say nothing about the model."""
+    graph = Graph()
+    made: dict[Node, Node] = {}
+    for position, node in enumerate(inputs):
+        made[node] = graph.placeholder(f"in{position}")
+        made[node].meta["val"] = node.meta.get("val")
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source not in made:
+                made[source] = graph.get_attr(str(source.target))
+                made[source].meta["val"] = source.meta.get("val")
+        copied = graph.create_node(
+            node.op, node.target, *torch.fx.node.map_arg((node.args, dict(node.kwargs)), made.__getitem__)
+        )
+        copied.meta["val"] = node.meta.get("val")
+        made[node] = copied
+    graph.output(tuple(made[n] for n in outputs))
+    return graph
+
+
+def _attributes(module: GraphModule, graph: Graph) -> dict[str, Any]:
+    targets = {str(n.target) for n in graph.nodes if n.op in ("get_attr", "call_module")}
+    return {target: operator.attrgetter(target)(module) for target in targets}
+
+
+def _key(module: GraphModule, examples: Sequence[Any]) -> str:
+    values = [_describe(n.meta.get("val")) for n in module.graph.nodes]
+    attributes = [f"{name}@{id(value)}" for name, value in sorted(module.named_children())]
+    constants = [f"{name}@{id(value)}" for name, value in sorted(module.named_buffers())]
+    text = "\n".join((module.code, *values, *map(_describe, examples), *attributes, *constants))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _describe(value: Any) -> str:
+    leaves = pytree.tree_leaves(value)
+    return ";".join(
+        f"{t.dtype}{tuple(t.shape)}{t.stride()}" if isinstance(t, torch.Tensor) else repr(t) for t in leaves
+    )

@@ -1,0 +1,93 @@
+"""Pass ``os_placement``: where optimizer states live and are updated (simple form: all on the device, or all on the host).
+
+On the device where payloads, OS triples and the non-model bytes of whole graphs fit together; then nothing moves at
+all. Otherwise on the host, where also the payloads have their homes. The arena is laid out here: payload slots first,
+all of one size and adjacent, then the triples' slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chunkc.errors import BudgetError
+from chunkc.ir.layout import ChunkList, Home, Layout, Slot
+from chunkc.passes.budget import chunk_nbytes, choose_home, demand_of, refuse, sizes_of, whole_graph_nbytes, with_homes
+from chunkc.passes.draft import Demand, Draft, decided
+
+
+def resident_slots(layout: Layout) -> tuple[Slot, ...]:
+    """Slot ``i`` for the payload of chunk ``i``, then one slot for each OS triple that this rank owns."""
+    slots = list(payload_slots(layout, sum(1 for c in layout.chunks if c.list is not ChunkList.UNUSED)))
+    offset = slots[-1].end if slots else 0
+    for chunk in layout.owned():
+        if chunk.os_home is Home.DEVICE:
+            slots.append(Slot(len(slots), offset, chunk.os_nbytes))
+            offset += chunk.os_nbytes
+    return tuple(slots)
+
+
+def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
+    """``num_slots`` adjacent slots of one chunk each."""
+    nbytes = chunk_nbytes(layout)
+    return tuple(Slot(i, i * nbytes, nbytes) for i in range(num_slots))
+
+
+def os_slot(layout: Layout, chunk: int) -> int:
+    """The slot of the triple of ``chunk`` in a resident plan."""
+    triples = [c.index for c in layout.owned() if c.os_home is Home.DEVICE]
+    return sum(1 for c in layout.chunks if c.list is not ChunkList.UNUSED) + triples.index(chunk)
+
+
+@dataclass(frozen=True, slots=True)
+class OsPlacementPass:
+    """Decides ``os_home`` and the homes of all chunks."""
+
+    name: str = "os_placement"
+    requires: frozenset[str] = frozenset({"liveness", "mapping"})
+    provides: frozenset[str] = frozenset({"os_home"})
+    conflicts: frozenset[str] = frozenset({"residency"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        liveness, layout = decided(draft.liveness, "liveness"), decided(draft.layout, "layout")
+        demand = demand_of(layout, liveness, draft.options.cuts)
+        if draft.fixed_layout is not None:
+            return _keep(draft, layout, demand)
+        sizes = sizes_of(layout, demand, liveness, draft.options.cuts)
+        home = choose_home(sizes, draft.target, draft.options)
+        if home is None:
+            raise refuse(draft.schedule, draft.target, draft.options, demand, sizes, layout.chunk_numel)
+        layout = with_homes(layout, home)
+        if home is Home.DEVICE:
+            slots = resident_slots(layout)
+            layout = replace(layout, slots=slots, arena_nbytes=slots[-1].end if slots else 0)
+        note = f"optimizer states on the {home}, {layout.os_nbytes() / 2**20:.2f} MiB"
+        return replace(draft, layout=layout, demand=demand, os_home=home, note=note)
+
+
+def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
+    """The homes of a fixed layout, after checking that its arena serves this schedule.
+
+    Raises:
+        BudgetError: when it does not.
+    """
+    resident = any(c.home is Home.DEVICE for c in layout.chunks)
+    liveness, target, cuts = decided(draft.liveness, "liveness"), draft.target, draft.options.cuts
+    peak_nbytes = whole_graph_nbytes(liveness, cuts) if resident else demand.peak_nbytes
+    enough = resident or demand.min_places * layout.world_size <= len(layout.slots)
+    if enough and layout.arena_nbytes + peak_nbytes <= target.device_budget_nbytes:
+        home = Home.DEVICE if resident else Home.HOST
+        return replace(draft, demand=demand, os_home=home, note=f"kept on the {home}")
+    sizes = sizes_of(layout, demand, liveness, cuts)
+    error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)
+    need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes
+    raise BudgetError(
+        f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "
+        f"shape laid out: it needs {need_nbytes} bytes of device memory"
+        + ("" if enough else f" and {demand.min_places * layout.world_size} payload slots")
+        + f", {target.hw} gives {target.device_budget_nbytes}. Train the largest shape first, or use smaller ones.",
+        moment=error.moment,
+        tensors=error.tensors,
+        missing_nbytes=max(0, need_nbytes - target.device_budget_nbytes),
+        min_device_nbytes=need_nbytes,
+        min_host_nbytes=layout.host_nbytes(),
+    )

@@ -1,0 +1,169 @@
+"""Pass ``prefetch``: when each copy starts, and with that the segments that are compiled and run.
+
+A place is freed right after its occupant's last use, and the fetch into it is issued at once, ahead of later runs;
+fetches keep the order in which they are needed, since the stream is a queue. Where no action stands between two base
+segments (no fetch that the second waits for, nothing freed after the first), they merge while the non-model bytes stay
+within what the arena leaves.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+from chunkc.ir.layout import Home, Layout
+from chunkc.ir.plan import Segment
+from chunkc.ir.schedule import GraphKind, Schedule
+from chunkc.passes.budget import chunk_nbytes
+from chunkc.passes.draft import Demand, Draft, Liveness, Stay, Timeline, decided
+from chunkc.passes.os_placement import payload_slots
+from chunkc.passes.segments import GRAPHS, ranges, segment_costs
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """For one stay: issued before step ``issue``, its places free after step ``free``."""
+
+    stay: Stay
+    issue: int
+    free: int
+
+
+def time_stays(stays: tuple[Stay, ...], widths: tuple[int, ...], num_forward: int, num_steps: int) -> list[Timing]:
+    """Issue and free step of every stay, in order of need."""
+    graph_start = [0 if s.begin < num_forward else num_forward for s in stays]
+    frees = _free_steps(stays, widths, num_forward, num_steps)
+    ready: dict[int, int] = {}
+    gone: dict[int, int] = {}
+    queue = [0, num_forward]
+    timings = []
+    for index, stay in enumerate(stays):
+        places = range(stay.place, stay.place + widths[stay.unit])
+        after = max(graph_start[index], gone.get(stay.unit, 0), *(ready.get(p, 0) for p in places))
+        which = 0 if stay.begin < num_forward else 1
+        queue[which] = max(queue[which], after)
+        timings.append(Timing(stay, queue[which], frees[index]))
+        gone[stay.unit] = frees[index] + 1
+        ready.update(dict.fromkeys(places, frees[index] + 1))
+    return timings
+
+
+def _free_steps(stays: tuple[Stay, ...], widths: tuple[int, ...], num_forward: int, num_steps: int) -> list[int]:
+    """The step after which each stay ends: its last use, later where its places are not wanted again."""
+    wanted: dict[int, int] = {}
+    again: dict[int, int] = {}
+    frees = [0] * len(stays)
+    for index in range(len(stays) - 1, -1, -1):
+        stay = stays[index]
+        places = range(stay.place, stay.place + widths[stay.unit])
+        successor = min([again.get(stay.unit, num_steps), *(wanted.get(p, num_steps) for p in places)])
+        if stay.dirty:
+            frees[index] = stay.end
+        elif stay.end < num_forward <= successor < num_steps:
+            frees[index] = num_forward - 1
+        else:
+            frees[index] = stay.end if successor < num_steps else num_steps - 1
+        again[stay.unit] = stay.begin
+        wanted.update(dict.fromkeys(places, stay.begin))
+    return frees
+
+
+def merged_starts(
+    demand: Demand, timings: list[Timing], cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, cap_nbytes: int
+) -> list[int]:
+    """The steps at which merged segments start."""
+    num_forward = sum(1 for s in demand.steps if s.graph == "forward")
+    forced = {0, num_forward}
+    for timing in timings:
+        forced.update((timing.stay.begin, timing.free + 1))
+    if cuts is not None:
+        cut_ops = {(graph, op) for graph, ops in zip(GRAPHS, cuts, strict=True) for op in ops}
+        forced.update(i for i, s in enumerate(demand.steps) if (s.graph, s.first_op) in cut_ops)
+    starts: list[int] = []
+    live = work = pending = 0
+    for index, step in enumerate(demand.steps):
+        live, work = max(live, step.live_nbytes + pending), max(work, step.workspace_nbytes)
+        if index in forced or live + work > cap_nbytes:
+            starts.append(index)
+            live, work, pending = step.live_nbytes, step.workspace_nbytes, 0
+        pending += step.landed_nbytes
+    return starts
+
+
+def _segments(schedule: Schedule, liveness: Liveness, which: int, starts: list[int]) -> tuple[Segment, ...]:
+    operators = schedule.graphs[which].operators
+    lands: list[list[int]] = [[] for _ in operators]
+    if which == 1:
+        for param in liveness.trained:
+            lands[liveness.landing_op[param]].append(param)
+    result = []
+    costs = segment_costs(liveness.costs[which], starts)
+    for index, ((first, end), (live, work)) in enumerate(zip(ranges(starts, len(operators)), costs, strict=True)):
+        reads = tuple(sorted({p for op in operators[first:end] for p in op.reads}))
+        landing = tuple(sorted(p for op in lands[first:end] for p in op))
+        result.append(Segment(GRAPHS[which], index, first, end, reads, landing, live, work))
+    return tuple(result)
+
+
+def timeline(
+    graph: GraphKind, segments: tuple[Segment, ...], starts: list[int], timings: list[Timing], steps: range
+) -> Timeline:
+    """The stays of one graph's ``steps`` by merged segment; ``starts`` are the steps at which those start."""
+    fetches: list[list[Stay]] = [[] for _ in segments]
+    frees: list[list[Stay]] = [[] for _ in segments]
+    for timing in timings:
+        if timing.stay.begin in steps:
+            fetches[bisect_right(starts, timing.issue) - 1].append(timing.stay)
+        if timing.free in steps:
+            frees[bisect_right(starts, timing.free) - 1].append(timing.stay)
+    for freed in frees:
+        freed.sort(key=lambda s: (not s.dirty, s.place))
+    return Timeline(graph, segments, tuple(map(tuple, fetches)), tuple(map(tuple, frees)))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchPass:
+    """Decides ``segments`` and ``prefetch``, and cuts the arena down to the places that are used."""
+
+    name: str = "prefetch"
+    requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "residency"})
+    provides: frozenset[str] = frozenset({"segments", "prefetch"})
+    conflicts: frozenset[str] = frozenset({"programs"})
+
+    def __call__(self, draft: Draft) -> Draft:
+        layout = _cut_arena(draft)
+        liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
+        stays, cuts = decided(draft.stays, "residency"), draft.options.cuts
+        if draft.os_home is Home.DEVICE:
+            both = [sorted({0, *(() if cuts is None else cuts[w])}) if liveness.costs[w].live else [] for w in (0, 1)]
+            first, second = (_segments(draft.schedule, liveness, w, both[w]) for w in (0, 1))
+            lines = (_bare("forward", first), _bare("backward", second))
+            return replace(draft, layout=layout, timelines=lines, note="nothing to fetch")
+        num_steps = len(demand.steps)
+        num_forward = sum(1 for s in demand.steps if s.graph == "forward")
+        timings = time_stays(stays, demand.units.num_groups, num_forward, num_steps)
+        cap_nbytes = draft.target.device_budget_nbytes - layout.arena_nbytes
+        starts = merged_starts(demand, timings, cuts, cap_nbytes)
+        found = []
+        for which, steps in enumerate((range(num_forward), range(num_forward, num_steps))):
+            own = [s for s in starts if s in steps]
+            segments = _segments(draft.schedule, liveness, which, [demand.steps[s].first_op for s in own])
+            found.append(timeline(GRAPHS[which], segments, own, timings, steps))
+        note = f"{len(starts)} segments of {num_steps}, {len(stays)} fetches"
+        return replace(draft, layout=layout, timelines=(found[0], found[1]), note=note)
+
+
+def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
+    empty = ((),) * len(segments)
+    return Timeline(graph, segments, empty, empty)
+
+
+def _cut_arena(draft: Draft) -> Layout:
+    """The layout with as many payload slots as the stays use; a fixed or resident layout is kept."""
+    layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
+    if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
+        return layout
+    widths = demand.units.num_groups
+    places = max((s.place + widths[s.unit] for s in decided(draft.stays, "residency")), default=0)
+    slots = payload_slots(layout, places * layout.world_size)
+    return replace(layout, slots=slots, arena_nbytes=len(slots) * chunk_nbytes(layout))

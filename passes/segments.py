@@ -1,0 +1,122 @@
+"""Base segments: runs of operators that need the same units, with the non-model bytes that they take.
+
+A new segment starts whenever an operator needs a unit outside the current segment's set, which the first operator with
+needs fixes; so a segment never needs more than one operator does, and the smallest arena follows from single operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from chunkc.ir.schedule import GraphKind
+from chunkc.passes.draft import BaseSegment, GraphCosts, Liveness, Units
+
+GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
+
+
+def base_segments(
+    liveness: Liveness, units: Units, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
+) -> tuple[BaseSegment, ...]:
+    """Base segments of both graphs.
+
+    Args:
+        liveness: needs and costs of the operators.
+        units: the unit of each parameter.
+        cuts: operator indexes at which a segment must start, per graph.
+        keep_open: whether a unit in which gradients have begun to land must stay until all have (several ranks: a
+            partial sum cannot leave the device before it is reduced).
+    """
+    found: list[BaseSegment] = []
+    for which, graph in enumerate(GRAPHS):
+        needs = unit_needs(liveness, units, which, keep_open)
+        starts = _starts(needs, () if cuts is None else cuts[which])
+        found.extend(_segments(graph, which, starts, needs, liveness))
+    return tuple(found)
+
+
+def unit_needs(liveness: Liveness, units: Units, which: int, keep_open: bool) -> list[tuple[int, ...]]:
+    """The units that each operator of graph ``which`` needs, ascending."""
+    of_param = units.of_param
+    needs = [tuple(sorted({of_param[p] for p in op if of_param[p] >= 0})) for op in liveness.needs[which]]
+    return _with_open(liveness, units, needs) if keep_open and which == 1 else needs
+
+
+def _with_open(liveness: Liveness, units: Units, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """``needs`` of backward, each operator with needs also asking for units whose gradients have begun to land."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for param in liveness.trained:
+        unit, landing = units.of_param[param], liveness.landing_op[param]
+        if unit >= 0:
+            first[unit] = min(first.get(unit, landing), landing)
+            last[unit] = max(last.get(unit, landing), landing)
+    opened: list[list[int]] = [[] for _ in needs]
+    for unit in sorted(first):
+        opened[first[unit]].append(unit)
+    current: set[int] = set()
+    result = []
+    for index, need in enumerate(needs):
+        current = {u for u in current if last[u] >= index}.union(opened[index])
+        result.append(tuple(sorted(current.union(need))) if need else need)
+    return result
+
+
+def _starts(needs: list[tuple[int, ...]], cuts: Sequence[int]) -> list[int]:
+    if not needs:
+        return []
+    starts, forced = [0], set(cuts)
+    current: set[int] | None = None
+    for index, need in enumerate(needs):
+        if index in forced and index > 0:
+            starts.append(index)
+            current = None
+        if not need:
+            continue
+        if current is None:
+            current = set(need)
+        elif not current.issuperset(need):
+            starts.append(index)
+            current = set(need)
+    return starts
+
+
+def _segments(
+    graph: GraphKind, which: int, starts: list[int], needs: list[tuple[int, ...]], liveness: Liveness
+) -> list[BaseSegment]:
+    lands: list[list[int]] = [[] for _ in needs]
+    if graph == "backward":
+        for param in liveness.trained:
+            lands[liveness.landing_op[param]].append(param)
+    result = []
+    costs = segment_costs(liveness.costs[which], starts)
+    for (first, end), (live, workspace) in zip(ranges(starts, len(needs)), costs, strict=True):
+        wanted = tuple(sorted({u for need in needs[first:end] for u in need}))
+        landing = tuple(p for op in lands[first:end] for p in op)
+        landed_nbytes = sum(liveness.costs[which].landed[first:end])
+        result.append(BaseSegment(graph, first, end, wanted, landing, landed_nbytes, live, workspace))
+    return result
+
+
+def ranges(starts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
+    """``(first_op, end_op)`` of the segments that start at ``starts``."""
+    return list(zip(starts, (*starts[1:], num_ops), strict=True)) if starts else []
+
+
+def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """``(live_nbytes, workspace_nbytes)`` of each segment: operators' non-model bytes and gradients not landed yet.
+
+    Gradients that became final before an operator count unless they landed at the end of an earlier segment; those of
+    the segment itself stay until its end, where they are alive while they are stashed.
+    """
+    result = []
+    pending = 0
+    for first, end in ranges(starts, len(costs.live)):
+        live = workspace = 0
+        for index in range(first, end):
+            live = max(live, costs.live[index] + pending)
+            workspace = max(workspace, costs.workspace[index])
+            pending += costs.made[index]
+        live = max(live, costs.live_after[end - 1] + pending)
+        pending -= sum(costs.landed[first:end])
+        result.append((live, workspace))
+    return result
