@@ -43,8 +43,8 @@ def check_structure(plan: Plan) -> None:
         PlanError: names the rule, the action where there is one, and the numbers.
     """
     _check_layout(plan.layout)
-    _check_gradients(plan)
     _check_segments(plan)
+    _check_gradients(plan)
     _check_memory(plan)
     _check_programs(plan)
     lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in plan.programs}
