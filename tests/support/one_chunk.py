@@ -1,0 +1,126 @@
+"""A model's runtime for tests of the optimizers: everything in one chunk of host memory, gradients from ``p.grad``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chunkc.runtime.adam import ChunkUpdate, Hyper, Piece
+from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
+
+Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
+Optimizer = AdamW | Adam | torch.optim.Optimizer
+GAP = 5
+PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)]
+
+
+class OneChunk:
+    """An OptimizerRuntime whose updates wait until something looks, as those of a worker may."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, adjust: Adjust | None = None) -> None:
+        named = dict(model.named_parameters())
+        self.names, self.params = list(named), list(named.values())
+        self.owners: dict[int, object] = {}
+        self.adjust = adjust
+        self.is_sixteen_bit = dtype is not torch.float32
+        self.pieces: list[Piece] = []
+        at = 0
+        for index, p in enumerate(self.params):
+            self.pieces.append(Piece(index, at, at + p.numel()))
+            at += p.numel() + GAP
+            p._chunkc_runtime, p._chunkc_index = self, index  # type: ignore[attr-defined]
+        self.payload = torch.zeros(at, dtype=dtype)
+        self.triple = [torch.full((at,), float("nan")) for _ in range(3)]
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            self.triple[0][piece.start : piece.end] = p.detach().float().flatten()
+        self.chunk = ChunkUpdate(self.payload, *self.triple, self.pieces)
+        self.pending: list[tuple[Mapping[int, Hyper], Mapping[int, int]]] = []
+
+    def name_of(self, index: int) -> str:
+        return self.names[index]
+
+    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
+        assert all(params[i] is self.params[i] for i in params)
+        return frozenset(i for i, p in enumerate(self.params) if p.grad is not None)
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        self.drain()
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            if p.grad is not None:
+                self.payload[piece.start : piece.end] = p.grad.flatten()
+        hypers, steps = dict(hypers), dict(steps)
+        for i in hypers if self.adjust else ():
+            hypers[i], steps[i] = self.adjust(hypers[i], steps[i])
+        self.pending.append((hypers, steps))
+
+    def drain(self) -> None:
+        for hypers, steps in self.pending:
+            self.chunk.update(hypers, steps)
+            self.write_back()
+        self.pending.clear()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for piece, p in zip(self.pieces, self.params, strict=True):
+            p.copy_(self.payload[piece.start : piece.end].view(p.shape))
+
+    def view(self, param: int, which: int) -> Tensor:
+        piece = self.pieces[param]
+        return self.triple[which][piece.start : piece.end].view(self.params[param].shape)
+
+    def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:
+        self.drain()
+        return self.view(param, 1).clone(), self.view(param, 2).clone(), self.view(param, 0).clone()
+
+    def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
+        self.drain()
+        for which, value in enumerate((param32, exp_avg, exp_avg_sq)):
+            if value is not None:
+                self.view(param, which).copy_(value)
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(7, 53), nn.LayerNorm(53), nn.Tanh(), nn.Linear(53, 3)).to(dtype)
+
+
+def make_pair(
+    dtype: torch.dtype = torch.float32, adjust: Adjust | None = None
+) -> tuple[nn.Sequential, OneChunk, nn.Sequential]:
+    """A model under a runtime, the runtime, and a plain model with the same values."""
+    model = make_model(dtype)
+    return model, OneChunk(model, dtype, adjust), make_model(dtype)
+
+
+def set_gradients(models: list[nn.Sequential], seed: int, skip: tuple[str, ...] = ()) -> None:
+    """The same random gradients for all models; drains first, as a forward would."""
+    for model in models:
+        found = find_runtime(next(model.parameters()))
+        if found is not None and isinstance(found[0], OneChunk):
+            found[0].drain()
+        generator = torch.Generator().manual_seed(seed)
+        for name, p in model.named_parameters():
+            gradient = torch.randn(p.shape, generator=generator).to(p.dtype) * 0.1
+            p.grad = None if name in skip or not p.requires_grad else gradient
+
+
+def groups_of(model: nn.Sequential) -> list[dict[str, Any]]:
+    first, rest = list(model[0].parameters()), [p for part in model[1:] for p in part.parameters()]
+    return [{"params": first, "lr": 3e-3, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}]
+
+
+def assert_same_params(model: nn.Sequential, plain: nn.Sequential, tolerance: float = 1e-6) -> None:
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_states(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    assert found["state"].keys() == wanted["state"].keys()
+    for key, state in wanted["state"].items():
+        assert found["state"][key]["step"] == state["step"]
+        assert found["state"][key]["step"].dtype == state["step"].dtype
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(found["state"][key][name], state[name], rtol=2e-6, atol=1e-9)
