@@ -1,0 +1,54 @@
+# Every target sets itself up: the first one makes .venv from pyproject.toml and constraints.txt, and again when they change.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= 2.15.0
+COMPAT := .venv-compat-$(TORCH)
+DEMO_ARGS ?= --compare 10
+TEST_ARGS ?=
+
+# Before Python starts: with a busy thread beside it, an OpenMP region that spins takes many times longer.
+export OMP_WAIT_POLICY := passive
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint soak test-compat
+
+help:
+	@echo 'make demo                       train a small model under a budget, beside plain PyTorch (DEMO_ARGS=...)'
+	@echo 'make test                       the tests, with what is skipped and why (TEST_ARGS="-k adam")'
+	@echo 'make lint                       ruff, ruff format and strict mypy'
+	@echo 'make soak                       the tests with full counts of seeds, kills and loads'
+	@echo 'make test-compat TORCH=2.15.0   the tests with another torch, in an environment of its own'
+	@echo 'make venv                       only the environment, $(VENV)'
+
+venv: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,hf]"
+	touch $@
+
+demo: $(VENV)/.stamp
+	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
+
+test: $(VENV)/.stamp
+	$(BIN)/pytest -rs $(TEST_ARGS)
+
+soak: $(VENV)/.stamp
+	$(BIN)/pytest -rs --soak --timeout=0 $(TEST_ARGS)
+
+lint: $(VENV)/.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	.ci/types $(BIN)/mypy
+
+# Other versions of torch warn of other things, so warnings are shown there and are no errors.
+test-compat: $(COMPAT)/.stamp
+	$(COMPAT)/bin/pytest -rs -W default $(TEST_ARGS)
+
+$(COMPAT)/.stamp: pyproject.toml constraints.txt
+	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/python -m pip install --quiet -c $(COMPAT)/constraints.txt -e ".[dev,hf]"
+	touch $@
