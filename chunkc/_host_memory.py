@@ -1,0 +1,63 @@
+"""How much host memory this process may still take: the machine's free memory within the limits of its cgroups.
+
+In a container the machine's figure is not the limit; its cgroup's is, and a process that passes it is killed without an
+error. A cgroup's usage counts file pages that the kernel drops when memory is short, so they count as free here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+from typing import Final
+
+import psutil
+
+# (directory below /sys/fs/cgroup, limit, usage, key of droppable file pages in memory.stat)
+_V2: Final = (".", "memory.max", "memory.current", "inactive_file")
+_V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def free_host_nbytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be taken now without swapping or passing a cgroup limit; never negative.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie; another one in tests.
+    """
+    headrooms = [psutil.virtual_memory().available, *cgroup_headrooms(root)]
+    return max(0, min(headrooms))
+
+
+def cgroup_headrooms(root: Path = Path("/")) -> list[int]:
+    """Limit less usage, in bytes, of each limited memory cgroup (v1 or v2) above this process."""
+    headrooms = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        hierarchy, controllers, path = line.split(":", 2)
+        if hierarchy == "0" and not controllers:
+            scheme = _V2
+        elif "memory" in controllers.split(","):
+            scheme = _V1
+        else:
+            continue
+        base = root / "sys/fs/cgroup" / scheme[0]
+        inside = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
+        for depth in range(len(inside) + 1):
+            headroom = _headroom(base.joinpath(*inside[:depth]), *scheme[1:])
+            if headroom is not None:
+                headrooms.append(headroom)
+    return headrooms
+
+
+def _headroom(group: Path, limit_file: str, usage_file: str, droppable_key: str) -> int | None:
+    """Bytes left in one cgroup; ``None`` where it sets no limit or is not visible here."""
+    limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
+    if not (limit.isdecimal() and usage.isdecimal()):
+        return None
+    stat = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines())
+    return int(limit) - int(usage) + int(stat.get(droppable_key, 0))
+
+
+def _read(path: Path) -> str:
+    """The file's text; empty where there is none, as outside Linux or at the root of the hierarchy."""
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError:
+        return ""

@@ -1,0 +1,263 @@
+"""The machine a plan is made for: how much memory it has, how fast it is, and how to write that in a few characters.
+
+An ``hw`` string names a machine without needing one::
+
+    [[<nodes>x]<gpus>x]<gpu>[-<gpu_memory>]-<host_memory>
+
+``8xv100-240g`` is one node of eight V100 with 240 GiB of host memory, ``4x8xa100-40g-1024g`` four nodes of eight A100,
+``emulated-64m-2g`` a device made of host memory under a budget of 64 MiB. Sizes are ``<number>(k|m|g)`` in powers of
+1024; GPU memory is per device, host memory per node and shared by its ranks. ``sm86-10g-32g`` is any GPU of compute
+capability 8.6, rates unknown. Names and rates come from ``hardware.toml``; the grammar lives in `chunkc._hw_spelling`.
+
+Everything here is arithmetic on strings and files, except `Hardware.detect`, which looks at this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed
+
+from chunkc._gpus import Tflops, check_rate, gpus, machines
+from chunkc._host_memory import free_host_nbytes
+from chunkc._hw_spelling import EMULATED, Spelling, any_gpu_capability, format_size, parse_size, parse_spelling
+from chunkc.errors import HardwareError
+
+__all__ = ["Hardware", "Tflops", "format_size", "free_host_nbytes", "parse_size"]
+
+PROFILE_FORMAT: Final = "chunkc-hardware"
+PROFILE_VERSION: Final = 1
+_MIB: Final = 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """One machine: `num_nodes` equal nodes of `gpus_per_node` equal GPUs, one rank for each GPU.
+
+    ``Hardware.parse(str(hw)) == hw`` for every machine that `parse` made. A rate that is ``None`` is unknown (an
+    emulated device has none until it is calibrated) or, for a link, the link is absent.
+
+    Attributes:
+        name: the canonical spelling with all sizes explicit, or the alias, which says more than a spelling can.
+        gpu: a name of ``hardware.toml`` such as ``"v100"``, or ``"emulated"``, or ``"sm<NN>"``.
+        gpu_memory_nbytes: memory of one device.
+        host_memory_nbytes: memory of one node, shared by its ranks.
+        hbm_gb_per_s: bandwidth of the device's own memory, in 1e9 bytes per second.
+        tflops: dense rates of one device by dtype.
+        pcie_gb_per_s: PCIe between one device and the host, per direction.
+        nvlink_gb_per_s: all NVLinks of one device together to the others of its node, per direction.
+        c2c_gb_per_s: NVLink-C2C between one device and its host, per direction, where it replaces PCIe.
+        internode_gb_per_s: the network of one node, per direction.
+        compute_capability: CUDA's, as (major, minor); ``None`` for an emulated device.
+        num_cpu_cores: cores of one node, where known: aliases and `detect` know, a spelling does not.
+    """
+
+    name: str
+    gpu: str
+    num_nodes: int
+    gpus_per_node: int
+    gpu_memory_nbytes: int
+    host_memory_nbytes: int
+    hbm_gb_per_s: float | None = None
+    tflops: Tflops | None = None
+    pcie_gb_per_s: float | None = None
+    nvlink_gb_per_s: float | None = None
+    c2c_gb_per_s: float | None = None
+    internode_gb_per_s: float | None = None
+    compute_capability: tuple[int, int] | None = None
+    num_cpu_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "gpu"):
+                if not isinstance(value, str) or not value:
+                    raise HardwareError(f"{field.name} must be a non-empty string, found {value!r}")
+            elif value is None and field.default is None:
+                continue
+            elif field.name.endswith("_gb_per_s"):
+                check_rate(field.name, value)
+            elif field.name not in ("tflops", "compute_capability"):
+                _check_count(field.name, value)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def num_gpus(self) -> int:
+        """Devices of all nodes together: the world size that a plan for this machine assumes."""
+        return self.num_nodes * self.gpus_per_node
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the device is host memory by name (not: whether a named GPU happens to be absent here)."""
+        return self.gpu == EMULATED
+
+    @property
+    def host_nbytes_per_rank(self) -> int:
+        """One rank's equal share of its node's host memory."""
+        return self.host_memory_nbytes // self.gpus_per_node
+
+    @property
+    def host_link_gb_per_s(self) -> float | None:
+        """What copies between one device and the host, per direction: NVLink-C2C where there is one, else PCIe."""
+        return self.pcie_gb_per_s if self.c2c_gb_per_s is None else self.c2c_gb_per_s
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What mixed precision computes in: bfloat16 from sm_80 on and on emulated devices, float16 below."""
+        if self.compute_capability is not None and self.compute_capability < (8, 0):
+            return torch.float16
+        return torch.bfloat16
+
+    @classmethod
+    def of(cls, hw: Hardware | str | os.PathLike[str]) -> Hardware:
+        """What every ``hw=`` takes: a `Hardware`, a spelling, or a profile's path (`Path`, or text in ``.json``)."""
+        if isinstance(hw, Hardware):
+            return hw
+        if isinstance(hw, str) and not hw.strip().lower().endswith(".json"):
+            return cls.parse(hw)
+        return cls.load(hw)
+
+    @classmethod
+    def parse(cls, text: str) -> Hardware:
+        """Read a spelling, an alias of the papers' machines, or ``"auto"``, in any case.
+
+        Raises:
+            HardwareError: it is unknown, incomplete or ambiguous; the message says what would be right.
+        """
+        alias = text.strip().lower()
+        if alias == "auto":
+            return cls.detect()
+        machine = machines().get(alias)
+        if machine is None:
+            return _spelled(parse_spelling(text))
+        return replace(
+            _spelled(parse_spelling(machine.hw)),
+            name=alias,
+            num_cpu_cores=machine.num_cpu_cores,
+            internode_gb_per_s=machine.internode_gb_per_s,
+        )
+
+    @classmethod
+    def detect(cls) -> Hardware:
+        """This machine, as the ranks of this job use it: the ranks that torch.distributed or torchrun says, else one.
+
+        With CUDA: model and whole memory of this rank's device, and the host memory that is free. Without: an emulated
+        machine. Device and host are then the same memory, so what is free is split: 5/8 for the devices of the node
+        together, since everything resident is the usual plan there, 1/4 for the host, and 1/8 is left to Python, its
+        libraries and the data loader. Free memory respects cgroup limits. Sizes are in whole MiB.
+        """
+        num_nodes, gpus_per_node = _job_shape()
+        free_nbytes = free_host_nbytes()
+        if torch.cuda.is_available():
+            gpu, gpu_nbytes = _cuda_gpu()
+            host_nbytes = free_nbytes
+        else:
+            gpu, gpu_nbytes = EMULATED, free_nbytes * 5 // 8 // gpus_per_node
+            host_nbytes = free_nbytes // 4
+        if min(gpu_nbytes, host_nbytes) < _MIB:
+            raise HardwareError(f"hw='auto': {free_nbytes} bytes of free memory are too few for {gpus_per_node} ranks")
+        sizes = (gpu_nbytes // _MIB * _MIB, host_nbytes // _MIB * _MIB)
+        return replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a profile: every field as JSON under a format version, for `load` and ``hw=``."""
+        profile = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
+        Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Hardware:
+        """Read a profile that `save` wrote.
+
+        Raises:
+            HardwareError: the file is missing, is no profile, or is of another format version.
+        """
+        try:
+            profile = json.loads(Path(path).read_text(encoding="utf-8"))
+            return _from_profile(profile)
+        except (OSError, ValueError) as error:
+            raise HardwareError(f"hw profile {os.fspath(path)!r}: {error}") from error
+
+
+def _spelled(spelling: Spelling) -> Hardware:
+    """The machine that a spelling names, with the rates of the catalogue."""
+    hw = Hardware(
+        name=str(spelling),
+        gpu=spelling.gpu,
+        num_nodes=spelling.num_nodes,
+        gpus_per_node=spelling.gpus_per_node,
+        gpu_memory_nbytes=spelling.gpu_memory_nbytes,
+        host_memory_nbytes=spelling.host_memory_nbytes,
+        compute_capability=any_gpu_capability(spelling.gpu),
+    )
+    row = gpus().get(spelling.gpu)
+    if row is None:
+        return hw
+    return replace(
+        hw,
+        hbm_gb_per_s=row.hbm_gb_per_s(spelling.gpu_memory_nbytes),
+        tflops=row.tflops,
+        pcie_gb_per_s=row.pcie_gb_per_s,
+        nvlink_gb_per_s=row.nvlink_gb_per_s,
+        c2c_gb_per_s=row.c2c_gb_per_s,
+        compute_capability=row.compute_capability,
+    )
+
+
+def _check_count(name: str, count: object) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise HardwareError(f"{name} must be a positive whole number, found {count!r}")
+
+
+def _job_shape() -> tuple[int, int]:
+    """(nodes, ranks per node) of the running job."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world_size = torch.distributed.get_world_size()
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if ranks_per_node < 1 or world_size % ranks_per_node:
+        raise HardwareError(f"hw='auto': {world_size} ranks do not fill nodes of {ranks_per_node}; name the hardware")
+    return world_size // ranks_per_node, ranks_per_node
+
+
+def _cuda_gpu() -> tuple[str, int]:
+    """Name and memory in bytes of this rank's CUDA device; asks for its properties and allocates nothing."""
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = torch.cuda.current_device() if local_rank is None else int(local_rank)
+    if index >= torch.cuda.device_count():
+        raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {torch.cuda.device_count()} CUDA devices are visible")
+    device = torch.cuda.get_device_properties(index)
+    for gpu, row in gpus().items():
+        if row.is_device(device.name, device.total_memory):
+            return gpu, device.total_memory
+    return f"sm{device.major}{device.minor}", device.total_memory
+
+
+def _from_profile(profile: Any) -> Hardware:
+    if not isinstance(profile, dict) or profile.pop("format", None) != PROFILE_FORMAT:
+        raise HardwareError(f"no hardware profile: it lacks 'format': {PROFILE_FORMAT!r}")
+    if (version := profile.pop("version", None)) != PROFILE_VERSION:
+        raise HardwareError(f"its format version is {version!r}, this chunkc reads {PROFILE_VERSION}; save it again")
+    expected = {field.name for field in fields(Hardware)}
+    if wrong := expected.symmetric_difference(profile):
+        raise HardwareError(f"fields missing or unknown: {', '.join(sorted(wrong))}")
+    try:
+        tflops, capability = profile["tflops"], profile["compute_capability"]
+        profile["tflops"] = None if tflops is None else Tflops(**tflops)
+        profile["compute_capability"] = None if capability is None else _capability(capability)
+        return Hardware(**profile)
+    except TypeError as error:
+        raise HardwareError(f"a field has a wrong shape: {error}") from error
+
+
+def _capability(value: Any) -> tuple[int, int]:
+    major, minor = value
+    if not (isinstance(major, int) and isinstance(minor, int)):
+        raise HardwareError(f"compute_capability must be two whole numbers, found {value!r}")
+    return major, minor

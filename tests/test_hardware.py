@@ -1,0 +1,166 @@
+"""`Hardware`: detection, profiles, and what its fields must be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chunkc.errors import HardwareError
+from chunkc.hardware import Hardware, Tflops
+
+MIB, GIB = 1024**2, 1024**3
+
+
+@pytest.fixture
+def without_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """No torchrun around the test, and 8 GiB of free memory."""
+    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("chunkc.hardware.free_host_nbytes", lambda: 8 * GIB + 12345)
+    return monkeypatch
+
+
+def use_cuda(monkeypatch: pytest.MonkeyPatch, name: str, total_mib: int, capability: tuple[int, int]) -> None:
+    device = SimpleNamespace(name=name, total_memory=total_mib * MIB, major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+
+
+def test_detect_without_cuda_splits_free_memory(without_job: pytest.MonkeyPatch) -> None:
+    without_job.setattr(torch.cuda, "is_available", lambda: False)
+    hw = Hardware.parse("auto")
+    assert str(hw) == "emulated-5g-2g"
+    assert hw.num_cpu_cores is not None
+    assert dataclasses.replace(hw, num_cpu_cores=None) == Hardware.parse(str(hw))
+
+
+def test_detect_divides_the_device_share_among_ranks(without_job: pytest.MonkeyPatch) -> None:
+    without_job.setattr(torch.cuda, "is_available", lambda: False)
+    without_job.setenv("WORLD_SIZE", "8")
+    assert str(Hardware.detect()) == "8xemulated-640m-2g"
+    without_job.setenv("LOCAL_WORLD_SIZE", "4")
+    assert str(Hardware.detect()) == "2x4xemulated-1280m-2g"
+    without_job.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(HardwareError, match="8 ranks do not fill nodes of 3"):
+        Hardware.detect()
+
+
+def test_detect_refuses_a_machine_without_free_memory(without_job: pytest.MonkeyPatch) -> None:
+    without_job.setattr(torch.cuda, "is_available", lambda: False)
+    without_job.setattr("chunkc.hardware.free_host_nbytes", lambda: MIB)
+    with pytest.raises(HardwareError, match="1048576 bytes of free memory are too few for 1 ranks"):
+        Hardware.detect()
+
+
+CUDA_DEVICES = [
+    ("Tesla V100-SXM2-16GB", 16151, (7, 0), "v100"),
+    ("Tesla V100-PCIE-32GB", 32501, (7, 0), "sm70"),
+    ("Tesla T4", 15102, (7, 5), "t4"),
+    ("NVIDIA GeForce RTX 2060", 5930, (7, 5), "rtx2060"),
+    ("NVIDIA GeForce RTX 3090", 24125, (8, 6), "rtx3090"),
+    ("NVIDIA GeForce RTX 4090", 24082, (8, 9), "rtx4090"),
+    ("NVIDIA GeForce RTX 4090 Laptop GPU", 16376, (8, 9), "sm89"),
+    ("NVIDIA GeForce RTX 5090", 32607, (12, 0), "rtx5090"),
+    ("NVIDIA A100-SXM4-40GB", 40339, (8, 0), "a100"),
+    ("NVIDIA A100-PCIE-40GB", 40339, (8, 0), "a100pcie"),
+    ("NVIDIA A100 80GB PCIe", 81051, (8, 0), "a100pcie"),
+    ("NVIDIA L40S", 45589, (8, 9), "l40s"),
+    ("NVIDIA H100 80GB HBM3", 81090, (9, 0), "h100"),
+    ("NVIDIA H100 PCIe", 81001, (9, 0), "sm90"),
+    ("NVIDIA H200", 143771, (9, 0), "h200"),
+    ("NVIDIA B200", 182642, (10, 0), "b200"),
+    ("NVIDIA GH200 480GB", 97280, (9, 0), "gh200"),
+]
+
+
+@pytest.mark.parametrize(("name", "total_mib", "capability", "gpu"), CUDA_DEVICES)
+def test_detect_with_cuda(
+    without_job: pytest.MonkeyPatch, name: str, total_mib: int, capability: tuple[int, int], gpu: str
+) -> None:
+    use_cuda(without_job, name, total_mib, capability)
+    hw = Hardware.detect()
+    assert (hw.gpu, hw.gpu_memory_nbytes, hw.host_memory_nbytes) == (gpu, total_mib * MIB, 8 * GIB)
+    assert hw.compute_capability == capability
+    assert dataclasses.replace(hw, num_cpu_cores=None) == Hardware.parse(str(hw))
+
+
+def test_detect_refuses_a_local_rank_without_a_device(without_job: pytest.MonkeyPatch) -> None:
+    use_cuda(without_job, "Tesla T4", 15102, (7, 5))
+    without_job.setenv("LOCAL_RANK", "2")
+    with pytest.raises(HardwareError, match="LOCAL_RANK=2, but 2 CUDA devices are visible"):
+        Hardware.detect()
+
+
+@pytest.mark.gpu
+def test_detect_this_gpu() -> None:
+    hw = Hardware.detect()
+    assert not hw.emulated
+    assert hw.compute_capability == torch.cuda.get_device_capability()
+
+
+@pytest.mark.parametrize("text", ["superpod", "gh200-480g", "emulated-64m-2g", "sm86-10g-32g"])
+def test_profile_round_trip(tmp_path: Path, text: str) -> None:
+    hw = dataclasses.replace(Hardware.parse(text), pcie_gb_per_s=12.25)
+    path = tmp_path / "machine.json"
+    hw.save(path)
+    assert Hardware.load(path) == Hardware.of(path) == Hardware.of(str(path)) == hw
+
+
+def test_hw_arguments() -> None:
+    hw = Hardware.parse("v100-240g")
+    assert Hardware.of(hw) is hw
+    assert Hardware.of("v100-240g") == hw
+
+
+# change to a saved profile -> piece of the message
+PROFILE_FAULTS = [
+    ({"format": "other"}, "no hardware profile"),
+    ({"version": 2}, "its format version is 2, this chunkc reads 1"),
+    ({"colour": "red"}, "fields missing or unknown: colour"),
+    ({"num_nodes": 0}, "num_nodes must be a positive whole number, found 0"),
+    ({"gpus_per_node": "8"}, "gpus_per_node must be a positive whole number, found '8'"),
+    ({"gpu_memory_nbytes": None}, "gpu_memory_nbytes must be a positive whole number, found None"),
+    ({"host_memory_nbytes": True}, "host_memory_nbytes must be a positive whole number, found True"),
+    ({"pcie_gb_per_s": -1}, "pcie_gb_per_s must be a positive finite number, found -1"),
+    ({"hbm_gb_per_s": float("nan")}, "hbm_gb_per_s must be a positive finite number, found nan"),
+    ({"name": ""}, "name must be a non-empty string"),
+    ({"tflops": {"fp32": 0}}, "tflops.fp32 must be a positive"),
+    ({"tflops": {"int4": 1.0}}, "a field has a wrong shape"),
+    ({"compute_capability": 8}, "a field has a wrong shape"),
+    ({"compute_capability": ["8", "0"]}, "compute_capability must be two whole numbers"),
+]
+
+
+@pytest.mark.parametrize(("change", "piece"), PROFILE_FAULTS)
+def test_faulty_profile(tmp_path: Path, change: dict[str, object], piece: str) -> None:
+    path = tmp_path / "machine.json"
+    Hardware.parse("v100-240g").save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(HardwareError, match=re.escape(piece)) as refusal:
+        Hardware.load(path)
+    assert "machine.json" in str(refusal.value)
+
+
+@pytest.mark.parametrize(("text", "piece"), [(None, "No such file"), ("{", "Expecting"), ("[]", "no hardware profile")])
+def test_unreadable_profile(tmp_path: Path, text: str | None, piece: str) -> None:
+    path = tmp_path / "machine.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(HardwareError, match=piece):
+        Hardware.of(str(path))
+
+
+def test_hardware_is_a_value() -> None:
+    hw = Hardware.parse("v100-240g")
+    assert hash(hw) == hash(Hardware.parse("V100-32g-240g"))
+    assert hw.tflops == Tflops(fp32=15.7, fp16=125.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        hw.num_nodes = 2  # type: ignore[misc]
