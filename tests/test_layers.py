@@ -1,0 +1,288 @@
+"""The floors of the package, read from its imports: who may know whom, no circles, nothing private, nothing too long.
+
+The table below is the architecture's: a module may import from its own group and from the groups named beside it,
+anywhere in its text. Circles are looked for among imports that run when a module is imported.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_LINES = 400
+
+# Folder -> package it installs as.
+FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
+
+BOTTOM = {"errors"}
+FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat"}
+MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
+UPPER = MIDDLE | {"report", "passes", "checkpoint"}
+MAY_IMPORT: Mapping[str, set[str]] = {
+    "errors": set(),
+    "ir": BOTTOM,
+    "hardware": BOTTOM,
+    "_torch_compat": BOTTOM,
+    "triton_kernels": set(),
+    "capture": BOTTOM | {"ir", "_torch_compat"},
+    "cost": FOUNDATION,
+    "runtime": FOUNDATION | {"triton_kernels"},
+    "passes": BOTTOM | {"ir", "hardware", "cost"},
+    "passes.lower": BOTTOM | {"ir", "hardware", "cost", "_torch_compat"},
+    "report": MIDDLE,
+    "checkpoint": MIDDLE,
+    "api": UPPER,
+    "": UPPER | {"api"},  # chunkc/__init__.py
+    "cli": UPPER | {"api", ""},
+    "integrations": UPPER | {"api", ""},
+}
+# Modules of a floor that go by a name of their own.
+GROUP_OF = {
+    **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling"), "hardware"),
+    **dict.fromkeys(("compiled", "debug", "policy", "segments"), "api"),
+    "__main__": "cli",
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, ours or not, by its full name."""
+
+    target: str
+    line: int
+    at_import: bool
+
+
+def read_modules() -> dict[str, str]:
+    """Source text by installed module name."""
+    modules = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            modules[".".join([package, *parts]).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
+    return modules
+
+
+MODULES = read_modules()
+
+
+def imports_of(module: str, modules: Mapping[str, str]) -> Iterator[Import]:
+    """All imports of a module; ``from package import name`` counts as the submodule where there is one."""
+    is_package = any(other.startswith(f"{module}.") for other in modules)
+    for node, at_import in _walk(ast.parse(modules[module]), True):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, at_import) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
+            base = ".".join([*parents, node.module or ""]).strip(".") if node.level else str(node.module)
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                foreign = base.split(".")[0] not in ("chunkc", *FOLDERS)
+                yield Import(name if foreign or name in modules else base, node.lineno, at_import)
+
+
+def _walk(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.AST, bool]]:
+    """Every node, and whether it runs when the module is imported."""
+    yield node, at_import
+    lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, at_import and not lazy and not typing_only)
+
+
+def group_of(module: str) -> str:
+    """The row of `MAY_IMPORT` that a module of ours falls under."""
+    inside = module.removeprefix("chunkc").removeprefix(".")
+    if inside in MAY_IMPORT:
+        return inside
+    top = inside.split(".")[0]
+    return GROUP_OF.get(top, top)
+
+
+def floor_faults(modules: Mapping[str, str]) -> list[str]:
+    """Imports that point sideways or upwards, and modules without a floor."""
+    faults = []
+    for module in modules:
+        group = group_of(module)
+        if group not in MAY_IMPORT:
+            faults.append(f"{module} has no floor: give it a row in MAY_IMPORT or GROUP_OF")
+            continue
+        for found in imports_of(module, modules):
+            if found.target.split(".")[0] in ("passes", "triton_kernels"):
+                faults.append(f"{module}:{found.line} imports {found.target}, which is chunkc.{found.target}")
+            elif found.target.split(".")[0] == "chunkc":
+                target = group_of(found.target)
+                same = target == group or target.split(".")[0] == group.split(".")[0] != ""
+                if not same and not {target, target.split(".")[0]} & MAY_IMPORT[group]:
+                    faults.append(f"{module}:{found.line} imports {found.target}: {group or 'chunkc'} may not")
+    return faults
+
+
+def circles(modules: Mapping[str, str]) -> list[str]:
+    """One circle of imports at import time, or none."""
+    graph = {
+        module: {found.target for found in imports_of(module, modules) if found.at_import and found.target in modules}
+        for module in modules
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def eager_triton_faults(modules: Mapping[str, str]) -> list[str]:
+    """Imports of Triton or of our kernels, outside them, that run when the module is imported."""
+    heavy = ("triton", "chunkc.triton_kernels")
+    return [
+        f"{module}:{found.line} imports {found.target} when it is imported"
+        for module in modules
+        if group_of(module) != "triton_kernels"
+        for found in imports_of(module, modules)
+        if found.at_import and any(found.target == name or found.target.startswith(f"{name}.") for name in heavy)
+    ]
+
+
+def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
+    """Uses of ``torch._something`` outside the one file that is checked against every torch version."""
+    faults = []
+    for module in modules:
+        if module == "chunkc._torch_compat":
+            continue
+        lines = {found.line for found in imports_of(module, modules) if _is_private_torch(found.target)}
+        for node in ast.walk(ast.parse(modules[module])):
+            if isinstance(node, ast.Attribute) and _is_private_torch(ast.unparse(node)):
+                lines.add(node.lineno)
+        faults += [f"{module}:{line} uses a private torch API" for line in sorted(lines)]
+    return faults
+
+
+def _is_private_torch(name: str) -> bool:
+    first, *rest = name.split(".")
+    return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def test_imports_point_downwards() -> None:
+    assert floor_faults(MODULES) == []
+
+
+def test_no_import_circles() -> None:
+    assert circles(MODULES) == []
+
+
+def test_triton_is_imported_lazily() -> None:
+    assert eager_triton_faults(MODULES) == []
+
+
+def test_private_torch_apis_stand_in_one_file() -> None:
+    assert private_torch_faults(MODULES) == []
+
+
+def test_every_folder_is_packaged() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    packages = {
+        ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
+        for folder, package in FOLDERS.items()
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    assert set(setup["packages"]) == packages
+    assert setup["package-dir"] == {FOLDERS[f]: f for f in FOLDERS if (ROOT / f).is_dir() and FOLDERS[f] in packages}
+
+
+def test_files_are_short() -> None:
+    folders = (*FOLDERS, "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
+
+
+# --- the checks themselves --------------------------------------------------------------------------------------------
+
+PACKAGE = {"chunkc.ir": "", "chunkc.ir.plan": "", "chunkc.ir.layout": "", "chunkc.runtime": "", "chunkc.passes": ""}
+
+# module -> source, with the piece of a fault that must be found
+FLOOR_FAULTS = [
+    ("chunkc.passes.prefetch", "from chunkc.runtime.device import Device", "passes may not"),
+    ("chunkc.passes.prefetch", "def run():\n    import chunkc.capture.backend", "passes may not"),
+    ("chunkc.passes.prefetch", "from chunkc._torch_compat import x", "passes may not"),
+    ("chunkc.passes.prefetch", "from chunkc import runtime", "imports chunkc.runtime: passes may not"),
+    ("chunkc.passes.prefetch", "from chunkc import compile", "imports chunkc: passes may not"),
+    ("chunkc.runtime.executor", "from ..cost.rates import adam", "imports chunkc.cost.rates: runtime may not"),
+    ("chunkc.runtime.executor", "from chunkc import passes", "imports chunkc.passes: runtime may not"),
+    ("chunkc.runtime.executor", "from chunkc.capture import graphs", "runtime may not"),
+    ("chunkc.capture.backend", "from chunkc.hardware import Hardware", "capture may not"),
+    ("chunkc.ir.verify", "from chunkc.hardware import Hardware", "ir may not"),
+    ("chunkc.hardware", "import chunkc.ir.plan", "hardware may not"),
+    ("chunkc._gpus", "import chunkc.ir.plan", "hardware may not"),
+    ("chunkc.triton_kernels.cast", "from chunkc.errors import ChunkcError", "triton_kernels may not"),
+    ("chunkc.report.text", "from chunkc.passes import pipeline", "report may not"),
+    ("chunkc.api", "from chunkc.cli import main", "api may not"),
+    ("chunkc.api", "from passes import pipeline", "which is chunkc.passes"),
+    ("chunkc.api", "import triton_kernels", "which is chunkc.triton_kernels"),
+    ("chunkc.surprise", "", "has no floor"),
+]
+
+
+@pytest.mark.parametrize(("module", "source", "piece"), FLOOR_FAULTS)
+def test_a_fault_is_found(module: str, source: str, piece: str) -> None:
+    faults = floor_faults({**PACKAGE, module: source})
+    assert len(faults) == 1
+    assert piece in faults[0]
+
+
+LEGAL = [
+    ("chunkc.passes.lower", "from chunkc._torch_compat import x\nfrom chunkc.passes.contract import Pass"),
+    ("chunkc.passes.contract", "from chunkc.passes.lower import lower\nfrom chunkc.cost import rates"),
+    ("chunkc.runtime.executor", "from . import store\nfrom ..ir.plan import Plan\nimport chunkc.triton_kernels.cast"),
+    ("chunkc.cli", "import chunkc\nfrom chunkc import api"),
+    ("chunkc.compiled", "from chunkc.passes.lower import lower\nimport chunkc.segments"),
+    ("chunkc.hardware", "from chunkc._gpus import gpus\nfrom chunkc.errors import HardwareError\nimport torch"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), LEGAL)
+def test_legal_imports_pass(module: str, source: str) -> None:
+    assert floor_faults({**PACKAGE, module: source}) == []
+
+
+def test_a_circle_is_found() -> None:
+    back = "from chunkc.ir import plan"
+    assert circles({"chunkc.ir": "", "chunkc.ir.plan": "from . import layout", "chunkc.ir.layout": back})
+    assert circles({"chunkc.ir": "from chunkc.ir.plan import Plan", "chunkc.ir.plan": "from chunkc.ir import Slot"})
+    lazy = f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {back}\ndef f():\n    {back}"
+    assert not circles({"chunkc.ir": "", "chunkc.ir.plan": "from . import layout", "chunkc.ir.layout": lazy})
+
+
+def test_an_eager_triton_import_is_found() -> None:
+    assert eager_triton_faults({"chunkc.runtime.cuda": "import triton.language as tl"})
+    assert eager_triton_faults({"chunkc.runtime.cuda": "from chunkc.triton_kernels import cast"})
+    assert not eager_triton_faults({"chunkc.runtime.cuda": "def f():\n    import triton"})
+    assert not eager_triton_faults({"chunkc.triton_kernels.cast": "import triton"})
+
+
+PRIVATE_TORCH = [
+    "from torch._dynamo import x",
+    "from torch.utils import _pytree as pytree",
+    "import torch._C",
+    "y = torch._fused_adamw_(p)",
+]
+
+
+@pytest.mark.parametrize("source", PRIVATE_TORCH)
+def test_a_private_torch_use_is_found(source: str) -> None:
+    assert private_torch_faults({"chunkc.api": source})
+    assert not private_torch_faults({"chunkc._torch_compat": source})
+
+
+def test_public_torch_uses_pass() -> None:
+    assert not private_torch_faults({"chunkc.api": "import torch\nv = torch.__version__\nx = self._torch.nn._x"})
