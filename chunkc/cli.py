@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 
-from chunkc._environment import environment
 from chunkc.debug import visible
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.report import Plan
+from chunkc.report.environment import environment
 
 Planner = Callable[..., Any]
 

@@ -112,11 +112,13 @@ def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError
         least = min(c.demand.min_places for c in tried) * target.world_size
         return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
 
-    def order(c: Candidate) -> tuple[bool, int, int]:
+    def order(c: Candidate) -> tuple[int, int, int]:
         device_nbytes, host_nbytes = needed_nbytes(c.sizes, options)
+        if host_nbytes <= target.host_budget_nbytes:
+            return 0, device_nbytes, host_nbytes
         if device_nbytes <= target.device_budget_nbytes:
-            return True, host_nbytes, device_nbytes
-        return host_nbytes > target.host_budget_nbytes, device_nbytes, host_nbytes
+            return 1, host_nbytes, device_nbytes
+        return 2, device_nbytes, host_nbytes
 
     best = min(tried, key=order)
     return refuse(draft.schedule, target, options, best.demand, best.sizes, best.chunk_numel)

@@ -19,7 +19,7 @@ from chunkc.report.moments import Moment, moments
 from chunkc.report.units import Unit, percent, plural, ranges, shorten, unit_of
 
 MAX_COLUMNS = 100
-MAX_PROGRAM_LINES = 11
+MAX_PROGRAM_LINES = 9
 _MAX_CHUNKS_COLUMNS = 16
 _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)

@@ -1,0 +1,40 @@
+"""chunkc: train models several times larger than device memory, by a static plan over chunks of model data."""
+
+from __future__ import annotations
+
+from chunkc.api import compile, full_params, plan, plan_of, stats
+from chunkc.errors import (
+    AccumulationError,
+    BudgetError,
+    CaptureError,
+    ChunkcError,
+    HardwareError,
+    PlanError,
+    PlanNotReadyError,
+    ShapeLimitError,
+)
+from chunkc.hardware import Hardware
+from chunkc.report import Plan
+from chunkc.runtime.optimizer import Adam, AdamW
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulationError",
+    "Adam",
+    "AdamW",
+    "BudgetError",
+    "CaptureError",
+    "ChunkcError",
+    "Hardware",
+    "HardwareError",
+    "Plan",
+    "PlanError",
+    "PlanNotReadyError",
+    "ShapeLimitError",
+    "compile",
+    "full_params",
+    "plan",
+    "plan_of",
+    "stats",
+]

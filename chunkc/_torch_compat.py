@@ -1,0 +1,104 @@
+"""Every private torch API that chunkc uses, in one place, with the versions on which it was seen to work.
+
+Seen on torch 2.13.0. A function here either hides a difference between versions or marks a name without a leading
+promise from torch; the rest of the package imports only from here.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._dynamo.exc
+import torch._guards
+import torch.fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import CheckpointPolicy
+
+BackendUnsupported = torch._dynamo.exc.Unsupported
+BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
+
+__all__ = [
+    "BackendCompilerFailed",
+    "BackendUnsupported",
+    "aot_backend",
+    "capture_settings",
+    "dynamo_example",
+    "fresh_code",
+    "min_cut_partition",
+    "mutated_inputs",
+    "num_forward_outputs",
+    "outputs_aliasing_inputs",
+    "tag_must_recompute",
+]
+
+
+def aot_backend(**options: Any) -> Callable[..., Any]:
+    """AOTAutograd as a torch.compile backend with the given compilers and partitioner."""
+    backend: Callable[..., Any] = aot_autograd(**options)
+    return backend
+
+
+def min_cut_partition(
+    joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """PyTorch's min-cut rematerialisation partitioner."""
+    forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    return forward, backward
+
+
+def tag_must_recompute(node: torch.fx.Node) -> None:
+    """Tell the partitioner never to save ``node`` for backward. ``ac_graph_id`` is left out on purpose: tagged nodes
+    then count as one region and none of them is saved at a region's border."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def dynamo_example(placeholder: torch.fx.Node) -> Any:
+    """The live object behind a placeholder of a Dynamo graph: for a parameter, the parameter itself."""
+    grapharg = placeholder.meta.get("grapharg")
+    return None if grapharg is None else grapharg.example
+
+
+def mutated_inputs() -> tuple[int, ...]:
+    """Positions of the inputs that the graph being compiled mutates. Call inside ``fw_compiler``."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    return tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+
+
+def outputs_aliasing_inputs() -> tuple[int, ...]:
+    """Positions of the inputs that an output of the graph being compiled is, or is a view of."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    names = ("alias_of_input", "is_input")
+    return tuple(o.base_idx for o in metadata.output_info if o.output_type.name in names)
+
+
+def num_forward_outputs() -> int:
+    """How many leading outputs of the forward graph being compiled are for the user (mutated inputs included); the
+    rest is saved for backward."""
+    return int(torch._guards.TracingContext.get().fw_metadata.num_forward)
+
+
+def fresh_code(function: types.FunctionType) -> types.FunctionType:
+    """The same function over a code object of its own.
+
+    Dynamo keeps its compiled frames, and counts its recompile limit, per code object: two models that entered through
+    one function would share both.
+    """
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+@contextmanager
+def capture_settings() -> Iterator[None]:
+    """Dynamo settings for one call on this thread: logging inside a forward does not break the graph."""
+    levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
+    names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
+    ignored = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+        yield

@@ -1,0 +1,340 @@
+"""The public functions: compile a model, plan one without running it, and look at either."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkc import debug
+from chunkc._torch_compat import BackendCompilerFailed, BackendUnsupported, capture_settings, fresh_code
+from chunkc.capture.backend import CaptureBackend, Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.compiled import CompiledModel, Settings
+from chunkc.errors import CaptureError, ChunkcError, PlanNotReadyError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
+from chunkc.ir.verify import verify
+from chunkc.passes import Options, Pass, Planned, Target, make_plan
+from chunkc.policy import check_model, check_trainable_dtypes, compute_dtype, param_infos, unique_params
+from chunkc.report import Plan
+from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.model import ModelRuntime
+from chunkc.segments import Backend, SegmentCompiler, backend_options, segment_compiler
+
+logger = logging.getLogger("chunkc")
+
+HardwareLike = Hardware | str | os.PathLike[str]
+
+
+def compile(  # the name that torch.compile taught users
+    model: nn.Module,
+    hw: HardwareLike = "auto",
+    *,
+    dtype: torch.dtype | str = "auto",
+    backend: Backend = "inductor",
+    chunk_size: int | str = "auto",
+    accumulate: int = 1,
+    fullgraph: bool = False,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    passes: Sequence[Pass] | None = None,
+    keep_fp32: Sequence[str] = (),
+    reserve: int = 0,
+    loss_scale: float | str = "dynamic",
+) -> nn.Module:
+    """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
+
+    The plan is made at the first training forward. Parameters become managed: their payloads live in chunks that move
+    between host and device, and reading one gathers it.
+
+    Args:
+        model: any module with floating-point parameters in host memory.
+        hw: a machine such as ``"v100-240g"`` or ``"emulated-64m-2g"``, a ``Hardware``, a profile's path, or ``"auto"``.
+        dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
+        backend: how segments are compiled.
+        chunk_size: elements per chunk, or ``"auto"``.
+        fullgraph: refuse graph breaks (this release always does).
+        passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
+        reserve: device bytes to leave alone.
+
+    Raises:
+        ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
+        HardwareError: for an ``hw`` that cannot be used.
+    """
+    _refuse_unbuilt(accumulate=accumulate, keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
+    check_model(model)
+    machine = _single(Hardware.of(hw))
+    params = list(unique_params(model))
+    computed = compute_dtype(dtype, params, machine)
+    infos = param_infos(model, computed)
+    check_trainable_dtypes(infos)
+    device = _device(machine)
+    mixed = computed is not None and any(p.dtype is not computed for p in params)
+    if mixed:
+        logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
+    target = Target(
+        model=type(model).__name__,
+        hw=str(machine),
+        device_budget_nbytes=device.free_device_nbytes() - reserve,
+        host_budget_nbytes=device.free_host_nbytes(),
+    )
+    settings = Settings(
+        target=target,
+        options=Options(chunk_numel=_chunk_numel(chunk_size)),
+        cast_inputs=computed if mixed else None,
+        compiler=SegmentCompiler(segment_compiler(backend)),
+        backend_options=backend_options(backend),
+        passes=passes,
+    )
+    runtime = ModelRuntime(infos, params, device)
+    compiled = CompiledModel(model, runtime, settings)
+    model.register_state_dict_post_hook(StateDictHook(runtime))
+    model._compiled_call_impl = compiled
+    weakref.finalize(model, runtime.close)
+    return model
+
+
+class StateDictHook:
+    """Turns managed tensors in a state dict into real ones, in the dtype that each parameter was handed over in."""
+
+    def __init__(self, runtime: ModelRuntime | None) -> None:
+        self._runtime = runtime
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+        if self._runtime is None:
+            return
+        exact: dict[int, torch.Tensor] = {}
+        for key, value in state.items():
+            if getattr(value, "_chunkc_runtime", None) is self._runtime:
+                index = value._chunkc_index
+                if index not in exact:
+                    exact[index] = self._runtime.read_exact(index)
+                state[key] = exact[index]
+
+    def __deepcopy__(self, memo: object) -> StateDictHook:
+        """A copy of a compiled model is a plain model."""
+        return StateDictHook(None)
+
+    def __reduce__(self) -> tuple[type[StateDictHook], tuple[None]]:
+        return StateDictHook, (None,)
+
+
+def plan(
+    model: nn.Module,
+    hw: HardwareLike = "auto",
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    world_size: int | None = None,
+    dtype: torch.dtype | str = "auto",
+    backend: Backend = "inductor",
+    chunk_size: int | str = "auto",
+    passes: Sequence[Pass] | None = None,
+    reserve: int = 0,
+) -> Plan:
+    """The plan for training ``model`` on ``hw``: nothing runs, nothing is allocated, the model stays as it is.
+
+    Args:
+        example_inputs: a dict of keyword or a tuple of positional inputs of one forward.
+        world_size: ranks to plan for; default: the GPUs of ``hw``.
+        Others as for ``compile``.
+
+    Raises:
+        BudgetError: when the model does not fit; it says what would.
+    """
+    machine = Hardware.of(hw)
+    ranks = machine.num_gpus if world_size is None else world_size
+    target = Target(
+        model=type(model).__name__,
+        hw=str(machine),
+        device_budget_nbytes=machine.gpu_memory_nbytes - reserve,
+        host_budget_nbytes=machine.host_nbytes_per_rank,
+        world_size=ranks,
+    )
+    computed = compute_dtype(dtype, list(unique_params(model)), machine)
+    captured = _capture_fake(model, computed, example_inputs, backend)
+    options = Options(chunk_numel=_chunk_numel(chunk_size))
+    planned: Planned = make_plan(captured.schedule, target, options, passes=passes)
+    verify(planned.plan)
+    return Plan.of(planned.plan)
+
+
+class _CaptureDone(Exception):  # noqa: N818 - not an error
+    def __init__(self, captured: Captured) -> None:
+        super().__init__("captured")
+        self.captured = captured
+
+
+def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: Any, backend: Backend) -> Captured:
+    """Capture one iteration over fake tensors."""
+
+    def done(captured: Captured) -> Compiled:
+        raise _CaptureDone(captured)
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        return nn.Module._call_impl(model, *args, **kwargs)
+
+    infos = param_infos(model, dtype)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if isinstance(tensor, nn.Parameter) and dtype is not None else tensor.dtype
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    with mode, swapped_tensors(model, fake):
+        by_id = {id(p): i for i, p in enumerate(unique_params(model))}
+        capture = CaptureBackend(lambda v: by_id.get(id(v)), infos, done, **backend_options(backend))
+        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, _fake_input(dtype), example_inputs)
+        run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)
+        try:
+            with capture_settings():
+                run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, _CaptureDone):
+                return error.inner_exception.captured
+            if isinstance(error.inner_exception, ChunkcError):
+                raise error.inner_exception from None
+            raise
+        except BackendUnsupported as error:
+            raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
+    raise CaptureError(f"{type(model).__name__} was not captured: its forward has nothing to train")
+
+
+def _fake_input(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def make(value: torch.Tensor) -> torch.Tensor:
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        return torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
+
+    return make
+
+
+@contextmanager
+def swapped_tensors(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
+) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Within the block, ``model`` holds ``make(t)`` instead of every parameter (and buffer) ``t``; ties are kept."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers) if buffers else (module._parameters,):
+                before.append((table, dict(table)))
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        table[key] = made[tensor] = made[tensor] if tensor in made else make(tensor)  # type: ignore
+        yield made
+    finally:
+        for table, original in before:
+            table.update(original)
+
+
+def plan_of(model: nn.Module) -> Plan:
+    """The plan that the latest training forward of a compiled model runs.
+
+    Raises:
+        PlanNotReadyError: before the first training forward.
+    """
+    compiled = _compiled(model)
+    if compiled.plan is None:
+        raise PlanNotReadyError("the plan is made at the first training forward; run one, or use chunkc.plan")
+    return Plan.of(compiled.plan)
+
+
+def stats(model: nn.Module) -> dict[str, int]:
+    """Numbers of the latest step, in bytes, and counts since warm-up; pending work is finished first.
+
+    Raises:
+        PlanNotReadyError: before the first training forward.
+    """
+    plan, compiled = plan_of(model), _compiled(model)
+    compiled.runtime.drain()
+    executor = compiled.runtime.executor
+    if executor is None:
+        raise PlanNotReadyError("no training forward has run yet")
+    layout = plan.layout
+    return {
+        "budget_nbytes": plan.memory.device_budget_nbytes,
+        "planned_peak_nbytes": plan.memory.device_peak_nbytes,
+        "measured_peak_nbytes": compiled.runtime.measured_peak_nbytes(),
+        "host_nbytes": layout.host_nbytes(),
+        "model_data_nbytes": layout.model_data_nbytes(),
+        "h2d_nbytes": executor.moved_nbytes(Stream.H2D),
+        "d2h_nbytes": executor.moved_nbytes(Stream.D2H),
+        "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
+        "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
+    }
+
+
+@contextmanager
+def full_params(model: nn.Module) -> Iterator[nn.Module]:
+    """Within the block the module holds plain parameters with real memory, to read or to write.
+
+    They are in the dtype that the model was handed over in. What was written is kept when the block ends, also by an
+    exception. The whole model stands in host memory a second time meanwhile.
+    """
+    runtime = _compiled(model).runtime
+    values: list[tuple[int, nn.Parameter, int]] = []
+
+    def plain(param: torch.Tensor) -> torch.Tensor:
+        index: int = param._chunkc_index  # type: ignore[attr-defined]
+        real = nn.Parameter(runtime.read_exact(index), requires_grad=param.requires_grad)
+        values.append((index, real, real._version))
+        return real
+
+    compiled = model._compiled_call_impl
+    model._compiled_call_impl = None
+    try:
+        with swapped_tensors(model, plain, buffers=False):
+            yield model
+    finally:
+        model._compiled_call_impl = compiled
+        for index, real, version in values:
+            if real._version != version:
+                runtime.write_param(index, real.detach())
+
+
+def _compiled(model: nn.Module) -> CompiledModel:
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if not isinstance(compiled, CompiledModel):
+        raise ChunkcError(f"this {type(model).__name__} was not compiled by chunkc.compile")
+    return compiled
+
+
+def _refuse_unbuilt(**options: Any) -> None:
+    defaults = {"accumulate": 1, "keep_fp32": (), "loss_scale": "dynamic", "example_inputs": None}
+    for name, value in options.items():
+        if value != defaults[name] and tuple([value]) != ((),):
+            raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
+
+
+def _single(hw: Hardware) -> Hardware:
+    if hw.num_gpus != 1:
+        raise ChunkcError(
+            f"hw={hw} names {hw.num_gpus} GPUs; training on several ranks is not built yet. chunkc.plan plans for them"
+        )
+    return hw
+
+
+def _device(hw: Hardware) -> EmulatedDevice:
+    if not hw.emulated:
+        logger.warning("hw=%s is emulated in host memory: running on CUDA devices is not built yet", hw)
+    settings = EmulationSettings.from_env(os.environ.get("CHUNKC_EMULATED", ""))
+    return EmulatedDevice(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
+
+
+def _chunk_numel(chunk_size: int | str) -> int | None:
+    if chunk_size == "auto":
+        return None
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ChunkcError(f"chunk_size={chunk_size!r}: give a positive number of elements, or 'auto'")
+    return chunk_size
+
+
+__all__ = ["compile", "debug", "full_params", "plan", "plan_of", "stats"]

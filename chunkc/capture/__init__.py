@@ -1,0 +1,1 @@
+"""Capture: from a module's forward to the operator schedule of one iteration, through torch.compile's backend API."""

@@ -1,0 +1,140 @@
+"""The torch.compile backend: captures an iteration as a whole, before anything of it has run.
+
+``partition_fn`` sees the joint graph, so forward and backward are both known when the forward graph is compiled; the
+lazily called backward compiler only checks that it was handed the same graph. What to do with a captured iteration is
+decided by the ``on_capture`` that the caller injects: plan and run it, or only plan it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from chunkc._torch_compat import (
+    aot_backend,
+    dynamo_example,
+    mutated_inputs,
+    num_forward_outputs,
+    outputs_aliasing_inputs,
+)
+from chunkc.capture.graphs import Captured, build
+from chunkc.capture.partition import partition
+from chunkc.errors import CaptureError
+from chunkc.ir.schedule import ParamInfo
+
+BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What stands in for the two graphs: both take their inputs as a list, which they empty."""
+
+    forward: BoxedCallable
+    backward: BoxedCallable
+
+
+@dataclass(slots=True, repr=False)
+class CaptureBackend:
+    """A backend for ``torch.compile``; one instance per model.
+
+    Attributes:
+        index_of: parameter index of a live tensor, or None for anything else.
+        infos: all parameters of the model by index.
+        on_capture: makes the callables for one captured iteration.
+        decompositions: operator decompositions for AOTAutograd, or None.
+    """
+
+    index_of: Callable[[Any], int | None]
+    infos: Sequence[ParamInfo]
+    on_capture: Callable[[Captured], Compiled]
+    decompositions: Mapping[Any, Any] | None = None
+    prepare_joint: Callable[[GraphModule], None] | None = None
+
+    def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one Dynamo graph."""
+        examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
+        capture = _GraphCapture(self, [self.index_of(e) for e in examples])
+        compiled: Callable[..., Any] = aot_backend(
+            fw_compiler=capture.compile_forward,
+            bw_compiler=capture.compile_backward,
+            inference_compiler=capture.refuse_inference,
+            partition_fn=capture.partition,
+            **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
+        )(module, example_inputs)
+        return compiled
+
+
+class _GraphCapture:
+    """One graph on its way through AOTAutograd."""
+
+    def __init__(self, backend: CaptureBackend, input_params: Sequence[int | None]) -> None:
+        self._backend = backend
+        self._input_params = input_params
+        self._backward: GraphModule | None = None
+        self._names: dict[str, int] = {}
+        self._compiled: Compiled | None = None
+
+    def partition(self, joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        self._names = self._params_by_name(placeholders)
+        params = [n for n in placeholders if n.name in self._names]
+        if self._backend.prepare_joint is not None:
+            self._backend.prepare_joint(joint)
+        forward, self._backward = partition(joint, inputs, params, **options)
+        return forward, self._backward
+
+    def _params_by_name(self, placeholders: Sequence[Node]) -> dict[str, int]:
+        """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""
+        pairs = zip(placeholders, self._input_params, strict=False)
+        return {node.name: index for node, index in pairs if index is not None}
+
+    def compile_forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
+        self._refuse_broken_rules()
+        if self._backward is None:
+            raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
+        num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
+        gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
+        captured = build(
+            module, self._backward, self._names, gradients, num_forward_outputs(), self._backend.infos
+        )
+        self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]
+        self._compiled = self._backend.on_capture(captured)
+        return boxed(self._compiled.forward)
+
+    def compile_backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
+        names = [n.name for n in module.graph.nodes if n.op == "call_function"]
+        if self._compiled is None or names != self._node_names:
+            raise CaptureError("the backward graph differs from the one that was planned; please report this")
+        return boxed(self._compiled.backward)
+
+    def refuse_inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
+        raise CaptureError(
+            "no output of this forward depends on a trainable parameter, so there is nothing to train: call it under "
+            "torch.no_grad() to evaluate, or set requires_grad on the parameters to train before chunkc.compile"
+        )
+
+    def _refuse_broken_rules(self) -> None:
+        for rule, positions in (("mutates", mutated_inputs()), ("returns", outputs_aliasing_inputs())):
+            params = [self._input_params[i] for i in positions if i < len(self._input_params)]
+            names = [self._backend.infos[p].name for p in params if p is not None]
+            if names:
+                raise CaptureError(
+                    f"forward {rule} its own parameters {', '.join(names)} (or a view of them); parameters move "
+                    "between devices while it runs. Keep such state in a buffer, or return a clone"
+                )
+
+
+def boxed(function: BoxedCallable) -> BoxedCallable:
+    """Mark ``function`` as taking one list that it empties, so that inputs die at their last use."""
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        return function(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+

@@ -1,0 +1,101 @@
+"""Non-model bytes over one iteration: which storages are alive while each operator runs.
+
+Storages are counted once, whatever views they have; sizes come from the fake tensors of the graphs. Both graphs are one
+timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs, buffers,
+outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final gradient is
+counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+
+from chunkc.capture.bundles import Bundle
+
+
+@dataclass(frozen=True, slots=True)
+class LiveBytes:
+    """Bytes alive while an operator runs and once it has run."""
+
+    during_nbytes: int
+    after_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GraphValues:
+    """What liveness needs of one graph: operators, inputs that are no parameters, outputs the user gets, the rest."""
+
+    bundles: Sequence[Bundle]
+    inputs: Sequence[Node]
+    user_outputs: Sequence[Node]
+    saved_outputs: Sequence[Node]
+
+
+def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
+    """(identity, bytes) of every storage behind the values of ``nodes``."""
+    for node in nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                storage = value.untyped_storage()
+                yield storage._cdata, storage.nbytes()
+
+
+class Timeline:
+    """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
+
+    def __init__(self, forward: GraphValues, backward: GraphValues, params: Collection[int]) -> None:
+        """``params`` are storage identities of parameter payloads: model data, not counted here."""
+        self._sizes: dict[int, int] = {}
+        self._birth: dict[int, int] = {}
+        self._death: dict[int, int] = {}
+        self._ignored = set(params)
+        self._num_forward = len(forward.bundles)
+        self._num_operators = end = self._num_forward + len(backward.bundles)
+        held = (*forward.inputs, *forward.user_outputs)
+        self.held_nbytes = self._total(held)
+        self.previous_output_nbytes = self._total(forward.user_outputs) - self._total(
+            n for n in forward.user_outputs if n in set(forward.inputs)
+        )
+        self._touch(forward.inputs, -1)
+        self._walk(forward.bundles, 0)
+        self._touch(backward.inputs, self._num_forward - 1)
+        self._walk(backward.bundles, self._num_forward)
+        self._touch(held, end)
+        self._touch(forward.saved_outputs, self._num_forward)
+
+    def _total(self, nodes: Iterable[Node]) -> int:
+        return sum(dict(s for s in storages(nodes) if s[0] not in self._ignored).values())
+
+    def _touch(self, nodes: Iterable[Node], position: int) -> None:
+        for key, nbytes in storages(nodes):
+            if key not in self._ignored:
+                self._sizes[key] = max(nbytes, self._sizes.get(key, 0))
+                self._birth.setdefault(key, position)
+                self._death[key] = max(position, self._death.get(key, position))
+
+    def _walk(self, bundles: Sequence[Bundle], start: int) -> None:
+        for offset, bundle in enumerate(bundles):
+            self._touch(bundle.nodes, start + offset)
+            self._touch((a for n in bundle.nodes for a in n.all_input_nodes), start + offset)
+
+    def live_bytes(self) -> list[LiveBytes]:
+        """Of every operator, forward's first. Previous outputs count during forward."""
+        births: dict[int, int] = defaultdict(int)
+        deaths: dict[int, int] = defaultdict(int)
+        for key, nbytes in self._sizes.items():
+            births[self._birth[key]] += nbytes
+            deaths[self._death[key]] += nbytes
+        found: list[LiveBytes] = []
+        alive = births[-1]
+        for position in range(self._num_operators):
+            alive += births[position]
+            extra = self.previous_output_nbytes if position < self._num_forward else 0
+            found.append(LiveBytes(alive + extra, alive + extra - deaths[position]))
+            alive -= deaths[position]
+        return found

@@ -1,0 +1,107 @@
+"""Partitioning the joint graph under one rule: nothing that aliases or casts a parameter's payload survives a segment.
+
+PyTorch's min-cut partitioner may save a view or a low-precision copy of a parameter for backward. With payloads that
+move, such a tensor would be a dangling view or a second copy of the model. So the *cone* of a parameter (chains of views
+and casts that start at its placeholder) is tagged for recomputation, and afterwards every consumer gets its own copy of
+the chain directly in front of it: ``sink_cone``. Only raw placeholders are saved, which the executor replaces by slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from chunkc._torch_compat import min_cut_partition, tag_must_recompute
+from chunkc.errors import CaptureError
+
+aten = torch.ops.aten
+_CONE_PACKETS = frozenset(
+    {
+        aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.reshape, aten.alias, aten.detach,
+        aten.squeeze, aten.unsqueeze, aten.expand, aten.slice, aten.select, aten.as_strided, aten._to_copy,
+        torch.ops.prims.convert_element_type,
+    }
+)  # fmt: skip
+
+
+def extends_cone(node: Node, cone: Collection[Node]) -> bool:
+    """Whether ``node`` is a view or a cast of something in ``cone``, and of nothing else."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return node.op == "call_function" and packet in _CONE_PACKETS and bool(node.args) and node.args[0] in cone
+
+
+def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
+    """All views and casts of ``params``, the placeholders themselves included."""
+    cone = set(params)
+    for node in graph.nodes:
+        if extends_cone(node, cone):
+            cone.add(node)
+    return cone
+
+
+def partition(
+    joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], **options: Any
+) -> tuple[GraphModule, GraphModule]:
+    """Forward and backward graphs of ``joint``; see the module docstring.
+
+    Args:
+        joint: the joint graph that AOTAutograd traced.
+        inputs: its example inputs, handed on to the partitioner.
+        params: its placeholders that stand for parameters.
+
+    Raises:
+        CaptureError: when the partitioner saved a view or a cast of a parameter all the same.
+    """
+    for node in param_cone(joint.graph, params) - set(params):
+        tag_must_recompute(node)
+    names = {p.name for p in params}
+    forward, backward = min_cut_partition(joint, inputs, **options)
+    _check_saved(forward, names)
+    return forward, backward
+
+
+def _check_saved(forward: GraphModule, param_names: Collection[str]) -> None:
+    """Storage identity: no output of forward shares memory with a parameter unless it is the placeholder itself."""
+    placeholders = [n for n in forward.graph.nodes if n.op == "placeholder" and n.name in param_names]
+    cone = param_cone(forward.graph, placeholders)
+    storages = {_storage(p) for p in placeholders}
+    for out in forward.graph.find_nodes(op="output")[0].all_input_nodes:
+        aliases = _storage(out) in storages and isinstance(out.meta.get("val"), torch.Tensor)
+        if out not in placeholders and (aliases or out in cone):
+            raise CaptureError(
+                f"the forward graph hands out {out.name} ({out.target}), a view or a cast of a parameter, which moves "
+                "between devices; return a clone of it instead"
+            )
+
+
+def _storage(node: Node) -> object:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+
+
+def sink_cone(graph: Graph, params: Collection[Node]) -> None:
+    """Give every consumer of a parameter's view or cast its own copy of the chain, directly in front of it."""
+    cone = param_cone(graph, params)
+    chains = cone - set(params)
+    for node in list(graph.nodes):
+        if node in cone or not any(a in chains for a in node.all_input_nodes):
+            continue
+        copies: dict[Node, Node] = {}
+
+        def duplicate(arg: Node, node: Node = node, copies: dict[Node, Node] = copies) -> Node:
+            if arg not in chains:
+                return arg
+            if arg not in copies:
+                with graph.inserting_before(node):
+                    copies[arg] = graph.node_copy(arg, duplicate)
+            return copies[arg]
+
+        node.args = map_arg(node.args, duplicate)
+        node.kwargs = map_arg(node.kwargs, duplicate)
+    for node in reversed(list(graph.nodes)):
+        if node in chains and not node.users:
+            graph.erase_node(node)

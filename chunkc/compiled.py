@@ -1,0 +1,198 @@
+"""A compiled model: ties capture, passes and runtime together behind the user's own module object.
+
+Calls enter through ``CompiledModel.__call__``, which the module's ``__call__`` reaches as its compiled implementation.
+Training forwards go through torch.compile into our backend; forwards without gradients take the gathered path, where
+every parameter is gathered for the operator that reads it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from chunkc._torch_compat import BackendCompilerFailed, BackendUnsupported, capture_settings, fresh_code
+from chunkc.capture.backend import CaptureBackend, Compiled
+from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.errors import CaptureError, ChunkcError
+from chunkc.ir.plan import Plan
+from chunkc.ir.verify import verify
+from chunkc.passes import Options, Planned, Target, make_plan
+from chunkc.passes.lower import LoweredGraph, lower
+from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.model import ModelRuntime, static_slots
+from chunkc.runtime.store import ChunkStore
+from chunkc.segments import SegmentCompiler
+
+logger = logging.getLogger("chunkc")
+
+
+@dataclass(slots=True)
+class Settings:
+    """What ``compile`` was asked for, resolved.
+
+    Attributes:
+        cast_inputs: dtype that floating-point inputs are cast to, or None.
+        fixed: settings for the capture backend that the segment compiler needs (decompositions and the like).
+    """
+
+    target: Target
+    options: Options
+    cast_inputs: torch.dtype | None
+    compiler: SegmentCompiler
+    backend_options: dict[str, Any]
+    passes: Any = None
+
+
+class CompiledModel:
+    """The implementation behind a compiled module's ``__call__``."""
+
+    def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
+        self.runtime = runtime
+        self.plan: Plan | None = None
+        self.planned: list[Planned] = []
+        self.settings = settings
+        self._model = model
+        self._capture_started_s = 0.0
+        self._has_told_gathered = False
+        by_id = {id(p): i for i, p in enumerate(runtime.params)}
+        backend = CaptureBackend(
+            index_of=lambda value: by_id.get(id(value)),
+            infos=runtime.infos,
+            on_capture=self._on_capture,
+            **settings.backend_options,
+        )
+
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            return nn.Module._call_impl(model, *args, **kwargs)
+
+        self._enter: Callable[..., Any] = torch.compile(
+            fresh_code(enter), backend=backend, fullgraph=True, dynamic=False  # type: ignore[arg-type]
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward.
+
+        Raises:
+            CaptureError: when the forward cannot be captured as one graph, with the source line that breaks it.
+            BudgetError: on the first call, when the model does not fit.
+            AccumulationError: when gradients wait that were neither stepped nor zeroed.
+        """
+        self._check_params()
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._gathered(args, kwargs)
+        if self.settings.cast_inputs is not None:
+            args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
+        self.runtime.before_forward()
+        before = self.runtime.num_forwards
+        outputs = self._captured(args, kwargs)
+        if self.runtime.num_forwards == before:
+            raise CaptureError(
+                "this call ran without entering the compiled graphs; it has computed nothing that can be trained. "
+                "Please report the model"
+            )
+        return outputs
+
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._capture_started_s = time.perf_counter()
+        try:
+            with capture_settings():
+                return self._enter(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            inner = error.inner_exception
+            if isinstance(inner, ChunkcError):
+                raise inner from None
+            raise
+        except BackendUnsupported as error:
+            raise CaptureError(
+                f"the forward of {type(self._model).__name__} breaks into several graphs, which is not built yet; the "
+                f"first break:\n{error}"
+            ) from error
+
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the plain forward; parameters gather themselves. Exact, outside of the budget, and slow."""
+        if not self._has_told_gathered:
+            self._has_told_gathered = True
+            logger.info("forward without gradients: parameters are gathered operator by operator, outside the plan")
+        if self.settings.cast_inputs is not None:
+            args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
+        return nn.Module._call_impl(self._model, *args, **kwargs)
+
+    def _check_params(self) -> None:
+        """The module must still hold the managed parameters, all of them and no others."""
+        current = list(dict.fromkeys(self._model.parameters()))
+        if len(current) == len(self.runtime.params) and all(
+            p is q for p, q in zip(current, self.runtime.params, strict=True)
+        ):
+            return
+        managed = set(self.runtime.params)
+        strange = [n for n, p in self._model.named_parameters() if p not in managed]
+        raise ChunkcError(
+            f"parameters of the compiled model were replaced, added or removed ({', '.join(strange[:5]) or 'removed'}); "
+            "its layout is fixed. Change the model before chunkc.compile, or write values in place"
+        )
+
+    def _on_capture(self, captured: Captured) -> Compiled:
+        started = time.perf_counter()
+        schedule, settings = captured.schedule, self.settings
+        num_ops = sum(len(g.operators) for g in schedule.graphs)
+        logger.info("captured %d operators in %.1f s", num_ops, started - self._capture_started_s)
+        planned = make_plan(
+            schedule, settings.target, settings.options, layout=self.runtime.layout, passes=settings.passes
+        )
+        plan = planned.plan
+        verify(plan)
+        logger.info("planned %s in %.1f s", plan.digest(), time.perf_counter() - started)
+        started = time.perf_counter()
+        graphs = [_lower(captured.forward, plan, "forward"), _lower(captured.backward, plan, "backward")]
+        compiled = [
+            CompiledGraph(low, settings.compiler.compile(low), graph.gradients)
+            for low, graph in zip(graphs, (captured.forward, captured.backward), strict=True)
+        ]
+        num = len(plan.segments)
+        logger.info("compiled %d segments in %.1f s", num, time.perf_counter() - started)
+        self.planned.append(planned)
+        return self._callables(plan, compiled, captured)
+
+    def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:
+        """Executors take memory, so they are made at the first call and not while torch is tracing."""
+        runtime, made = self.runtime, []
+
+        def executor() -> Executor:
+            if not made:
+                runtime.reserve(plan.memory.device_peak_nbytes)
+                static = static_slots(plan.layout, plan.program("forward").entry.resident)
+
+                def make(store: ChunkStore) -> Executor:
+                    return Executor(plan, store, runtime.device, *compiled)
+
+                made.append(runtime.adopt(make, plan.layout, static))
+            return made[0]
+
+        def forward(args: list[Any]) -> list[Any]:
+            self.plan = plan
+            return runtime.forward(executor(), args, captured.held_at_start_nbytes)
+
+        def backward(args: list[Any]) -> list[Any]:
+            return runtime.backward(executor(), args)
+
+        return Compiled(forward, backward)
+
+
+def _lower(graph: CapturedGraph, plan: Plan, kind: Any) -> LoweredGraph:
+    operators = [b.nodes for b in graph.bundles]
+    return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, values)

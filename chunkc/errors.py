@@ -1,0 +1,64 @@
+"""The errors users meet: one family, so that ``except chunkc.ChunkcError`` catches all of them and nothing else.
+
+Every message states the rule, what was found (numbers, parameter names) and what to do. They are raised before
+anything changes, so that the caller can go on with the model as it was.
+"""
+
+from __future__ import annotations
+
+
+class ChunkcError(RuntimeError):
+    """Base of all errors that chunkc raises on purpose."""
+
+
+class HardwareError(ChunkcError, ValueError):
+    """An ``hw`` string, profile or device that cannot be used."""
+
+
+class CaptureError(ChunkcError):
+    """The model's forward cannot be captured as one static graph pair, or breaks a rule of managed parameters."""
+
+
+class AccumulationError(ChunkcError):
+    """A forward or backward met gradients that were neither stepped nor zeroed, and accumulation was not declared."""
+
+
+class PlanNotReadyError(ChunkcError):
+    """The plan was asked for before the first training forward made it."""
+
+
+class ShapeLimitError(ChunkcError):
+    """Training met more input shapes than a model may have programs."""
+
+
+class PlanError(ChunkcError):
+    """The verifier refused a plan: the message names the action, the chunk, the moment and the numbers."""
+
+
+class BudgetError(ChunkcError):
+    """A model cannot be trained within the memory of the hardware.
+
+    Attributes:
+        moment: where the device memory is exceeded, for example ``"bwd.3"``; ``"host"`` for the host budget.
+        tensors: names of the parameters that must be resident at that moment.
+        missing_nbytes: bytes that are missing there.
+        min_device_nbytes: the smallest device memory with which the same call works.
+        min_host_nbytes: the smallest host memory with which the same call works.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        moment: str,
+        tensors: tuple[str, ...],
+        missing_nbytes: int,
+        min_device_nbytes: int,
+        min_host_nbytes: int,
+    ) -> None:
+        super().__init__(message)
+        self.moment = moment
+        self.tensors = tensors
+        self.missing_nbytes = missing_nbytes
+        self.min_device_nbytes = min_device_nbytes
+        self.min_host_nbytes = min_host_nbytes

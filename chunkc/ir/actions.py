@@ -1,0 +1,161 @@
+"""Actions: what a plan is made of. Each has a one-line text form that parses back.
+
+An action names its stream and what it waits for; nothing relies on program order except that one stream carries out its
+own actions in program order. An action's *label* is its program's role letter and its position, for example ``f12``
+for the thirteenth action of the forward program. A wait on a label of another program means the latest run of a
+program with that role; where none has run yet, it is satisfied.
+
+    fetch c12 -> d3 @h2d after f9 s4        payload host to device
+    evict c12 <- d3 @d2h after b7           payload device to host, the slot is free afterwards
+    drop c12 <- d3 @compute after b7        the slot is free; the home copy is valid
+    gather g4 @comm / release g4 @compute / reduce g4 @comm      (also with c12: broadcast from, reduce to the owner)
+    run fwd.17 @compute after f11           a compiled segment
+    stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
+    norm c12 @compute                       add its sum of squares and finiteness
+    decide @compute                         clip coefficient, overflow, loss scale
+    update c12 @cpu / @compute              Adam on a chunk; writes param16
+    restore c12 @cpu / @compute             param16 from param32
+    load os7 -> d9 @h2d / store os7 <- d9 @d2h       OS triple to the device, back to its home
+    grow 4096 @compute / shrink 4096 @compute        elastic device bytes taken from and returned to the allocator
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Op(StrEnum):
+    """The kind of an action."""
+
+    FETCH = "fetch"
+    EVICT = "evict"
+    DROP = "drop"
+    GATHER = "gather"
+    RELEASE = "release"
+    REDUCE = "reduce"
+    RUN = "run"
+    STASH = "stash"
+    NORM = "norm"
+    DECIDE = "decide"
+    UPDATE = "update"
+    RESTORE = "restore"
+    LOAD = "load"
+    STORE = "store"
+    GROW = "grow"
+    SHRINK = "shrink"
+
+
+class Stream(StrEnum):
+    """The queues of a rank. COMPUTE belongs to the computing device, CPU to host threads."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+    COMM = "comm"
+    CPU = "cpu"
+
+
+TO_SLOT = frozenset({Op.FETCH, Op.LOAD})
+FROM_SLOT = frozenset({Op.EVICT, Op.DROP, Op.STORE})
+
+_ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
+    Op.FETCH: frozenset({Stream.H2D}),
+    Op.LOAD: frozenset({Stream.H2D}),
+    Op.EVICT: frozenset({Stream.D2H}),
+    Op.STORE: frozenset({Stream.D2H}),
+    Op.GATHER: frozenset({Stream.COMM}),
+    Op.REDUCE: frozenset({Stream.COMM}),
+    Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
+    Op.DECIDE: frozenset({Stream.COMPUTE, Stream.CPU}),
+    Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
+    Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),
+}
+_COMPUTE_ONLY = frozenset({Stream.COMPUTE})
+
+_TEXT = re.compile(
+    r"(?P<op>[a-z]+)"
+    r"(?: (?P<target>c\d+|os\d+|g\d+|(?:fwd|bwd)\.\d+|\d+))?"
+    r"(?: of (?P<source>(?:fwd|bwd)\.\d+))?"
+    r"(?: (?P<arrow>->|<-) d(?P<slot>\d+))?"
+    r" @(?P<stream>[a-z0-9]+)"
+    r"(?: after (?P<waits>[a-z]\d+(?: [a-z]\d+)*))?"
+)
+_TARGETS: dict[Op, str] = {
+    Op.FETCH: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+", Op.RELEASE: r"[gc]\d+",
+    Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.NORM: r"c\d+", Op.DECIDE: r"",
+    Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+", Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of a plan.
+
+    Attributes:
+        op: its kind.
+        target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), a byte count, or empty.
+        stream: the queue that carries it out.
+        slot: the arena slot that it fills or frees (fetch, load, evict, drop, store).
+        source: for ``stash``, the segment whose gradients land.
+        waits: labels of the actions that must be complete before it starts.
+    """
+
+    op: Op
+    target: str
+    stream: Stream
+    slot: int | None = None
+    source: str | None = None
+    waits: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(_TARGETS[self.op], self.target):
+            raise ValueError(f"{self.op} cannot act on {self.target!r}")
+        if self.stream not in _ALLOWED_STREAMS.get(self.op, _COMPUTE_ONLY):
+            raise ValueError(f"{self.op} {self.target} cannot run on stream {self.stream}")
+        if (self.slot is not None) != (self.op in TO_SLOT | FROM_SLOT):
+            raise ValueError(f"{self.op} {self.target} takes {'no' if self.slot is not None else 'a'} slot")
+        if (self.source is not None) != (self.op is Op.STASH):
+            raise ValueError(f"{self.op} {self.target}: only stash has a source segment, and always")
+
+    @property
+    def index(self) -> int:
+        """The number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``, bytes of ``grow``."""
+        return int(re.sub(r"\D", "", self.target))
+
+    def __str__(self) -> str:
+        parts = [str(self.op)]
+        if self.target:
+            parts.append(self.target)
+        if self.source is not None:
+            parts.append(f"of {self.source}")
+        if self.slot is not None:
+            parts.append(f"{'->' if self.op in TO_SLOT else '<-'} d{self.slot}")
+        parts.append(f"@{self.stream}")
+        if self.waits:
+            parts.append("after " + " ".join(self.waits))
+        return " ".join(parts)
+
+
+def parse(text: str) -> Action:
+    """The action whose text form is ``text``; ``parse(str(action)) == action``.
+
+    Raises:
+        ValueError: when ``text`` is no action.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"not an action: {text!r}")
+    op = Op(match["op"])
+    slot = match["slot"]
+    if slot is not None and (match["arrow"] == "->") != (op in TO_SLOT):
+        raise ValueError(f"the arrow of {text!r} points the wrong way")
+    return Action(
+        op=op,
+        target=match["target"] or "",
+        stream=Stream(match["stream"]),
+        slot=None if slot is None else int(slot),
+        source=match["source"],
+        waits=tuple(match["waits"].split()) if match["waits"] else (),
+    )

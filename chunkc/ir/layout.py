@@ -1,0 +1,190 @@
+"""The layout: which chunk holds which parameter, where chunks live when they are not on the device, and the arena.
+
+One layout per model, fixed, shared by all its programs. A chunk is a fixed number of elements of one dtype. The lists
+param16, param32, momentum and variance share one mapping, so a parameter has the same (chunk, offset) in all of them:
+``c7`` names the payload (param16, or grad16 where it overlays it) and ``os7`` the fp32 triple of the same chunk.
+
+A tensor larger than a chunk spans consecutive chunks without a gap. Wherever an operator reads it, its chunks stand in
+slots that follow each other without a gap too, so that the tensor is contiguous on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+
+ALIGNMENT_NBYTES = 256
+OS_NBYTES_PER_ELEMENT = 12
+
+
+class ChunkList(StrEnum):
+    """What the parameters of a chunk have in common.
+
+    TRAINED: backward makes a gradient; there is an OS triple. FROZEN: read, never updated. UNUSED: no graph reads them
+    (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner``, where the overlay is not legal.
+    """
+
+    TRAINED = "trained"
+    FROZEN = "frozen"
+    UNUSED = "unused"
+    GRAD = "grad"
+
+
+class Home(StrEnum):
+    """Where a payload or a triple lives when no action has moved it: host memory, or always in its device slot."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """``numel`` elements of ``dtype``; the first ``used_numel`` hold data (padding between tensors included)."""
+
+    index: int
+    list: ChunkList
+    dtype: str
+    numel: int
+    used_numel: int
+    home: Home = Home.HOST
+    os_home: Home | None = None
+    partner: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload, padding included: what a slot must hold."""
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def used_nbytes(self) -> int:
+        """Bytes that a copy of the payload moves."""
+        return self.used_numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def os_nbytes(self) -> int:
+        """Bytes of the OS triple (fp32 master parameter, momentum, variance)."""
+        return self.numel * OS_NBYTES_PER_ELEMENT
+
+    @property
+    def used_os_nbytes(self) -> int:
+        """Bytes that a copy of the OS triple moves."""
+        return self.used_numel * OS_NBYTES_PER_ELEMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a parameter lives: ``offset`` elements into chunk ``chunk``, reaching over ``num_chunks`` chunks."""
+
+    param: int
+    chunk: int
+    offset: int
+    num_chunks: int = 1
+
+    @property
+    def chunks(self) -> range:
+        return range(self.chunk, self.chunk + self.num_chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A communication group: ``num_chunks`` consecutive chunks, chunk ``first_chunk + r`` owned by rank ``r``."""
+
+    index: int
+    first_chunk: int
+    num_chunks: int
+
+    @property
+    def chunks(self) -> range:
+        return range(self.first_chunk, self.first_chunk + self.num_chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A byte range of the device arena."""
+
+    index: int
+    offset: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Mapping, homes and arena of one model.
+
+    Attributes:
+        params: all parameters; positions are the indexes used everywhere.
+        placements: one per parameter, in the order of ``params``.
+        chunks: in mapping order; positions equal ``Chunk.index``.
+        groups: cover all chunks in order, ``world_size`` chunks each.
+        chunk_numel: elements per chunk of the commonest dtype (other dtypes: the same bytes).
+        slots: the arena's byte ranges; positions equal ``Slot.index``.
+        arena_nbytes: size of the static arena.
+        world_size: ranks over which each group is divided.
+        rank: the rank whose plan this is.
+    """
+
+    params: tuple[ParamInfo, ...]
+    placements: tuple[Placement, ...]
+    chunks: tuple[Chunk, ...]
+    groups: tuple[Group, ...]
+    chunk_numel: int
+    slots: tuple[Slot, ...] = ()
+    arena_nbytes: int = 0
+    world_size: int = 1
+    rank: int = 0
+
+    def params_of(self, chunk: int) -> tuple[int, ...]:
+        """Indexes of the parameters with bytes in ``chunk``, by offset."""
+        found = [p for p in self.placements if chunk in p.chunks]
+        return tuple(p.param for p in sorted(found, key=lambda p: (p.chunk, p.offset)))
+
+    def chunks_of(self, params: tuple[int, ...] | frozenset[int] | set[int]) -> tuple[int, ...]:
+        """Indexes of the chunks that hold ``params``, ascending, each once."""
+        return tuple(sorted({c for p in params for c in self.placements[p].chunks}))
+
+    def owner(self, chunk: int) -> int:
+        """The rank that owns ``chunk``."""
+        group = self.group_of(chunk)
+        return chunk - group.first_chunk
+
+    def group_of(self, chunk: int) -> Group:
+        """The communication group that holds ``chunk``."""
+        return self.groups[chunk // self.world_size]
+
+    def owned(self) -> tuple[Chunk, ...]:
+        """The chunks that this rank owns."""
+        return tuple(c for c in self.chunks if self.owner(c.index) == self.rank)
+
+    def payload_nbytes(self) -> int:
+        """Bytes of all payloads and gradient chunks that this rank owns, padding included."""
+        return sum(c.nbytes for c in self.owned())
+
+    def os_nbytes(self) -> int:
+        """Bytes of all OS triples that this rank owns, padding included."""
+        return sum(c.os_nbytes for c in self.owned() if c.os_home is not None)
+
+    def host_nbytes(self) -> int:
+        """Bytes of host memory that the homes of this rank's chunks take."""
+        payloads = sum(c.nbytes for c in self.owned() if c.home is Home.HOST)
+        return payloads + sum(c.os_nbytes for c in self.owned() if c.os_home is Home.HOST)
+
+    def model_data_nbytes(self) -> int:
+        """Bytes of parameters and optimizer states as elements count, without padding; gradients overlay."""
+        total = 0
+        for place in self.placements:
+            info = self.params[place.param]
+            trained = self.chunks[place.chunk].list is ChunkList.TRAINED
+            total += info.nbytes + (info.numel * OS_NBYTES_PER_ELEMENT if trained else 0)
+        return total
+
+    def utilisation(self) -> float:
+        """Share of chunk elements that hold parameters (PatrickStar section 9.2.2), rank padding not counted."""
+        held = sum(self.params[p.param].numel for p in self.placements)
+        capacity = sum(c.numel for c in self.chunks if c.list is not ChunkList.GRAD and c.used_numel > 0)
+        return held / capacity if capacity else 1.0

@@ -1,0 +1,253 @@
+"""The plan: a layout, the segments of both graphs, and programs of actions with declared entry and exit states.
+
+The plan decides everything. The verifier, the report and the executor read the same object; it saves to JSON with a
+format version and has a digest over everything that decides what happens (not over how long planning took).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from chunkc.ir.actions import Action, Op, Stream, parse
+from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
+
+FORMAT_VERSION = 1
+
+Role = Literal["forward", "backward", "step", "transition"]
+ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t"}
+Phase = Literal["cold", "saved", "graded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of operators that executes without an action in between.
+
+    Attributes:
+        graph: which graph it belongs to.
+        index: its position in that graph.
+        first_op, end_op: its operators are ``operators[first_op:end_op]``.
+        reads: indexes of the parameters whose payload it reads.
+        lands: indexes of the parameters whose gradients land when it ends (some may have been produced earlier).
+        live_nbytes: peak non-model bytes while it runs, gradients that have not landed included.
+        workspace_nbytes: allowance for what its kernels allocate inside operators.
+    """
+
+    graph: GraphKind
+    index: int
+    first_op: int
+    end_op: int
+    reads: tuple[int, ...]
+    lands: tuple[int, ...]
+    live_nbytes: int
+    workspace_nbytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{SEGMENT_PREFIX[self.graph]}.{self.index}"
+
+    @property
+    def nonmodel_nbytes(self) -> int:
+        """Device bytes beside the arena that it may need."""
+        return self.live_nbytes + self.workspace_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Where payloads and triples stand between two programs.
+
+    ``resident`` pairs a target (``c3``, ``os3``) with the slot it occupies. ``phase`` says what the payloads of trained
+    chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations of a forward wait for backward), ``graded``
+    grad16 of the finished backward.
+    """
+
+    phase: Phase
+    resident: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Actions of one graph, of the step, or of a transition; ``role`` gives the letter of its labels."""
+
+    name: str
+    role: Role
+    entry: State
+    exit: State
+    actions: tuple[Action, ...]
+
+    def label(self, position: int) -> str:
+        """The label by which other actions wait for the action at ``position``."""
+        return f"{ROLE_LETTER[self.role]}{position}"
+
+    def labelled(self) -> Iterator[tuple[str, Action]]:
+        for position, action in enumerate(self.actions):
+            yield self.label(position), action
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Byte budgets of one rank and what the plan takes of them."""
+
+    device_budget_nbytes: int
+    host_budget_nbytes: int
+    arena_nbytes: int
+    nonmodel_nbytes: int
+    nonmodel_segment: str
+    host_nbytes: int
+
+    @property
+    def device_peak_nbytes(self) -> int:
+        """Static arena plus peak non-model bytes, workspace allowance included."""
+        return self.arena_nbytes + self.nonmodel_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageRecord:
+    """What one pass did: its name, milliseconds, and a line for people."""
+
+    name: str
+    elapsed_ms: float
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One training iteration, decided.
+
+    Attributes:
+        model: class name of the model.
+        hw: canonical spelling of the hardware.
+        schedule_digest: digest of the operator schedule that it was made from.
+        layout: mapping, homes, arena.
+        segments: of the forward graph, then of the backward graph.
+        programs: ``forward``, ``backward``, ``step``; ``restore`` (role ``step``: param16 from param32 instead of an
+            update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold). A transition
+            ends with all streams joined.
+        memory: budgets and peaks.
+        stages: provenance, not part of the digest.
+    """
+
+    model: str
+    hw: str
+    schedule_digest: str
+    layout: Layout
+    segments: tuple[Segment, ...]
+    programs: tuple[Program, ...]
+    memory: Memory
+    stages: tuple[StageRecord, ...] = field(default=(), compare=False)
+
+    def program(self, name: str) -> Program:
+        """The program called ``name``.
+
+        Raises:
+            KeyError: when there is none.
+        """
+        for program in self.programs:
+            if program.name == name:
+                return program
+        raise KeyError(f"the plan has no program {name!r}; it has {', '.join(p.name for p in self.programs)}")
+
+    def segment(self, name: str) -> Segment:
+        """The segment called ``name``, for example ``bwd.3``."""
+        for segment in self.segments:
+            if segment.name == name:
+                return segment
+        raise KeyError(f"the plan has no segment {name!r}")
+
+    def graph_segments(self, graph: GraphKind) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if s.graph == graph)
+
+    def moved_nbytes(self, stream: Stream) -> int:
+        """Bytes that one iteration (forward, backward, step) moves over ``h2d`` or ``d2h``."""
+        total = 0
+        for name in ("forward", "backward", "step"):
+            for action in self.program(name).actions:
+                if action.stream is stream and action.op in (Op.FETCH, Op.EVICT):
+                    total += self.layout.chunks[action.index].used_nbytes
+                elif action.stream is stream and action.op in (Op.LOAD, Op.STORE):
+                    total += self.layout.chunks[action.index].used_os_nbytes
+        return total
+
+    def digest(self) -> str:
+        """Twelve hexadecimal digits over everything but ``stages``."""
+        data = self.to_json()
+        del data["stages"]
+        return digest_of(data)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dump``; actions in their text form."""
+        data = asdict(self)
+        data["format_version"] = FORMAT_VERSION
+        for program, source in zip(data["programs"], self.programs, strict=True):
+            program["actions"] = [str(a) for a in source.actions]
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Plan:
+        """The plan that ``to_json`` described.
+
+        Raises:
+            ValueError: on another format version.
+        """
+        version = data.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"plan format {version} is not supported; this release reads format {FORMAT_VERSION}")
+        return Plan(
+            model=data["model"],
+            hw=data["hw"],
+            schedule_digest=data["schedule_digest"],
+            layout=_layout(data["layout"]),
+            segments=tuple(Segment(**_tuples(s)) for s in data["segments"]),
+            programs=tuple(_program(p) for p in data["programs"]),
+            memory=Memory(**data["memory"]),
+            stages=tuple(StageRecord(**s) for s in data["stages"]),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that ``save`` wrote."""
+        return Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+
+
+def _layout(data: dict[str, Any]) -> Layout:
+    chunks = []
+    for chunk in data["chunks"]:
+        os_home = chunk["os_home"]
+        kinds = {"list": ChunkList(chunk["list"]), "home": Home(chunk["home"])}
+        chunks.append(Chunk(**{**chunk, **kinds, "os_home": None if os_home is None else Home(os_home)}))
+    return Layout(
+        **{
+            **data,
+            "params": tuple(ParamInfo(**_tuples(p)) for p in data["params"]),
+            "placements": tuple(Placement(**p) for p in data["placements"]),
+            "chunks": tuple(chunks),
+            "groups": tuple(Group(**g) for g in data["groups"]),
+            "slots": tuple(Slot(**s) for s in data["slots"]),
+        }
+    )
+
+
+def _state(data: dict[str, Any]) -> State:
+    return State(phase=data["phase"], resident=tuple((target, slot) for target, slot in data["resident"]))
+
+
+def _program(data: dict[str, Any]) -> Program:
+    return Program(
+        name=data["name"],
+        role=data["role"],
+        entry=_state(data["entry"]),
+        exit=_state(data["exit"]),
+        actions=tuple(parse(a) for a in data["actions"]),
+    )

@@ -1,0 +1,140 @@
+"""The operator schedule: one training iteration as the compiler sees it, before any decision is taken.
+
+Capture turns the two FX graphs of a model into lists of operators in execution order. Each operator says which
+parameters it reads, which gradients are final after it, and how many non-model bytes are alive around it. The schedule
+holds no tensors and no graph nodes, so that passes can be tested on schedules written by hand.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+DTYPE_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+GraphKind = Literal["forward", "backward"]
+SEGMENT_PREFIX: dict[GraphKind, str] = {"forward": "fwd", "backward": "bwd"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """One parameter; tied parameters are one parameter with several names.
+
+    Attributes:
+        name: its first name in ``named_parameters()`` order.
+        aliases: its other names.
+        shape: in elements.
+        stride: in elements; dense and non-overlapping.
+        dtype: the compute dtype that the graphs read (a key of ``DTYPE_NBYTES``).
+        trainable: whether it had ``requires_grad`` at capture.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    trainable: bool
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NBYTES:
+            raise ValueError(f"parameter {self.name!r} has dtype {self.dtype}; supported: {', '.join(DTYPE_NBYTES)}")
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_NBYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One node of a captured graph.
+
+    Attributes:
+        name: the FX node's name.
+        target: the operator, for example ``aten.mm.default``.
+        reads: indexes of the parameters whose payload it reads.
+        grads: indexes of the parameters whose gradient is final once it has run.
+        flops: floating-point operations.
+        nbytes: bytes of its tensor inputs and outputs.
+        live_nbytes: non-model bytes alive while it runs: inputs, outputs and whatever later operators still need.
+            Final gradients of *earlier* operators are not counted: the segment that holds them adds them.
+        live_after_nbytes: the same once it has run and its dead inputs are gone, its own final gradients not counted.
+        workspace_nbytes: allowance for what its kernel allocates while it runs.
+        layer: path of the module that it belongs to, for people.
+    """
+
+    name: str
+    target: str
+    reads: tuple[int, ...]
+    grads: tuple[int, ...]
+    flops: int
+    nbytes: int
+    live_nbytes: int
+    live_after_nbytes: int
+    workspace_nbytes: int = 0
+    layer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSchedule:
+    """The operators of one graph in execution order."""
+
+    kind: GraphKind
+    operators: tuple[Operator, ...]
+
+    def read_params(self) -> Iterator[int]:
+        """Indexes of the parameters read, in order of first use."""
+        seen: set[int] = set()
+        for op in self.operators:
+            for param in op.reads:
+                if param not in seen:
+                    seen.add(param)
+                    yield param
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One iteration: the parameters, the forward graph and the backward graph.
+
+    ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
+    ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs).
+    """
+
+    params: tuple[ParamInfo, ...]
+    forward: GraphSchedule
+    backward: GraphSchedule
+    held_nbytes: int = 0
+
+    @property
+    def graphs(self) -> tuple[GraphSchedule, GraphSchedule]:
+        return (self.forward, self.backward)
+
+    def used_params(self) -> frozenset[int]:
+        """Indexes of the parameters that some graph reads or produces a gradient for."""
+        return frozenset(p for graph in self.graphs for op in graph.operators for p in (*op.reads, *op.grads))
+
+    def trained_params(self) -> frozenset[int]:
+        """Indexes of the parameters for which backward produces a gradient."""
+        return frozenset(p for op in self.backward.operators for p in op.grads)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dump``."""
+        return asdict(self)
+
+    def digest(self) -> str:
+        """Twelve hexadecimal digits that are equal for equal schedules, on every machine."""
+        return digest_of(self.to_json())
+
+
+def digest_of(data: Any) -> str:
+    """First twelve hexadecimal digits of the SHA-256 of canonical JSON."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,130 @@
+"""What ``compile`` and ``plan`` accept, and in which dtype each parameter is computed.
+
+Everything here is checked before anything changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc.errors import ChunkcError
+from chunkc.hardware import Hardware
+from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+
+_DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
+
+
+def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of every parameter, tied ones once, in ``named_parameters()`` order."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    return names
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what cannot be trained as a compiled model.
+
+    Raises:
+        TypeError: when ``model`` is no module.
+        ChunkcError: naming the parameters that break a rule.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"chunkc.compile takes an nn.Module, found {type(model).__name__}")
+    params = unique_params(model)
+    if not params:
+        raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
+    if any(hasattr(p, "_chunkc_runtime") for p in params):
+        raise ChunkcError(
+            f"{type(model).__name__} is compiled already; chunkc.compile works in place and takes a model once"
+        )
+    _refuse(params, "are sparse or not strided", lambda p: p.layout is not torch.strided)
+    _refuse(params, f"are not {', '.join(DTYPE_NBYTES)}", lambda p: p.dtype not in _DTYPES)
+    _refuse(params, "are on the meta device; materialise them first", lambda p: p.is_meta)
+    _refuse(params, "are not in host memory; hand the model over on the CPU", lambda p: p.device.type != "cpu")
+    _refuse(
+        params,
+        "have gradient hooks, which would never run",
+        lambda p: bool(p._backward_hooks or p._post_accumulate_grad_hooks),
+    )
+    _refuse(params, "hold gradients; step or zero them first", lambda p: p.grad is not None)
+    _refuse_shared_memory(params)
+
+
+def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:
+    found = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ChunkcError(f"parameters {', '.join(found[:5])}{more} {rule}")
+
+
+def _refuse_shared_memory(params: dict[nn.Parameter, list[str]]) -> None:
+    """Two parameters over the same bytes would come apart silently; tied ones are one parameter with two names."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for param, names in params.items():
+        if param.numel():
+            start = param.data_ptr()
+            reach = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
+            end = start + reach * param.element_size()
+            spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, end, names[0]))
+    for found in spans.values():
+        found.sort()
+        for (_, end, first), (start, _, second) in zip(found, found[1:], strict=False):
+            if start < end:
+                raise ChunkcError(
+                    f"parameters {first} and {second} are different parameters over the same memory, which training "
+                    f"would separate; tie them by assigning one to the other (`b.weight = a.weight`)"
+                )
+
+
+def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: Hardware) -> torch.dtype | None:
+    """The dtype that fp32 parameters are computed in, or None to leave every parameter as it is.
+
+    Raises:
+        ChunkcError: for a dtype that is not supported.
+    """
+    if dtype == "auto":
+        is_fp32 = any(p.dtype is torch.float32 for p in params)
+        return hw.compute_dtype if is_fp32 and not any(p.dtype is not torch.float32 for p in params) else None
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if dtype not in _DTYPES:
+        raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(DTYPE_NBYTES)}")
+    return dtype  # type: ignore[return-value]
+
+
+def check_trainable_dtypes(infos: Sequence[ParamInfo]) -> None:
+    """Refuse to train in fp16.
+
+    Raises:
+        ChunkcError: naming the first fp16 parameter that would be trained.
+    """
+    found = [info.name for info in infos if info.trainable and info.dtype == "float16"]
+    if found:
+        raise ChunkcError(
+            f"{found[0]} and {len(found) - 1} more would be trained in float16, which needs loss scaling; that is not "
+            "built yet. Pass dtype=torch.bfloat16 or dtype=torch.float32"
+        )
+
+
+def param_infos(model: nn.Module, dtype: torch.dtype | None) -> list[ParamInfo]:
+    """Facts of every parameter by index, in compute dtype."""
+    infos = []
+    for param, names in unique_params(model).items():
+        computed = param.dtype if dtype is None else dtype
+        dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
+        infos.append(
+            ParamInfo(
+                name=names[0],
+                aliases=tuple(names[1:]),
+                shape=tuple(param.shape),
+                stride=tuple(dense.stride()),
+                dtype=_DTYPES[computed],
+                trainable=param.requires_grad,
+            )
+        )
+    return infos

@@ -1,0 +1,1 @@
+"""The runtime: devices, chunk storage, managed parameters, the executor and the optimizers. It decides nothing."""

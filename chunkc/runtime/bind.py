@@ -1,0 +1,220 @@
+"""Binding: what an action of a plan does, as a function over the memory it works on.
+
+Binding replays a program once from its entry state, because which slot a parameter stands in at a ``run`` follows from
+the actions before it. What changes from step to step (values of the graphs, byte counters) stands in ``Frame``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import Chunk
+from chunkc.ir.plan import Plan, Program
+from chunkc.runtime.adam import ChunkUpdate
+from chunkc.runtime.device import Device
+from chunkc.runtime.store import ChunkStore
+
+SegmentCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+class GraphSegment(Protocol):
+    """What is needed of a lowered segment (see ``chunkc.passes.lower``)."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def params(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def dies(self) -> tuple[int, ...]: ...
+
+
+class Graph(Protocol):
+    """What is needed of a lowered graph."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def segments(self) -> Sequence[GraphSegment]: ...
+    @property
+    def result(self) -> tuple[str | tuple[Any], ...]: ...
+    @property
+    def last_use(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """A lowered graph with a callable per segment, and the parameters whose gradients it makes by value name."""
+
+    graph: Graph
+    segments: Sequence[SegmentCallable]
+    gradients: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Frame:
+    """What changes while programs run: values by name, and the bytes that the latest run of each program moved."""
+
+    env: dict[str, Any] = field(default_factory=dict)
+    moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An action with what it does. ``update`` stands in for ``work`` where hyperparameters are needed."""
+
+    label: str
+    text: str
+    stream: Stream
+    waits: tuple[str, ...]
+    work: Callable[[], None]
+    update: ChunkUpdate | None = None
+
+
+@dataclass(slots=True)
+class Binder:
+    """Binds programs of one plan. ``updates`` collects the update of every place at which a chunk is updated."""
+
+    plan: Plan
+    store: ChunkStore
+    device: Device
+    graphs: Mapping[str, CompiledGraph]
+    frame: Frame
+    updates: dict[tuple[int, int | None], ChunkUpdate] = field(default_factory=dict)
+    _program: str = ""
+    _resident: dict[str, int] = field(default_factory=dict)
+    _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def bind(self, program: Program) -> tuple[Bound, ...]:
+        """The program's actions in order, ready to be launched."""
+        self._program, self._resident = program.name, dict(program.entry.resident)
+        return tuple(self._bind(label, action) for label, action in program.labelled())
+
+    def _bind(self, label: str, action: Action) -> Bound:
+        update = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
+        work = update.restore if update is not None else self._work(action)
+        wanted = update if action.op is Op.UPDATE else None
+        return Bound(label, str(action), action.stream, action.waits, work, wanted)
+
+    def _work(self, action: Action) -> Callable[[], None]:
+        makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
+            Op.FETCH: self._fetch,
+            Op.EVICT: self._evict,
+            Op.DROP: self._drop,
+            Op.RUN: self._run,
+            Op.STASH: self._stash,
+        }
+        if action.op not in makers:
+            raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
+        return makers[action.op](action)
+
+    def _chunk(self, action: Action) -> Chunk:
+        return self.plan.layout.chunks[action.index]
+
+    def _slot(self, action: Action) -> int:
+        if action.slot is None:
+            raise PlanError(f"`{action}` names no slot")
+        return action.slot
+
+    def _fetch(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        self._resident[action.target] = slot
+        return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
+
+    def _evict(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        del self._resident[action.target]
+        copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
+        memory, device = self.store.slot_bytes(slot), self.device
+
+        def evict() -> None:
+            copy()
+            device.freed(memory)
+
+        return evict
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
+        nbytes, moved, key = source.numel() * source.element_size(), self.frame.moved_nbytes, (self._program, stream)
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            moved[key] = moved.get(key, 0) + nbytes
+
+        return copy
+
+    def _drop(self, action: Action) -> Callable[[], None]:
+        del self._resident[action.target]
+        memory, device = self.store.slot_bytes(self._slot(action)), self.device
+        return lambda: device.freed(memory)
+
+    def _payload(self, param: int) -> torch.Tensor:
+        """The parameter in the slot where its first chunk now stands."""
+        place = self.plan.layout.placements[param]
+        slot = self._resident.get(f"c{place.chunk}", -1)
+        if self.plan.layout.params[param].numel and slot < 0:
+            name = self.plan.layout.params[param].name
+            raise PlanError(f"chunk c{place.chunk} of parameter {name} is not resident where it is needed")
+        if (param, slot) not in self._views:
+            self._views[param, slot] = self.store.param_in_slot(param, slot)
+        return self._views[param, slot]
+
+    def _run(self, action: Action) -> Callable[[], None]:
+        planned = self.plan.segment(action.target)
+        compiled = self.graphs[planned.graph]
+        segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
+        payloads = [(i, self._payload(param)) for i, param in segment.params]
+        names = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)]
+        frame, outputs, device = self.frame, segment.outputs, self.device
+
+        def work() -> None:
+            env = frame.env
+            args = [env.pop(name) if dies else env.get(name) for name, dies in names]
+            for i, payload in payloads:
+                args[i] = payload
+            env.update(zip(outputs, run(args), strict=True))
+            device.read_nonmodel_nbytes()
+
+        return work
+
+    def _stash(self, action: Action) -> Callable[[], None]:
+        """Gradients of the segment that begin in this chunk land where their parameters stand."""
+        segment = self.plan.segment(action.source or "")
+        compiled, chunk = self.graphs["backward"], self._chunk(action)
+        names = {param: name for name, param in compiled.gradients.items()}
+        placements, last_use = self.plan.layout.placements, compiled.graph.last_use
+        landing = [
+            (names[p], last_use.get(names[p], -1) <= segment.index, self._payload(p))
+            for p in segment.lands
+            if placements[p].chunk == chunk.index
+        ]
+        frame = self.frame
+
+        def stash() -> None:
+            for name, is_last, target in landing:
+                target.copy_(frame.env.pop(name) if is_last else frame.env[name])
+
+        return stash
+
+    def _update_of(self, action: Action) -> ChunkUpdate:
+        chunk = self._chunk(action)
+        slot = self._resident[action.target] if action.stream is Stream.COMPUTE else None
+        key = (chunk.index, slot)
+        if key not in self.updates:
+            if slot is None:
+                payload, triple = self.store.payload_home(chunk), self.store.triple_home(chunk)
+            else:
+                payload = self.store.payload_slot(chunk, slot)
+                os_slot = self._resident[f"os{chunk.index}"]
+                triple = self.store.triple_slot(chunk, os_slot)
+            pieces = self.store.pieces(chunk.index)
+            self.updates[key] = ChunkUpdate(payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces)
+        return self.updates[key]
+
+

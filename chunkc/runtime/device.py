@@ -1,0 +1,105 @@
+"""What the executor needs of a computing device: memory under a budget, streams, events, and honest readings.
+
+Two implementations: CUDA, and an emulated device that runs the same plans with real copies, real concurrency and hard
+budgets on a machine without an accelerator. The executor knows only this protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from chunkc.ir.actions import Stream
+
+
+class Event(Protocol):
+    """Completion of one action. Waiting re-raises what the action raised."""
+
+    def done(self) -> bool:
+        """Whether the action has finished, without waiting."""
+        ...
+
+    def wait(self) -> None:
+        """Block the host until the action has finished."""
+        ...
+
+
+class Device(Protocol):
+    """A computing device with its host memory.
+
+    Attributes:
+        name: for messages, for example ``emulated-64m-2g``.
+        torch_device: where arena tensors live.
+        device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
+    """
+
+    name: str
+    torch_device: torch.device
+    device_budget_nbytes: int
+    host_budget_nbytes: int
+
+    def free_device_nbytes(self) -> int:
+        """Device bytes that no reservation holds."""
+        ...
+
+    def free_host_nbytes(self) -> int:
+        """Host bytes that no home holds."""
+        ...
+
+    def reserve(self, nbytes: int) -> None:
+        """Set device bytes aside for arena and non-model data of one model.
+
+        Raises:
+            HardwareError: when fewer are free.
+        """
+        ...
+
+    def unreserve(self, nbytes: int) -> None:
+        """Give bytes of ``reserve`` back."""
+        ...
+
+    def allocate_arena(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of device memory as uint8, aligned to 256 bytes; the caller has reserved them."""
+        ...
+
+    def allocate_home(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of host memory as uint8, zeroed, aligned, not inherited by forks, fast to copy from and to.
+
+        Raises:
+            HardwareError: when the host budget does not hold them.
+        """
+        ...
+
+    def free_home(self, home: torch.Tensor) -> None:
+        """Give memory of ``allocate_home`` back; no view of it may be used afterwards."""
+        ...
+
+    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+        """Carry out ``work`` on ``stream`` after ``waits``; work of one stream runs in the order of launching.
+
+        ``work`` may only enqueue onto the device or use host memory that the plan orders. When a wait has failed,
+        ``work`` does not run and its event fails with the same exception.
+        """
+        ...
+
+    def freed(self, memory: torch.Tensor) -> None:
+        """``memory`` (uint8, device) holds nothing from here on; debug settings fill it with NaN. Called in ``work``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything launched, and re-raise the first exception of any stream."""
+        ...
+
+    def start_reading(self) -> None:
+        """From here on the non-model bytes of the calling process are read against this moment's level."""
+        ...
+
+    def read_nonmodel_nbytes(self) -> int:
+        """Highest level of non-model bytes since ``start_reading``; sampled at calls and inside long work."""
+        ...
+
+    def close(self) -> None:
+        """Stop workers; idempotent."""
+        ...

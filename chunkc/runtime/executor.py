@@ -1,0 +1,122 @@
+"""The executor: carries out the programs of one plan, action by action, on a device. It decides nothing.
+
+All actions are bound to memory when it is made, so that a step allocates nothing and looks nothing up. Running a program
+is: launch each action on its stream with the events of the labels it waits for. Values of the graphs live in an
+environment by name and leave it at their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
+from chunkc.runtime.adam import Hyper
+from chunkc.runtime.bind import Binder, CompiledGraph, Frame
+from chunkc.runtime.device import Device, Event
+from chunkc.runtime.store import ChunkStore
+
+
+class Executor:
+    """Runs the programs of ``plan`` over the memory of ``store``.
+
+    Attributes:
+        plan: what it runs.
+        graded_params: indexes of the parameters whose gradients land in its backward.
+        num_actions: actions launched so far.
+        trace: set it to a list to record the text of every action launched.
+    """
+
+    def __init__(
+        self, plan: Plan, store: ChunkStore, device: Device, forward: CompiledGraph, backward: CompiledGraph
+    ) -> None:
+        self.plan = plan
+        self.num_actions = 0
+        self.trace: list[str] | None = None
+        self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
+        self._device = device
+        self._graphs = {"forward": forward, "backward": backward}
+        self._frame = Frame()
+        self._events: dict[str, Event] = {}
+        binder = Binder(plan, store, device, self._graphs, self._frame)
+        self._programs = {p.name: binder.bind(p) for p in plan.programs}
+        self._updates = tuple(binder.updates.values())
+        self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
+
+    def moved_nbytes(self, stream: Stream) -> int:
+        """Bytes that copies on ``stream`` moved in the latest forward, backward and step."""
+        names = ("forward", "backward", "step")
+        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Run the forward program on the inputs of the forward graph; empties ``args``."""
+        return self._run_graph("forward", args)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Run the backward program; gradients of parameters land in chunks and come back as None."""
+        return self._run_graph("backward", args)
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
+        self._launch("step", hypers, steps)
+
+    def restore(self) -> None:
+        """Launch the restore program: param16 from param32, gradients are discarded."""
+        self._launch("restore", {}, {})
+
+    def abandon(self) -> None:
+        """From the forward's exit state to cold, joined."""
+        self._launch("abandon", {}, {})
+        self.join()
+
+    def recover(self) -> None:
+        """After an interrupted program: join, and every payload at its home equals its param32 again."""
+        self._frame.env.clear()
+        with suppress(Exception):  # the exception that led here is already on its way to the caller
+            self._device.synchronize()
+        self._events.clear()
+        for update in self._updates:
+            update.restore()
+
+    def join(self) -> None:
+        """Wait for all streams and forget their events."""
+        self._device.synchronize()
+        self._events.clear()
+
+    def _run_graph(self, name: str, args: list[Any]) -> list[Any]:
+        compiled, frame = self._graphs[name], self._frame
+        pairs = zip(compiled.graph.inputs, args, strict=True)
+        frame.env = {n: value for n, value in pairs if n in self._wanted[name]}
+        args.clear()
+        del pairs
+        try:
+            self._launch(name, {}, {})
+            return [self._result(entry, compiled) for entry in compiled.graph.result]
+        finally:
+            frame.env = {}
+
+    def _result(self, entry: str | tuple[Any], compiled: CompiledGraph) -> Any:
+        if not isinstance(entry, str):
+            return entry[0]
+        return None if entry in compiled.gradients else self._frame.env[entry]
+
+    def _launch(self, name: str, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        events, device, moved = self._events, self._device, self._frame.moved_nbytes
+        moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
+        for bound in self._programs[name]:
+            waits = [events[w] for w in bound.waits if w in events]
+            work = bound.work if bound.update is None else partial(bound.update.update, hypers, steps)
+            events[bound.label] = device.launch(bound.stream, bound.text, waits, work)
+            if self.trace is not None:
+                self.trace.append(bound.text)
+        self.num_actions += len(self._programs[name])
+
+
+def _wanted(compiled: CompiledGraph) -> frozenset[str]:
+    taken = {name for segment in compiled.graph.segments for name in segment.inputs}
+    return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
+
+

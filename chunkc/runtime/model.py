@@ -1,0 +1,325 @@
+"""The run-time state of one compiled model: where its parameters are, what its gradients are, which program may run.
+
+    phase      payloads hold                     legal next
+    cold       param16, at home                  forward
+    saved      param16; activations wait         backward, or another forward (the first is abandoned)
+    graded     grad16 of a finished backward     step; or forward once every ``.grad`` is None (gradients discarded)
+
+Every observation drains pending updates first. An exception inside a program brings the model back to ``cold`` with
+the parameters of the last finished step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc.errors import AccumulationError, ChunkcError
+from chunkc.ir.layout import Home, Layout
+from chunkc.ir.plan import Phase
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.adam import Hyper
+from chunkc.runtime.device import Device
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.params import ManagedTensor, manage, storage_less
+from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.values import ChunkValues
+
+logger = logging.getLogger("chunkc")
+
+
+class ModelRuntime:
+    """State machine over the executors of one model; see the module docstring.
+
+    Attributes:
+        infos: all parameters by index, in compute dtype.
+        owners: which optimizer steps each parameter (kept by the optimizers).
+        params: the managed parameters by index; the user's module holds the same objects.
+        num_forwards: compiled forwards so far.
+    """
+
+    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
+        """``params`` become managed: the same objects afterwards, in compute dtype, with values in a staging store."""
+        self.infos = tuple(infos)
+        self.owners: dict[int, object] = {}
+        self.device = device
+        self.num_forwards = 0
+        self.held_nbytes = 0
+        self._handed_dtypes = [p.dtype for p in params]
+        self._phase: Phase = "cold"
+        self._consumed = False
+        self._executor: Executor | None = None
+        self._store: ChunkStore | None = None
+        self._values: ChunkValues | None = None
+        self._reserved_nbytes = 0
+        self._staging = StagingStore([p.detach() for p in params])
+        self.params = tuple(params)
+        self._manage_all()
+        self._grads = tuple(
+            ManagedTensor(storage_less(info, p.device), "grad", i, self)
+            for i, (info, p) in enumerate(zip(infos, params, strict=True))
+        )
+
+    def _manage_all(self) -> None:
+        """All parameters become managed, or none."""
+        done: list[tuple[nn.Parameter, nn.Parameter]] = []
+        for index, (param, info) in enumerate(zip(self.params, self.infos, strict=True)):
+            try:
+                done.append((param, manage(param, info, index, self)))
+            except RuntimeError as error:
+                for swapped, original in done:
+                    torch.utils.swap_tensors(swapped, original)
+                raise ChunkcError(
+                    f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of an "
+                    "earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the model "
+                    f"is used ({error})"
+                ) from error
+
+    # What managed tensors need.
+
+    def name_of(self, index: int) -> str:
+        """The parameter's name in the user's model."""
+        return self.infos[index].name
+
+    def read_param(self, index: int) -> torch.Tensor:
+        """A copy in compute dtype."""
+        return self.read_exact(index).to(self.params[index].dtype)
+
+    def read_exact(self, index: int) -> torch.Tensor:
+        """A copy in the dtype that the parameter was handed over in, from param32 where there is one."""
+        self.drain()
+        if self._values is None:
+            return self._staging.value(index).detach().clone()
+        return self._values.read_param(index).to(self._handed_dtypes[index])
+
+    def write_param(self, index: int, value: torch.Tensor) -> None:
+        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
+        self.drain()
+        if self._values is None:
+            self._staging.write(index, value)
+        else:
+            self._abandon()
+            self._values.write_param(index, value, payload=self._phase != "graded")
+        torch.autograd.graph.increment_version([self.params[index]._inner])
+
+    def read_grad(self, index: int) -> torch.Tensor:
+        """A copy of the gradient of the last backward."""
+        self._require_gradient(index)
+        return self._chunk_values().read_gradient(index)
+
+    def write_grad(self, index: int, value: torch.Tensor) -> None:
+        """Replace a gradient that has not been stepped."""
+        self._require_gradient(index)
+        self._chunk_values().write_gradient(index, value)
+
+    def _require_gradient(self, index: int) -> None:
+        if self._phase != "graded":
+            reason = "was consumed by step()" if self._consumed else "was discarded"
+            raise ChunkcError(
+                f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "
+                "between backward() and step()"
+            )
+        self.drain()
+
+    # What the optimizers need.
+
+    @property
+    def is_sixteen_bit(self) -> bool:
+        """Whether some trained parameter has a master copy that is more precise than itself."""
+        return any(info.dtype != "float32" for info in self.infos if info.trainable)
+
+    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
+        """Indexes of all parameters that have a gradient now; see ``OptimizerRuntime``."""
+        present = [i for i, p in enumerate(self.params) if p.grad is not None]
+        foreign = [i for i in present if self.params[i].grad is not self._grads[i]]
+        if foreign:
+            raise ChunkcError(
+                f"{self._names(foreign)} hold gradients that did not come from the compiled model's backward; chunkc "
+                "steps gradients of its own graph only. Assign gradients in place (`param.grad.copy_(g)`)"
+            )
+        if present and self._phase != "graded":
+            raise ChunkcError(
+                "step() was already called for the gradients of the last backward; call zero_grad() and run forward "
+                "and backward before the next step()"
+            )
+        return frozenset(present)
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        """Launch the step program and raise the autograd version of every parameter that it changes."""
+        self._running().step(hypers, steps)
+        torch.autograd.graph.increment_version([self.params[i]._inner for i in hypers])
+        self._phase, self._consumed = "cold", True
+
+    def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copies of exp_avg, exp_avg_sq and param32."""
+        self.drain()
+        if self._values is None:
+            value = self._staging.value(param)
+            state = self._staging.state(param)
+            moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
+            return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
+        return (*self._values.read_moments(param), self._values.read_param(param).float())
+
+    def write_state(
+        self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
+    ) -> None:
+        """Replace moments and, if given, param32."""
+        self.drain()
+        if self._values is None:
+            self._staging.write_state(param, exp_avg, exp_avg_sq)
+        elif not self._values.is_trained(param):
+            raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
+        else:
+            self._values.write_moments(param, exp_avg, exp_avg_sq)
+        if param32 is not None:
+            self.write_param(param, param32)
+
+    # What the compiled graphs need.
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout once there is one."""
+        return None if self._store is None else self._store.layout
+
+    @property
+    def executor(self) -> Executor | None:
+        """The executor of the latest compiled forward."""
+        return self._executor
+
+    def adopt(self, executor_of: Callable[[ChunkStore], Executor], layout: Layout, static: dict[str, int]) -> Executor:
+        """Make the executor of a captured graph, and before the first one the chunks, which consume the staging store."""
+        if self._store is None:
+            store = ChunkStore(layout, self.device)
+            values = ChunkValues(store, static)
+            values.load(self._staging)
+            self._store, self._values = store, values
+        return executor_of(self._store)
+
+    def before_forward(self) -> None:
+        """Check what must hold before a training forward; nothing has changed when this raises.
+
+        Raises:
+            AccumulationError: when gradients wait that were neither stepped nor zeroed.
+            ChunkcError: when a parameter has hooks.
+        """
+        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise ChunkcError(
+                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+                "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
+            )
+        if self._phase == "graded":
+            waiting = [i for i, p in enumerate(self.params) if p.grad is not None]
+            if waiting:
+                raise AccumulationError(
+                    f"gradients of {self._names(waiting)} were neither stepped nor zeroed before the next forward, "
+                    "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first"
+                )
+
+    def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
+        """Run a forward program from wherever the last call left the model.
+
+        ``held_nbytes`` are bytes of inputs and buffers, alive before it begins, that count as non-model data.
+        """
+        self._abandon()
+        if self._phase == "graded":
+            self._running().restore()
+            self._phase, self._consumed = "cold", False
+        if executor is not self._executor:
+            if self._executor is not None:
+                self._executor.join()
+            self._executor = executor
+        self.device.start_reading()
+        self.held_nbytes = held_nbytes
+        outputs = self._guarded(executor, lambda: executor.forward(args))
+        self._phase = "saved"
+        self.num_forwards += 1
+        return outputs
+
+    def backward(self, executor: Executor, args: list[Any]) -> list[Any]:
+        """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient."""
+        self._check_backward(executor)
+        outputs = self._guarded(executor, lambda: executor.backward(args))
+        self._phase, self._consumed = "graded", False
+        for index in executor.graded_params:
+            self.params[index].grad = self._grads[index]
+        return outputs
+
+    def _check_backward(self, executor: Executor) -> None:
+        if executor is not self._executor or self._phase != "saved":
+            raise AccumulationError(
+                "backward was called for a forward whose parameters were meanwhile replaced by gradients or by another "
+                "graph: one backward per forward, in the order F B, and accumulation must be declared"
+            )
+        waiting = [i for i in executor.graded_params if self.params[i].grad is not None]
+        if waiting:
+            raise AccumulationError(
+                f"{self._names(waiting)} still hold gradients (already stepped, or not from this model's backward); "
+                "adding to them was not declared. Call zero_grad() before backward()"
+            )
+
+    def _guarded(self, executor: Executor, run: Callable[[], list[Any]]) -> list[Any]:
+        try:
+            return run()
+        except BaseException:
+            self._phase, self._consumed = "cold", False
+            for index in executor.graded_params:
+                if self.params[index].grad is self._grads[index]:
+                    self.params[index].grad = None
+            executor.recover()
+            raise
+
+    def _abandon(self) -> None:
+        if self._phase == "saved":
+            self._running().abandon()
+            self._phase = "cold"
+
+    def drain(self) -> None:
+        """Finish pending updates; what a worker raised is raised here."""
+        if self._executor is not None:
+            self.device.synchronize()
+
+    def measured_peak_nbytes(self) -> int:
+        """Arena plus the highest reading of non-model bytes since the latest forward began."""
+        arena = 0 if self._store is None else self._store.layout.arena_nbytes
+        return arena + self.held_nbytes + self.device.read_nonmodel_nbytes()
+
+    def close(self) -> None:
+        """Give all memory back; values can no longer be read."""
+        self.drain()
+        if self._store is not None:
+            self._store.close()
+        self.device.unreserve(self._reserved_nbytes)
+        self._reserved_nbytes = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the model's device reservation at least ``nbytes``."""
+        if nbytes > self._reserved_nbytes:
+            self.device.reserve(nbytes - self._reserved_nbytes)
+            self._reserved_nbytes = nbytes
+
+    def _running(self) -> Executor:
+        if self._executor is None:
+            raise ChunkcError("the model has not run a compiled forward yet")
+        return self._executor
+
+    def _chunk_values(self) -> ChunkValues:
+        if self._values is None:
+            raise ChunkcError("the model has not run a compiled forward yet")
+        return self._values
+
+    def _names(self, indexes: Sequence[int], most: int = 5) -> str:
+        names = ", ".join(self.name_of(i) for i in indexes[:most])
+        return names + (f" and {len(indexes) - most} more" if len(indexes) > most else "")
+
+
+def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Slots of the payloads and triples that live on the device."""
+    fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
+    fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
+    return {target: slot for target, slot in resident if target in fixed}

@@ -1,0 +1,224 @@
+"""Managed parameters: what the user's module holds in place of tensors whose payload moves between devices.
+
+A managed parameter is a traceable wrapper subclass around a storage-less tensor of the same shape, dtype and strides.
+Under compilation it flattens to that inner tensor, so graphs see an ordinary placeholder whose payload the executor
+supplies. Everywhere else an operator that reads it gathers the true value first, and an operator that writes it writes
+the true value: nothing ever reads memory that is not there, and no write is lost.
+
+    role    stands for                                    after a read
+    param   the parameter itself, and its ``detach``      a plain tensor with the current value
+    grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient
+    view    a view of a gathered value                    reads go through; writes are refused by name
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils import _pytree as pytree
+
+from chunkc.errors import ChunkcError
+from chunkc.ir.schedule import ParamInfo
+
+Role = Literal["param", "grad", "view"]
+aten = torch.ops.aten
+_ALIASES = frozenset({aten.detach.default, aten.alias.default})
+
+
+class ParamStore(Protocol):
+    """Where values of parameters and gradients are read and written; a read drains pending updates."""
+
+    def name_of(self, index: int) -> str: ...
+    def read_param(self, index: int) -> torch.Tensor: ...
+    def read_exact(self, index: int) -> torch.Tensor: ...
+    def write_param(self, index: int, value: torch.Tensor) -> None: ...
+    def read_grad(self, index: int) -> torch.Tensor: ...
+    def write_grad(self, index: int, value: torch.Tensor) -> None: ...
+
+
+class ManagedTensor(torch.Tensor):
+    """A parameter (or its gradient) whose payload a chunk holds. See the module docstring."""
+
+    _inner: torch.Tensor
+    _role: Role
+    _chunkc_index: int
+    _chunkc_runtime: Any
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> ManagedTensor:
+        outer: ManagedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            dtype=inner.dtype,
+            device=inner.device,
+            requires_grad=inner.requires_grad and role == "param",
+        )
+        outer._inner = inner
+        outer._role = role
+        outer._chunkc_index = index
+        outer._chunkc_runtime = runtime
+        return outer
+
+    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> None:
+        """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
+        return ["_inner"], (self._role, self._chunkc_index)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Role, int], size: object, stride: object
+    ) -> ManagedTensor:
+        role, index = context
+        return ManagedTensor(inner["_inner"], role, index, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = _plain(self)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor without autograd, still managed: in-place writes reach the chunk."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            raise ChunkcError(
+                f"{_describe(self)}.data cannot be replaced (Module.to, .half, .cuda and vector_to_parameters do "
+                "that): its memory, dtype and device belong to the compiled model. Convert the model before "
+                "chunkc.compile, or write values in place with `param.copy_(value)`"
+            )
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        managed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ManagedTensor)]
+        if any(_is_tracing(x) for x in managed):
+            return _trace(func, args, kwargs)
+        if func in _ALIASES:
+            return _alias(args[0])
+        return _run(func, args, kwargs, managed)
+
+
+def _is_tracing(tensor: ManagedTensor) -> bool:
+    return type(tensor._inner) is not torch.Tensor
+
+
+def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inner_args, inner_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: x._inner, (args, kwargs))
+    out = func(*inner_args, **inner_kwargs)
+    if func in _ALIASES:
+        first = args[0]
+        return ManagedTensor(out, first._role, first._chunkc_index, first._chunkc_runtime)
+    return out
+
+
+def _alias(tensor: ManagedTensor) -> ManagedTensor:
+    return ManagedTensor(tensor._inner.detach(), tensor._role, tensor._chunkc_index, tensor._chunkc_runtime)
+
+
+def _describe(tensor: ManagedTensor) -> str:
+    runtime = tensor._chunkc_runtime
+    name = runtime.name_of(tensor._chunkc_index) if runtime is not None else f"#{tensor._chunkc_index}"
+    return f"chunkc.{'Parameter' if tensor._role == 'param' else tensor._role.capitalize()}({name!r})"
+
+
+def _read(tensor: ManagedTensor) -> torch.Tensor:
+    """The true value, in memory of its own."""
+    if tensor._role == "view":
+        return tensor._inner
+    runtime = _runtime(tensor)
+    return (runtime.read_grad if tensor._role == "grad" else runtime.read_param)(tensor._chunkc_index)
+
+
+def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
+    runtime = _runtime(tensor)
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        found = f"{tuple(value.shape)} {value.dtype}"
+        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
+    (runtime.write_grad if tensor._role == "grad" else runtime.write_param)(tensor._chunkc_index, value)
+
+
+def _runtime(tensor: ManagedTensor) -> ParamStore:
+    runtime: ParamStore | None = tensor._chunkc_runtime
+    if runtime is None:
+        raise ChunkcError(f"{_describe(tensor)} belongs to no compiled model any more; read it before the model goes")
+    return runtime
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list[ManagedTensor]) -> Any:
+    """Run an operator on true values and write what it mutated back to where they live."""
+    written = _written(func, args, kwargs)
+    for tensor in written:
+        if tensor._role == "view":
+            raise ChunkcError(
+                f"{func} writes in place to a view of a managed parameter, which would be lost; write to the whole "
+                "parameter, or inside `with chunkc.full_params(model):`"
+            )
+    values = {id(tensor): _read(tensor) for tensor in managed}
+    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[id(x)], (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    for tensor in written:
+        _write(tensor, values[id(tensor)])
+    if written:
+        originals = {id(values[id(tensor)]): tensor for tensor in written}
+        return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
+    if any(r.alias_info is not None for r in func._schema.returns):
+        source = managed[0]
+        wrap = partial(ManagedTensor, role="view", index=source._chunkc_index, runtime=source._chunkc_runtime)
+        return pytree.tree_map_only(torch.Tensor, wrap, out)
+    return out
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:
+    found: list[ManagedTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
+    return found
+
+
+def _plain(tensor: ManagedTensor) -> torch.Tensor:
+    """A tensor that chunkc does not manage; a parameter stays one, in the dtype that it was handed over in."""
+    if tensor._role == "param" and isinstance(tensor, torch.nn.Parameter):
+        value = _runtime(tensor).read_exact(tensor._chunkc_index)
+        return torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+    return _read(tensor)
+
+
+def storage_less(info: ParamInfo, device: torch.device) -> torch.Tensor:
+    """A tensor with the shape, strides and dtype of a parameter, and no bytes."""
+    shell = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
+    shell.untyped_storage().resize_(0)
+    return shell
+
+
+def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ParamStore) -> torch.nn.Parameter:
+    """Turn ``param`` into a managed parameter; the object stays the same, its payload goes.
+
+    Returns:
+        a parameter that now holds the payload; swapping it with ``param`` undoes everything.
+
+    Raises:
+        RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
+    """
+    shell = storage_less(info, param.device).requires_grad_(param.requires_grad)
+    managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
+    managed.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, managed)
+    return managed

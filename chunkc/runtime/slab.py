@@ -1,0 +1,144 @@
+"""Slabs: large pieces of host memory with their own mapping, given back to the system the moment they are freed.
+
+A slab is one private anonymous mapping, seen as a uint8 tensor. Three properties make it worth having instead of
+``torch.empty``:
+
+* **Not inherited by forks** (``MADV_DONTFORK``). Otherwise a DataLoader worker alive during an optimizer update makes
+  the kernel copy every page that the update writes: host memory once more per generation of workers. The flag exists
+  on Linux only; elsewhere a slab works and `Slab.is_fork_safe` is False. In a forked child the addresses are not
+  mapped: the child must not touch the tensor (it may drop it).
+* **Freed when told to.** Views of a slab may outlive it (a traceback, a user's variable), so unmapping it would turn
+  a stale read into a segmentation fault; ``mmap.close`` does just that, since ``torch.frombuffer`` keeps no buffer
+  export. `Slab.close` returns the *pages* instead (``MADV_DONTNEED``) and keeps the addresses until the last view
+  dies: memory goes back at once, a stale read sees zeros.
+* **Exact.** The mapping is the bytes asked for, rounded up to pages, outside of malloc: readings of malloc'ed bytes
+  (`chunkc.runtime.meter`) do not contain it.
+
+The mapping is made through libc and not by the ``mmap`` module, whose objects unmap their addresses wherever they are
+collected: in a forked child these addresses may by then belong to something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from chunkc.errors import HardwareError
+
+_IS_LINUX: Final = sys.platform == "linux"
+
+
+def allocate_slab(
+    nbytes: int, *, huge_pages: bool = False, on_free: Callable[[int], None] | None = None
+) -> tuple[torch.Tensor, Slab]:
+    """Map ``nbytes`` of zeroed, page-aligned host memory.
+
+    Args:
+        nbytes: size of the tensor; the mapping is this rounded up to pages (at least one).
+        huge_pages: ask the kernel for transparent huge pages (Linux; a hint that it may ignore).
+        on_free: called exactly once with ``nbytes`` when the pages have gone back, by `Slab.close` or because the last
+            view died. In the second case it may run at any point of any thread: it must neither block nor raise.
+
+    Returns:
+        The memory as a uint8 tensor, which with its views keeps the mapping alive, and a handle that does not.
+
+    Raises:
+        HardwareError: when the system refuses the mapping.
+        ValueError: when ``nbytes`` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
+    mapped_nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _map_linux(mapped_nbytes, huge_pages) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+    return tensor, Slab(pages, nbytes, mapped_nbytes, on_free)
+
+
+class Slab:
+    """Handle of one slab; it does not keep the memory alive.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: bytes asked for.
+        mapped_nbytes: bytes of the mapping, a multiple of the page size.
+        is_fork_safe: whether forked children do not inherit the memory.
+    """
+
+    def __init__(self, pages: Any, nbytes: int, mapped_nbytes: int, on_free: Callable[[int], None] | None) -> None:
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+        self.nbytes = nbytes
+        self.mapped_nbytes = mapped_nbytes
+        self.is_fork_safe = _IS_LINUX
+        self._pid = os.getpid()
+        self._pages = weakref.ref(pages)
+        self._report = weakref.finalize(pages, _call, on_free, nbytes, self._pid)
+        self._report.atexit = False
+
+    def close(self) -> None:
+        """Give the pages back to the system now; idempotent, and without effect in a forked child.
+
+        Views stay readable (zeros) but must not be written: that would take pages again.
+        """
+        pages = self._pages()
+        if pages is None or os.getpid() != self._pid or not self._report.alive:
+            return
+        if _IS_LINUX:
+            _advise(self.address, self.mapped_nbytes, mmap.MADV_DONTNEED)
+        elif hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
+        self._report()
+
+
+def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
+    """Report freed memory to its owner, in the process that owns it."""
+    if on_free is not None and os.getpid() == pid:
+        on_free(nbytes)
+
+
+def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ubyte]:
+    """A private anonymous mapping that forks do not inherit, unmapped when the returned buffer is collected."""
+    map_pages = _libc().mmap
+    map_pages.restype = ctypes.c_void_p
+    map_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = map_pages(
+        None, mapped_nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if address is None or address == ctypes.c_void_p(-1).value:
+        reason = os.strerror(ctypes.get_errno())
+        raise HardwareError(
+            f"the system refuses {mapped_nbytes} bytes of host memory ({reason}): free memory, raise the limit of "
+            "this process (ulimit -v, cgroup), or name a smaller host memory in hw"
+        )
+    pages = (ctypes.c_ubyte * mapped_nbytes).from_address(address)
+    weakref.finalize(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
+    _advise(address, mapped_nbytes, mmap.MADV_DONTFORK)
+    if huge_pages and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        _advise(address, mapped_nbytes, mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _unmap(address: int, mapped_nbytes: int, pid: int) -> None:
+    """Give the addresses back, in the process that mapped them only: a forked child does not have them."""
+    if os.getpid() == pid:
+        unmap = _libc().munmap
+        unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        unmap(address, mapped_nbytes)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    advise = _libc().madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if advise(address, nbytes, advice) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"madvise({advice}) on {nbytes} bytes: {os.strerror(errno)}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

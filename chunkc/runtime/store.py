@@ -1,0 +1,140 @@
+"""The chunk store: the memory of one model's layout, and views of parameters in it.
+
+Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous there
+as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
+variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.runtime.adam import Piece
+from chunkc.runtime.device import Device
+
+
+@dataclass(frozen=True, slots=True)
+class Triple:
+    """fp32 views of one chunk's optimizer state, 1-D, ``used_numel`` elements each."""
+
+    param32: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements ``[start, end)`` of chunk ``chunk`` that hold the elements of a parameter from ``first`` on."""
+
+    chunk: int
+    start: int
+    end: int
+    first: int
+
+
+class ChunkStore:
+    """Arena and homes of one layout. Memory is taken when the store is made and given back by ``close``."""
+
+    def __init__(self, layout: Layout, device: Device) -> None:
+        self.layout = layout
+        self._device = device
+        self.arena = device.allocate_arena(layout.arena_nbytes)
+        payloads = [c for c in layout.owned() if c.home is Home.HOST]
+        triples = [c for c in layout.owned() if c.os_home is Home.HOST]
+        self._payload_slab = self._home(sum(c.nbytes for c in payloads))
+        self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+        self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
+        self._triple_offset = _offsets(triples, [c.os_nbytes for c in triples])
+        self._parts = [self._find_parts(index) for index in range(len(layout.params))]
+
+    def _home(self, nbytes: int) -> torch.Tensor:
+        return self._device.allocate_home(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give all memory back; no view may be used afterwards."""
+        for slab in (self._payload_slab, self._triple_slab):
+            if slab.numel():
+                self._device.free_home(slab)
+        self.arena = self._payload_slab = self._triple_slab = torch.empty(0, dtype=torch.uint8)
+
+    def _find_parts(self, index: int) -> tuple[Part, ...]:
+        place = self.layout.placements[index]
+        left, first, start = self.layout.params[index].numel, 0, place.offset
+        parts = []
+        for chunk in place.chunks:
+            end = min(self.layout.chunks[chunk].numel, start + left)
+            if end > start:
+                parts.append(Part(chunk, start, end, first))
+            left, first, start = left - (end - start), first + (end - start), 0
+        return tuple(parts)
+
+    def parts(self, param: int) -> tuple[Part, ...]:
+        """Where the elements of a parameter are, in their order in memory."""
+        return self._parts[param]
+
+    def pieces(self, chunk: int) -> list[Piece]:
+        """The parameters in a chunk, by offset, for the update."""
+        found = []
+        for param in self.layout.params_of(chunk):
+            found += [Piece(param, p.start, p.end) for p in self._parts[param] if p.chunk == chunk]
+        return found
+
+    def payload_home(self, chunk: Chunk) -> torch.Tensor:
+        """The used elements of a host-homed payload, 1-D."""
+        offset = self._payload_offset[chunk.index]
+        return self._payload_slab[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def payload_slot(self, chunk: Chunk, slot: int) -> torch.Tensor:
+        """The used elements of a payload in a slot, 1-D."""
+        offset = self.layout.slots[slot].offset
+        return self.arena[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def slot_bytes(self, slot: int) -> torch.Tensor:
+        """All bytes of a slot."""
+        place = self.layout.slots[slot]
+        return self.arena[place.offset : place.end]
+
+    def triple_home(self, chunk: Chunk) -> Triple:
+        """The host-homed optimizer state of a chunk."""
+        return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
+
+    def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
+        """The optimizer state of a chunk in a slot."""
+        return _triple(self.arena, self.layout.slots[slot].offset, chunk)
+
+    def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
+        """The parameter as the graphs read it, its first chunk standing in ``slot``."""
+        info, place = self.layout.params[param], self.layout.placements[param]
+        if info.numel == 0:
+            return torch.empty_strided(info.shape, info.stride, dtype=_dtype(info.dtype), device=self.arena.device)
+        start = self.layout.slots[slot].offset + place.offset * DTYPE_NBYTES[info.dtype]
+        flat = self.arena[start : start + info.nbytes].view(_dtype(info.dtype))
+        return flat.as_strided(info.shape, info.stride)
+
+
+def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
+    found, offset = {}, 0
+    for chunk, nbytes in zip(chunks, sizes, strict=True):
+        found[chunk.index] = offset
+        offset += nbytes
+    return found
+
+
+def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
+    size = chunk.numel * 4
+    lists = [memory[offset + k * size : offset + k * size + chunk.used_numel * 4].view(torch.float32) for k in range(3)]
+    return Triple(*lists)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def is_trained(chunk: Chunk) -> bool:
+    """Whether a chunk has an optimizer state."""
+    return chunk.list is ChunkList.TRAINED

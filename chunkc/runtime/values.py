@@ -1,0 +1,108 @@
+"""Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
+
+param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
+All functions assume that nothing is pending: the caller has drained the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.store import ChunkStore, Triple
+
+
+class ChunkValues:
+    """Whole-tensor access to a chunk store between programs."""
+
+    def __init__(self, store: ChunkStore, static_slots: dict[str, int]) -> None:
+        """``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device."""
+        self._store = store
+        self._layout: Layout = store.layout
+        self._static = static_slots
+
+    def load(self, staging: StagingStore) -> None:
+        """Move all parameters out of ``staging`` into chunks, one by one."""
+        for index in range(len(self._layout.params)):
+            value, state = staging.take(index)
+            self.write_param(index, value, payload=True)
+            if state is not None and self.is_trained(index):
+                self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter has an optimizer state."""
+        return self._chunk_of(index).list is ChunkList.TRAINED
+
+    def read_param(self, index: int) -> torch.Tensor:
+        """A copy of the parameter's most precise value: fp32 where there is a master."""
+        if self.is_trained(index):
+            return self._gather(index, lambda chunk: self._triple(chunk).param32)
+        return self._gather(index, self._payload)
+
+    def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
+        """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
+        if self.is_trained(index):
+            self._scatter(index, lambda chunk: self._triple(chunk).param32, value)
+        if payload or not self.is_trained(index):
+            self._scatter(index, self._payload, value)
+
+    def read_gradient(self, index: int) -> torch.Tensor:
+        """A copy of what the payload holds after backward."""
+        return self._gather(index, self._payload)
+
+    def write_gradient(self, index: int, value: torch.Tensor) -> None:
+        """Replace the gradient that the payload holds."""
+        self._scatter(index, self._payload, value)
+
+    def read_moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of exp_avg and exp_avg_sq, parameter-shaped."""
+        return (
+            self._gather(index, lambda chunk: self._triple(chunk).exp_avg),
+            self._gather(index, lambda chunk: self._triple(chunk).exp_avg_sq),
+        )
+
+    def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Replace both moments."""
+        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
+        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
+
+    def _chunk_of(self, index: int) -> Chunk:
+        return self._layout.chunks[self._layout.placements[index].chunk]
+
+    def _payload(self, chunk: Chunk) -> torch.Tensor:
+        if chunk.home is Home.DEVICE:
+            return self._store.payload_slot(chunk, self._static[f"c{chunk.index}"])
+        return self._store.payload_home(chunk)
+
+    def _triple(self, chunk: Chunk) -> Triple:
+        if chunk.os_home is Home.DEVICE:
+            return self._store.triple_slot(chunk, self._static[f"os{chunk.index}"])
+        return self._store.triple_home(chunk)
+
+    def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
+        info, chunks = self._layout.params[index], self._layout.chunks
+        parts = [of(chunks[p.chunk])[p.start : p.end] for p in self._store.parts(index)]
+        dtype = parts[0].dtype if parts else getattr(torch, info.dtype)
+        found = torch.empty_strided(info.shape, info.stride, dtype=dtype)
+        flat = _flat(found)
+        for place, part in zip(self._store.parts(index), parts, strict=True):
+            flat[place.first : place.first + place.end - place.start].copy_(part)
+        return found
+
+    def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
+        info, chunks = self._layout.params[index], self._layout.chunks
+        dense = value
+        if value.stride() != info.stride:
+            dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype).copy_(value)
+        flat = _flat(dense.detach())
+        for part in self._store.parts(index):
+            count = part.end - part.start
+            of(chunks[part.chunk])[part.start : part.end].copy_(flat[part.first : part.first + count])
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return dense.as_strided((dense.numel(),), (1,))
