@@ -82,13 +82,15 @@ class NonModelMeter:
         if period_ms < 0:
             raise ValueError(f"a sampling period is at least 0 ms, not {period_ms}")
         self._level = _Level(read if read is not None else malloc_reader())
+        self._section = LongWork(self._level, period_ms)
         self.available = self._level.read is not None
-        self._section = _Section(self._level, period_ms if self.available else 0.0)
-        weakref.finalize(self, self._section.stop)
+        weakref.finalize(self, self._section.switch_off)
 
     def start(self) -> None:
-        """Take this moment's level as the baseline, and forget the peak and the held bytes."""
+        """Take this moment's level as the baseline, forget the peak and the held bytes, and watch long work."""
         self._level.start()
+        if self.available:
+            self._section.is_on = True
 
     def sample(self) -> int | None:
         """Bytes above the baseline now, less the held ones and at least 0, entered into the peak."""
@@ -104,8 +106,8 @@ class NonModelMeter:
         """Bytes in the reading that are not non-model ones: the caller's word, subtracted from every later sample.
 
         For what is malloc'ed after `start` and belongs to the model or the user, for example a staging store. Set it
-        right before such memory is taken and right after it is given back, then it hides nothing for longer than
-        that. Negative after memory that was there at `start` has gone.
+        right after such memory is taken and right before it is given back, then it hides nothing else. Negative
+        after memory that was there at `start` has gone.
         """
         return self._level.held_nbytes
 
@@ -113,13 +115,16 @@ class NonModelMeter:
     def held_nbytes(self, nbytes: int) -> None:
         self._level.hold(nbytes)
 
-    def long_work(self) -> _Section:
-        """``with meter.long_work():`` samples at both ends and, by the thread, in between; may nest and overlap."""
+    def long_work(self) -> LongWork:
+        """``with meter.long_work():`` samples at both ends and, by the thread, in between; may nest and overlap.
+
+        Does nothing before `start` and after `stop`.
+        """
         return self._section
 
     def stop(self) -> None:
-        """End the sampling thread; idempotent. Readings go on, `long_work` then samples at its ends only."""
-        self._section.stop()
+        """End the sampling thread; idempotent. `sample` goes on to work, `start` watches again."""
+        self._section.switch_off()
 
 
 class _Level:
@@ -127,15 +132,13 @@ class _Level:
 
     def __init__(self, read: Reader | None) -> None:
         self.read = read
-        self.held_nbytes = 0
-        self.peak_nbytes = 0
         self._lock = threading.Lock()
-        self._baseline_nbytes = 0
         self.start()
 
     def start(self) -> None:
         with self._lock:
-            self.held_nbytes = self.peak_nbytes = 0
+            self.held_nbytes = 0
+            self.peak_nbytes = 0
             self._baseline_nbytes = self.read() if self.read is not None else 0
 
     def hold(self, nbytes: int) -> None:
@@ -151,74 +154,84 @@ class _Level:
             return nbytes
 
 
-class _Section:
+class LongWork:
     """Counts the work under way; its thread samples while there is some, and sleeps soon after the last.
 
     The thread is not woken for each piece of work: it goes on for a quarter of a second after the last one ended, so
-    that a run of short pieces costs two counter updates each.
+    that a run of short pieces costs two counter updates each. Made by `NonModelMeter`.
     """
 
     def __init__(self, level: _Level, period_ms: float) -> None:
+        self.is_on = False
         self._level = level
         self._period_s = period_ms / 1000
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may enter it again
         self._depth = 0
         self._awake = threading.Event()
         self._stopped = threading.Event()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
-        if period_ms == 0:
-            self._stopped.set()
 
     def __enter__(self) -> None:
         with self._lock:
             self._depth += 1
-        if not self._awake.is_set() and not self._stopped.is_set():
-            self._wake()
-        self._level.sample()
+        if self.is_on:
+            self._level.sample()
+            if self._period_s and not self._awake.is_set():
+                self._wake()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._level.sample()
+        if self.is_on:
+            self._level.sample()
         with self._lock:
             self._depth -= 1
+
+    def switch_off(self) -> None:
+        """End the thread and wait for it, except from itself and in a forked child."""
+        self.is_on = False
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stopped.set()
+            self._awake.set()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
 
     def _wake(self) -> None:
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="chunkc-meter", daemon=True)
+            if self._thread is None and self.is_on:
+                self._stopped, self._awake = threading.Event(), threading.Event()
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stopped, self._awake), name="chunkc-meter", daemon=True
+                )
                 self._thread.start()
-        self._awake.set()
+            self._awake.set()
 
-    def _run(self) -> None:
+    def _run(self, stopped: threading.Event, awake: threading.Event) -> None:
         wait_s = self._period_s
         idle_s = 0.0
         cost_s = time.thread_time()
-        while not self._stopped.wait(wait_s):
+        while not stopped.wait(wait_s):
             if self._depth:
                 self._level.sample()
                 idle_s = 0.0
             else:
                 idle_s += wait_s
             if idle_s > _IDLE_S:
-                self._sleep()
+                self._sleep(awake)
                 idle_s = 0.0
             before_s, cost_s = cost_s, time.thread_time()
             wait_s = max(self._period_s, (cost_s - before_s) / _MAX_CPU_SHARE)
 
-    def _sleep(self) -> None:
+    def _sleep(self, awake: threading.Event) -> None:
         """Wait until work enters; work that entered while the flag was being cleared is seen by its count."""
-        self._awake.clear()
-        if not self._depth:
-            self._awake.wait()
-
-    def stop(self) -> None:
-        """End the thread and wait for it, except from itself."""
-        self._stopped.set()
-        self._awake.set()
-        thread = self._thread
-        if thread is not None and thread is not threading.current_thread() and os.getpid() == self._pid:
-            thread.join(timeout=1.0)
+        with self._lock:
+            if self._depth or self._thread is not threading.current_thread():
+                return
+            awake.clear()
+        awake.wait()

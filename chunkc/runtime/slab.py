@@ -81,13 +81,18 @@ class Slab:
         self._report = weakref.finalize(pages, _call, on_free, nbytes, self._pid)
         self._report.atexit = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pages have gone back, by `close` or with the last view."""
+        return not self._report.alive
+
     def close(self) -> None:
         """Give the pages back to the system now; idempotent, and without effect in a forked child.
 
         Views stay readable (zeros) but must not be written: that would take pages again.
         """
         pages = self._pages()
-        if pages is None or os.getpid() != self._pid or not self._report.alive:
+        if pages is None or os.getpid() != self._pid or self.is_closed:
             return
         if _IS_LINUX:
             _advise(self.address, self.mapped_nbytes, mmap.MADV_DONTNEED)

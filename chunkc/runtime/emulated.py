@@ -1,0 +1,353 @@
+"""The emulated device: host memory behind hard byte budgets, with real copies, real concurrency and real events.
+
+It runs the same plans through the same executor as a GPU, so that everything but speed is proved without one. Streams
+are threads (`chunkc.runtime.streams`), arena and homes are slabs (`chunkc.runtime.slab`), non-model bytes are what
+malloc has handed out (`chunkc.runtime.meter`).
+
+**Budgets.** A reservation is checked against the device budget, an arena against what is reserved, a home against the
+host budget, all in the bytes asked for: a plan that says it fits is never refused for rounding, even on a device of
+one MiB. What CUDA's caching allocator would take for the same arenas, in blocks of 512 bytes up to 1 MiB and of 2 MiB
+above (CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kRoundLarge), is `EmulatedDevice.rounded_arena_nbytes`.
+
+**Debug settings** (environment variable ``CHUNKC_EMULATED``, for example ``poison,delay=2,seed=3``): results are equal
+to the bit under all of them, or a plan has a race.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from chunkc.errors import ChunkcError, HardwareError
+from chunkc.ir.actions import Stream
+from chunkc.runtime.device import Event
+from chunkc.runtime.meter import NonModelMeter
+from chunkc.runtime.slab import Slab, allocate_slab
+from chunkc.runtime.streams import Streams
+
+_LOGGER = logging.getLogger("chunkc")
+_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
+_HUGE_NBYTES: Final = 2**21
+_EXIT_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class EmulationSettings:
+    """How an emulated device helps to find mistakes.
+
+    Attributes:
+        poison: fill freed and fresh device memory with NaN.
+        max_delay_ms: longest random pause before and after each piece of work on every stream.
+        seed: of the pauses; each stream draws its own sequence from it.
+        synchronous: carry everything out at its launch, on the calling thread, which gets exceptions at once.
+    """
+
+    poison: bool = False
+    max_delay_ms: float = 0.0
+    seed: int = 0
+    synchronous: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_delay_ms < float("inf"):
+            raise ChunkcError(f"emulation: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
+
+    @classmethod
+    def from_env(cls, text: str) -> EmulationSettings:
+        """Settings from the value of ``CHUNKC_EMULATED``: words of ``poison``, ``delay=MS``, ``seed=N``, ``sync``.
+
+        Raises:
+            ChunkcError: for another word or a value that is no number.
+        """
+        values: dict[str, str] = {}
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            key, separator, value = word.partition("=")
+            if key not in ("poison", "sync", "delay", "seed") or (separator == "=") != (key in ("delay", "seed")):
+                raise ChunkcError(f"CHUNKC_EMULATED takes poison, sync, delay=MS and seed=N, not {word!r}")
+            values[key] = value
+        try:
+            return cls(
+                poison="poison" in values,
+                max_delay_ms=float(values.get("delay", 0)),
+                seed=int(values.get("seed", 0)),
+                synchronous="sync" in values,
+            )
+        except ValueError as error:
+            raise ChunkcError(f"CHUNKC_EMULATED={text!r}: {error}") from error
+
+
+def rounded_nbytes(nbytes: int) -> int:
+    """What CUDA's caching allocator takes for a block of ``nbytes``: see the module's text."""
+    granularity = 512 if nbytes <= 2**20 else 2**21
+    return -(-nbytes // granularity) * granularity
+
+
+class _Slabs:
+    """Live slabs of one kind by address, and their bytes.
+
+    A slab goes by `free` or when its last view is collected, which may happen anywhere, even in the middle of a
+    method of this class: such bytes are queued and settled by the next call.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._by_address: dict[int, Slab] = {}
+        self._freed: deque[int] = deque()
+        self._nbytes = 0
+        self._rounded_nbytes = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES, on_free=self._freed.append)
+        self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
+        self._by_address[slab.address] = slab
+        self._nbytes += nbytes
+        self._rounded_nbytes += rounded_nbytes(nbytes)
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        if memory.numel() == 0:
+            return
+        slab = self._by_address.pop(memory.data_ptr(), None)
+        if slab is None:
+            raise HardwareError(f"not the start of {self._kind} of this device, or already freed")
+        slab.close()
+
+    def settle(self) -> int:
+        """Enter what was freed into the books; how many bytes that was."""
+        total = 0
+        while self._freed:
+            nbytes = self._freed.popleft()
+            self._nbytes -= nbytes
+            self._rounded_nbytes -= rounded_nbytes(nbytes)
+            total += nbytes
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def rounded_nbytes(self) -> int:
+        return self._rounded_nbytes
+
+
+class EmulatedDevice:
+    """A device made of host memory and threads; implements `chunkc.runtime.device.Device`.
+
+    Closing or collecting it stops its workers; its memory lives on until it is freed or nobody views it. In a forked
+    child it refuses to launch. A failure of work is raised as `chunkc.runtime.streams` says.
+
+    Args:
+        name: for messages, for example ``emulated-64m-2g``.
+        device_budget_nbytes, host_budget_nbytes: hard limits of what `reserve` and `allocate_home` give.
+        settings: debug settings; none by default.
+
+    Attributes:
+        num_arena_allocations, num_home_allocations: calls so far; a steady state adds none.
+        meter: the reading of non-model bytes; ``meter.available`` says whether this system has one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device_budget_nbytes: int,
+        host_budget_nbytes: int,
+        settings: EmulationSettings | None = None,
+    ) -> None:
+        if device_budget_nbytes <= 0 or host_budget_nbytes <= 0:
+            raise HardwareError(
+                f"{name}: budgets are positive, not {device_budget_nbytes} device and {host_budget_nbytes} host bytes"
+            )
+        self.name = name
+        self.torch_device = torch.device("cpu")
+        self.device_budget_nbytes = device_budget_nbytes
+        self.host_budget_nbytes = host_budget_nbytes
+        self.settings = settings if settings is not None else EmulationSettings()
+        self.num_arena_allocations = 0
+        self.num_home_allocations = 0
+        self.meter = NonModelMeter()
+        self._lock = threading.Lock()
+        self._arenas = _Slabs("an arena")
+        self._homes = _Slabs("a home")
+        self._reserved_nbytes = 0
+        self._orphaned_nbytes = 0  # of arenas that are alive although their reservation was given back
+        self._streams = Streams(
+            name,
+            max_delay_ms=self.settings.max_delay_ms,
+            seed=self.settings.seed,
+            synchronous=self.settings.synchronous,
+            long_work=self.meter.long_work(),
+        )
+        self._stop = weakref.finalize(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
+
+    @property
+    def num_synchronizes(self) -> int:
+        """Calls of `synchronize` so far."""
+        return self._streams.num_synchronizes
+
+    @property
+    def num_host_waits(self) -> int:
+        """How often ``wait`` of an event blocked the host; waits of the compute stream do not count."""
+        return self._streams.failures.num_host_waits
+
+    def free_device_nbytes(self) -> int:
+        """Device bytes that no reservation holds, nor an arena that outlives its own."""
+        with self._lock:
+            self._settle()
+            return self.device_budget_nbytes - self._reserved_nbytes - self._orphaned_nbytes
+
+    def free_host_nbytes(self) -> int:
+        """Host bytes that no home holds."""
+        with self._lock:
+            self._settle()
+            return self.host_budget_nbytes - self._homes.nbytes
+
+    def rounded_arena_nbytes(self) -> int:
+        """Bytes of the live arenas after the rounding of CUDA's caching allocator; for reports only."""
+        with self._lock:
+            self._settle()
+            return self._arenas.rounded_nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Set device bytes aside for one model, exactly.
+
+        Raises:
+            HardwareError: when fewer are free.
+        """
+        _check_size(nbytes)
+        with self._lock:
+            self._settle()
+            free_nbytes = self.device_budget_nbytes - self._reserved_nbytes - self._orphaned_nbytes
+            if nbytes > free_nbytes:
+                raise HardwareError(
+                    f"{self.name}: {nbytes} device bytes were asked for, {free_nbytes} of "
+                    f"{self.device_budget_nbytes} are free: let go of another model on this device, or name more "
+                    "device memory in hw"
+                )
+            self._reserved_nbytes += nbytes
+
+    def unreserve(self, nbytes: int) -> None:
+        """Give bytes of `reserve` back. Those of an arena still alive become free when it goes.
+
+        Raises:
+            HardwareError: when fewer are reserved.
+        """
+        _check_size(nbytes)
+        with self._lock:
+            self._settle()
+            if nbytes > self._reserved_nbytes:
+                raise HardwareError(
+                    f"{self.name}: {nbytes} device bytes cannot be given back, {self._reserved_nbytes} are reserved"
+                )
+            self._reserved_nbytes -= nbytes
+            uncovered_nbytes = self._arenas.nbytes - self._orphaned_nbytes - self._reserved_nbytes
+            self._orphaned_nbytes += max(0, uncovered_nbytes)
+
+    def allocate_arena(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of device memory as uint8, page-aligned, within what is reserved.
+
+        Raises:
+            HardwareError: when less is reserved and not in use by other arenas.
+        """
+        _check_size(nbytes)
+        with self._lock:
+            self._settle()
+            used_nbytes = self._arenas.nbytes - self._orphaned_nbytes
+            if used_nbytes + nbytes > self._reserved_nbytes:
+                raise HardwareError(
+                    f"{self.name}: an arena of {nbytes} bytes passes the reservation of {self._reserved_nbytes} "
+                    f"bytes, of which arenas hold {used_nbytes}: reserve before allocating"
+                )
+            arena = self._arenas.allocate(nbytes)
+            self.num_arena_allocations += 1
+        self.freed(arena)
+        return arena
+
+    def free_arena(self, arena: torch.Tensor) -> None:
+        """Give an arena's memory back to the system now, although views may live; its bytes stay reserved."""
+        with self._lock:
+            self._arenas.free(arena)
+
+    def allocate_home(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of host memory as uint8, zeroed, page-aligned, not inherited by forks.
+
+        Raises:
+            HardwareError: when the host budget does not hold them.
+        """
+        _check_size(nbytes)
+        with self._lock:
+            self._settle()
+            free_nbytes = self.host_budget_nbytes - self._homes.nbytes
+            if nbytes > free_nbytes:
+                raise HardwareError(
+                    f"{self.name}: a home of {nbytes} bytes was asked for, {free_nbytes} of {self.host_budget_nbytes} "
+                    "host bytes are free: let go of another model on this device, or name more host memory in hw"
+                )
+            home = self._homes.allocate(nbytes)
+            self.num_home_allocations += 1
+        return home
+
+    def free_home(self, home: torch.Tensor) -> None:
+        """Give a home's memory back to the system now; views that live on read zeros and must not be written.
+
+        Raises:
+            HardwareError: when ``home`` is not the start of a live home of this device.
+        """
+        with self._lock:
+            self._homes.free(home)
+
+    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+        """Carry out ``work`` on ``stream`` after ``waits``, in the order of launching.
+
+        Compute work runs before this returns, on the calling thread, and raises here; in synchronous mode all work
+        does. Elsewhere gradients are not recorded.
+
+        Raises:
+            ChunkcError: on a closed device or in a forked child. A failure the host was not told is raised as it is.
+        """
+        return self._streams.launch(stream, label, waits, work)
+
+    def freed(self, memory: torch.Tensor) -> None:
+        """``memory`` holds nothing from here on: NaN in every floating dtype, when the settings ask for poison."""
+        if self.settings.poison:
+            memory.fill_(_POISON)
+
+    def synchronize(self) -> None:
+        """Wait for everything launched, and re-raise the first exception that the host was not told."""
+        self._streams.synchronize()
+
+    def start_reading(self) -> None:
+        """From here on non-model bytes are read against this moment's level; a warning where they cannot be read."""
+        if not self.meter.available:
+            _LOGGER.warning(
+                "%s cannot read non-model bytes on this system (needs glibc's malloc): 0 is shown", self.name
+            )
+        self.meter.start()
+
+    def read_nonmodel_nbytes(self) -> int:
+        """Highest non-model bytes since `start_reading`; 0 where ``meter.available`` is False."""
+        self.meter.sample()
+        return self.meter.peak_nbytes or 0
+
+    def close(self) -> None:
+        """Finish what was launched and stop the workers; idempotent."""
+        self._streams.close()
+        self.meter.stop()
+
+    def _settle(self) -> None:
+        """Enter arenas and homes that were freed or collected into the books."""
+        self._homes.settle()
+        self._orphaned_nbytes = max(0, self._orphaned_nbytes - self._arenas.settle())
+
+
+def _check_size(nbytes: int) -> None:
+    if nbytes < 0:
+        raise HardwareError(f"a size is at least 0 bytes, not {nbytes}")

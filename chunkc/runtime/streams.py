@@ -1,0 +1,304 @@
+"""Streams and events of the emulated device: the caller's thread computes, one worker thread serves each other stream.
+
+Nothing polls: a worker blocks on its queue, then on the events its work waits for, and an event is a lock that is held
+until its work has finished. Workers know their queue and the shared `Failures`, never the device, so that a device
+that nobody uses any more can be collected and its workers stopped.
+
+**Failures.** What ``work`` raises fails its event; whatever waits for that event does not run and fails likewise. The
+host is told once: by the next launch or `Streams.synchronize`, or by waiting for a failed event, whichever comes
+first. Work launched before the host was told adds nothing; work launched afterwards that still waits for a failed
+event is a new mistake and is told again. Work on the compute stream runs on the caller's thread, so it raises there
+and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.errors import ChunkcError
+from chunkc.ir.actions import Stream
+from chunkc.runtime.device import Event
+from chunkc.runtime.meter import LongWork
+
+_LOGGER = logging.getLogger("chunkc")
+
+
+class Failure:
+    """An exception on its way to the host: which of the host's tellings, counted from 1, was about it (0: none)."""
+
+    __slots__ = ("error", "telling")
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.telling = 0
+
+
+class Failures:
+    """What the workers of a device have raised and the host has not been told.
+
+    Attributes:
+        num_tellings: how often the host was told; work remembers the count at its launch.
+    """
+
+    def __init__(self) -> None:
+        self.num_tellings = 0
+        self.num_host_waits = 0
+        self._lock = threading.Lock()
+        self._untold: Failure | None = None
+
+    def record(self, failure: Failure, launched_at: int) -> None:
+        """Keep the first failure of work launched at telling ``launched_at``, unless the host knew it by then."""
+        with self._lock:
+            if self._untold is None and (failure.telling == 0 or failure.telling <= launched_at):
+                self._untold = failure
+
+    def told(self, failure: Failure) -> None:
+        """The host gets ``failure`` now."""
+        with self._lock:
+            self.num_tellings += 1
+            failure.telling = self.num_tellings
+            if self._untold is failure:
+                self._untold = None
+
+    def raise_untold(self) -> None:
+        """Tell the host what it does not know yet, if anything."""
+        failure = self._untold
+        if failure is not None:
+            self.told(failure)
+            raise failure.error
+
+    def take_untold(self) -> Failure | None:
+        """What nobody will be told any more."""
+        with self._lock:
+            failure, self._untold = self._untold, None
+            return failure
+
+
+class Completion:
+    """Event of one piece of work; done from the start when made with ``is_done``."""
+
+    __slots__ = ("_failure", "_failures", "_gate", "_is_done")
+
+    def __init__(self, failures: Failures, is_done: bool = False) -> None:
+        self._failures = failures
+        self._failure: Failure | None = None
+        self._is_done = is_done
+        self._gate = threading.Lock()
+        if not is_done:
+            self._gate.acquire()
+
+    def done(self) -> bool:
+        """Whether the work has finished or failed, without waiting."""
+        return self._is_done
+
+    def wait(self) -> None:
+        """Block the host until the work has finished; raises what it raised, each time."""
+        if not self._is_done:
+            self._failures.num_host_waits += 1
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """`wait` that is not counted: the compute stream's own."""
+        failure = self.join()
+        if failure is not None:
+            self._failures.told(failure)
+            raise failure.error
+
+    def join(self) -> Failure | None:
+        """Block until the work has finished; how it failed."""
+        if not self._is_done:
+            with self._gate:
+                pass
+        return self._failure
+
+    def settle(self, failure: Failure | None) -> None:
+        """Called once, by whoever carried the work out."""
+        self._failure = failure
+        self._is_done = True
+        self._gate.release()
+
+
+class Delays:
+    """Seeded random pauses of one stream: uniform in [0, ``max_delay_ms``], none when that is 0."""
+
+    def __init__(self, max_delay_ms: float, seed: int, stream: Stream) -> None:
+        self._max_delay_ms = max_delay_ms
+        self._random = random.Random(f"{seed}/{stream}")
+
+    def pause(self) -> None:
+        """Sleep for the next delay of the sequence."""
+        if self._max_delay_ms > 0:
+            time.sleep(self._random.uniform(0, self._max_delay_ms) / 1000)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Work in a queue; ``work`` None only marks how far the queue has come."""
+
+    label: str
+    waits: tuple[Completion, ...]
+    work: Callable[[], None] | None
+    completion: Completion
+    launched_at: int
+
+
+class _Worker:
+    """The thread of one stream. It carries out its queue in order until it meets None."""
+
+    def __init__(self, name: str, stream: Stream, failures: Failures, delays: Delays, long_work: LongWork) -> None:
+        self.items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(
+            target=_serve,
+            args=(self.items, f"stream {stream} of {name}", failures, delays, long_work),
+            name=f"chunkc-{stream}",
+            daemon=True,
+        )
+        self.thread.start()
+
+
+def _serve(
+    items: queue.SimpleQueue[_Item | None], place: str, failures: Failures, delays: Delays, long_work: LongWork
+) -> None:
+    with torch.no_grad():
+        while (item := items.get()) is not None:
+            failure = next(filter(None, (event.join() for event in item.waits)), None)
+            if failure is None and item.work is not None:
+                failure = _attempt(item.work, f"in {item.label} on {place}", delays, long_work)
+            if failure is not None:
+                failures.record(failure, item.launched_at)
+            item.completion.settle(failure)
+            del item, failure  # an idle worker keeps nothing alive
+
+
+def _attempt(work: Callable[[], None], place: str, delays: Delays, long_work: LongWork) -> Failure | None:
+    delays.pause()
+    try:
+        with long_work:
+            work()
+    except BaseException as error:  # whatever it is: the host must get it, and those that wait must not hang
+        error.add_note(place)
+        return Failure(error)
+    delays.pause()
+    return None
+
+
+class Streams:
+    """The five streams of one emulated device.
+
+    Launching costs a few microseconds. The compute stream has one caller at a time, on whichever thread.
+
+    Args:
+        name: of the device, for messages.
+        max_delay_ms, seed: random pauses before and after each piece of work.
+        synchronous: carry everything out at its launch, on the calling thread.
+        long_work: entered around each piece of work.
+    """
+
+    def __init__(self, name: str, *, max_delay_ms: float, seed: int, synchronous: bool, long_work: LongWork) -> None:
+        self.failures = Failures()
+        self.num_synchronizes = 0
+        self._name = name
+        self._synchronous = synchronous
+        self._long_work = long_work
+        self._delays = {stream: Delays(max_delay_ms, seed, stream) for stream in Stream}
+        self._workers: dict[Stream, _Worker] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Completion:
+        """As `chunkc.runtime.device.Device.launch`; raises an earlier failure that the host was not told.
+
+        Raises:
+            ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
+                synchronous mode for events that are not done.
+        """
+        self._check_usable()
+        self.failures.raise_untold()
+        completions = tuple(self._own(event, label) for event in waits)
+        if stream is Stream.COMPUTE or self._synchronous:
+            return self._run_inline(stream, label, completions, work)
+        completion = Completion(self.failures)
+        item = _Item(label, completions, work, completion, self.failures.num_tellings)
+        self._worker(stream).items.put(item)
+        return completion
+
+    def synchronize(self) -> None:
+        """Wait for everything launched; raise the first failure the host was not told, after which all is clear."""
+        self._check_usable()
+        self.num_synchronizes += 1
+        marks = []
+        for worker in list(self._workers.values()):
+            marks.append(Completion(self.failures))
+            worker.items.put(_Item("synchronize", (), None, marks[-1], 0))
+        for mark in marks:
+            mark.join()
+        self.failures.raise_untold()
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Finish what was launched and stop the workers; idempotent, without effect in a forked child."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                for worker in self._workers.values():
+                    worker.items.put(None)
+        for worker in self._workers.values():
+            if worker.thread is not threading.current_thread():
+                worker.thread.join(timeout_s)
+        failure = self.failures.take_untold()
+        if failure is not None:
+            _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
+
+    def _run_inline(
+        self, stream: Stream, label: str, waits: tuple[Completion, ...], work: Callable[[], None]
+    ) -> Completion:
+        for event in waits:
+            if self._synchronous and not event.done():
+                raise ChunkcError(f"{label} on stream {stream} of {self._name} waits for work that has not run")
+            event.raise_failure()
+        failure = _attempt(
+            work, f"in {label} on stream {stream} of {self._name}", self._delays[stream], self._long_work
+        )
+        if failure is not None:
+            self.failures.told(failure)
+            raise failure.error
+        return Completion(self.failures, is_done=True)
+
+    def _worker(self, stream: Stream) -> _Worker:
+        worker = self._workers.get(stream)
+        if worker is not None:
+            return worker
+        with self._lock:
+            self._check_usable()
+            if stream not in self._workers:
+                self._workers[stream] = _Worker(
+                    self._name, stream, self.failures, self._delays[stream], self._long_work
+                )
+            return self._workers[stream]
+
+    def _own(self, event: Event, label: str) -> Completion:
+        if not isinstance(event, Completion):
+            raise ChunkcError(
+                f"{label} waits for {event!r}, which is no event of {self._name} or another emulated device"
+            )
+        return event
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
+        if os.getpid() != self._pid:
+            raise ChunkcError(
+                f"{self._name} belongs to process {self._pid}, its workers did not survive the fork into "
+                f"{os.getpid()}: use the model in the process that compiled it, or start workers by 'spawn'"
+            )
