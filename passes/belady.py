@@ -29,6 +29,7 @@ def belady(
     widths: Sequence[int],
     starts: Sequence[int],
     weights: Sequence[int] | None = None,
+    separate: bool = False,
 ) -> tuple[Stay, ...]:
     """The stays of all units with the least known volume.
 
@@ -39,16 +40,17 @@ def belady(
         widths: places per unit.
         starts: first place of each unit wider than one; ignored for others.
         weights: bytes of each unit, to compare runs; default one.
+        separate: whether singles keep out of designated ranges, so that a block never displaces a unit in use.
 
     Returns:
         Stays in order of their first step. A dirty unit without a later use ends its stay at its last use.
     """
     cost = [1] * len(widths) if weights is None else weights
-    best = _Places(steps, dirties, num_places, widths, starts, DIRTY_WEIGHTS[0]).run()
+    best = _Places(steps, dirties, num_places, widths, starts, DIRTY_WEIGHTS[0], separate).run()
     if not _writes_early(best):
         return best
     for weight in DIRTY_WEIGHTS[1:]:
-        other = _Places(steps, dirties, num_places, widths, starts, weight).run()
+        other = _Places(steps, dirties, num_places, widths, starts, weight, separate).run()
         best = min(best, other, key=lambda stays: volume(stays, cost))
     return best
 
@@ -75,9 +77,10 @@ class _Places:
         widths: Sequence[int],
         starts: Sequence[int],
         dirty_weight: float,
+        separate: bool,
     ) -> None:
         self.steps, self.dirties, self.widths, self.starts = steps, dirties, widths, starts
-        self.dirty_weight = dirty_weight
+        self.dirty_weight, self.separate = dirty_weight, separate
         self.uses: list[list[int]] = [[] for _ in widths]
         for step, units in enumerate(steps):
             for unit in units:
@@ -92,7 +95,7 @@ class _Places:
         self.dirty: list[bool] = [False] * len(widths)
         designated = {p for u, w in enumerate(widths) if w > 1 for p in range(starts[u], starts[u] + w)}
         self.rank = [(1 if p in designated else 0, p) for p in range(num_places)]
-        self.free = sorted(self.rank)
+        self.free = sorted(r for r in self.rank if not (separate and r[0]))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.stays: list[Stay] = []
 
@@ -125,7 +128,7 @@ class _Places:
             self.uses[unit].pop()
             if self.uses[unit][-1] == NEVER and self.dirty[unit]:
                 self._end(unit)
-            else:
+            elif self.widths[unit] == 1 or not self.separate:
                 heapq.heappush(self.leaving[self.dirty[unit]], (-self.uses[unit][-1], unit))
 
     def _take_place(self, step: int) -> int:
@@ -170,21 +173,28 @@ class _Places:
         self.place[unit] = -1
         for p in range(place, place + self.widths[unit]):
             self.occupant[p] = -1
-            heapq.heappush(self.free, self.rank[p])
+            if not (self.separate and self.rank[p][0]):
+                heapq.heappush(self.free, self.rank[p])
 
 
-def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
+def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: bool = False) -> int:
     """The smallest capacity with which every step's units fit, blocks in designated ranges."""
     starts = _tight_ranges(steps, widths)
-    ends = [starts[u] + w for u, w in enumerate(widths) if w > 1]
-    return max((*ends, *(sum(widths[u] for u in step) for step in steps)), default=0)
+    ranges_end = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
+    if separate:
+        return ranges_end + max((sum(1 for u in step if widths[u] == 1) for step in steps), default=0)
+    return max((ranges_end, *(sum(widths[u] for u in step) for step in steps)))
 
 
-def designated_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int) -> list[int]:
+def designated_ranges(
+    steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool = False
+) -> list[int]:
     """First place of each block (0 for singles): ranges of blocks needed together are disjoint, others where they fit.
 
     ``num_places`` must be at least ``min_places``.
     """
+    if separate:
+        return _tight_ranges(steps, widths)
     blocks = [u for u, w in enumerate(widths) if w > 1]
     conflicts = _conflicts(steps, widths)
     starts = [0] * len(widths)

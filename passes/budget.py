@@ -46,7 +46,7 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
     """Units, base segments and the least arena of ``layout``."""
     units = units_of(layout)
     steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1)
-    least = min_places([s.units for s in steps], units.num_groups)
+    least = min_places([s.units for s in steps], units.num_groups, separate=layout.world_size > 1)
     return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
 
 

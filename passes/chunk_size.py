@@ -1,4 +1,4 @@
-"""Pass ``chunk_size``: elements per chunk, by packing and pricing candidates (PatrickStar section 8.1 searches waste only).
+"""Pass ``chunk_size``: elements per chunk, by packing and pricing candidates.
 
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed and its residency planned; the

@@ -1,4 +1,4 @@
-"""Pass ``communication``: the actions of forward and backward, with gather, release and reduce where ranks share groups.
+"""Pass ``communication``: actions of forward and backward, with gather, release and reduce where ranks share groups.
 
 Each rank fetches its own chunk of a group and gathers the others before use; the group's gradients are reduced once
 all have landed, remote chunks are released, and the own chunk is written back. One rank needs none of these. In a

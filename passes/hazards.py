@@ -5,9 +5,9 @@ for the last writer and the readers since of what it writes (read after write, w
 vector clock per action (Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these
 the queue or another wait already implies; only the rest become waits.
 
-Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the second,
-in which hazards against the iteration before show. They are those of all later iterations (tests look at the third), and
-in the first iteration, where labels of programs that never ran are void, nothing they would order exists.
+Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the
+second, in which hazards against the iteration before show. They are those of all later iterations (tests look at the
+third). In the first iteration labels of programs that never ran are void, and what they would order does not exist.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pass ``os_placement``: where optimizer states live and are updated (simple form: all on the device, or all on the host).
+"""Pass ``os_placement``: where optimizer states live and are updated (simple form: all on the device or all on the host).
 
 On the device where payloads, OS triples and the non-model bytes of whole graphs fit together; then nothing moves at
 all. Otherwise on the host, where also the payloads have their homes. The arena is laid out here: payload slots first,
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout, Slot
-from chunkc.passes.budget import chunk_nbytes, choose_home, demand_of, refuse, sizes_of, whole_graph_nbytes, with_homes
+from chunkc.passes.budget import choose_home, chunk_nbytes, demand_of, refuse, sizes_of, whole_graph_nbytes, with_homes
 from chunkc.passes.draft import Demand, Draft, decided
 
 

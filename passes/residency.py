@@ -21,8 +21,10 @@ def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[Stay, .
     widths = demand.units.num_groups
     of_param = demand.units.of_param
     dirties = [sorted({of_param[p] for p in s.lands if of_param[p] >= 0}) for s in demand.steps]
-    starts = designated_ranges(steps, widths, num_places)
-    return belady(steps, dirties, num_places, widths=widths, starts=starts, weights=_weights(layout, demand))
+    separate = layout.world_size > 1
+    starts = designated_ranges(steps, widths, num_places, separate)
+    weights = _weights(layout, demand)
+    return belady(steps, dirties, num_places, widths=widths, starts=starts, weights=weights, separate=separate)
 
 
 def unit_chunks(layout: Layout, demand: Demand, unit: int) -> range:
@@ -78,7 +80,7 @@ class ResidencyPass:
         if draft.os_home is Home.DEVICE:
             return replace(draft, stays=(), note="everything resident")
         if draft.fixed_layout is not None:
-            places = sum(1 for s in layout.slots) // layout.world_size
+            places = len(layout.slots) // layout.world_size
         else:
             sizes = sizes_of(layout, demand, decided(draft.liveness, "liveness"), draft.options.cuts)
             places = available_places(sizes, demand, draft.target, draft.options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import Schedule
@@ -17,7 +18,7 @@ from chunkc.passes.draft import Draft, Liveness, Overlay, decided
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``moment`` (an operator as ``fwd 12``, ``bwd 3``, or ``forward ends``, ``step``) brings a tensor into ``state``."""
+    """``moment`` (operator ``fwd 12``, ``bwd 3``; ``forward ends``, ``step``) brings a tensor into ``state``."""
 
     moment: str
     state: TensorState
@@ -44,7 +45,7 @@ def _history(name: str, forward: Sequence[int], backward: Sequence[int], landing
         changes += [Change(f"bwd {op}", TensorState.COMPUTE), Change(f"bwd {op}", after)]
     if landing >= 0:
         changes.append(Change("step", TensorState.HOLD))
-    for before, after in zip(changes, changes[1:], strict=False):
+    for before, after in pairwise(changes):
         if (before.state, after.state) not in LEGAL_TRANSITIONS:
             raise PlanError(
                 f"{name!r} cannot go from {before.state} ({before.moment}) to {after.state} ({after.moment})"
