@@ -25,6 +25,10 @@ _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)
 _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
+_MEANINGS = {
+    "restore": ", in place of step: gradients are given up, nothing is updated",
+    "abandon": ", in place of backward: a forward that no backward follows",
+}
 _LEGEND = (
     "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",
     "                  ops of one, live and total of the largest; (3 each): the part that repeats has 3",
@@ -32,7 +36,7 @@ _LEGEND = (
     "live, total       activations, gradients under way and workspace; live and the whole arena",
     "c3, os3, g3       chunk; its optimizer state (fp32 parameter, momentum, variance); group of chunks",
     "fetch, load       host to device.  evict, store: device to host.  drop: free, the host copy is valid",
-    "stash             gradients land in the chunk.  update: Adam.  restore: undo gradients, no update",
+    "stash             gradients land in the chunk.  update: Adam.  restore: parameter again from fp32",
 )
 
 
@@ -103,7 +107,8 @@ def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
 
 def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
     """A heading, then a row for each run of equal segments, or one for the actions of a program without segments."""
-    yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')})")
+    meaning = _MEANINGS.get(program.name, "")
+    yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')}){meaning}")
     steps = _steps(plan, program)
     if not steps:
         yield _Row(actions=program.actions)

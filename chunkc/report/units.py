@@ -23,9 +23,8 @@ class Unit:
 
     def of(self, nbytes: int) -> str:
         """``nbytes`` in this unit with two decimals; what is there but rounds to nothing is ``<0.01``."""
-        if 0 < nbytes < self.nbytes // 200:
-            return "<0.01"
-        return f"{nbytes / self.nbytes:,.2f}"
+        text = f"{nbytes / self.nbytes:,.2f}"
+        return "<0.01" if nbytes > 0 and text == "0.00" else text
 
     def named(self, nbytes: int) -> str:
         """The same with the unit's name behind it."""

@@ -105,12 +105,13 @@ def _programs(num_layers: int) -> tuple[Program, ...]:
     static = ((f"c{norm}", 4), (f"os{norm}", 5))
     cold, saved = State("cold", static), State("saved", (("c0", 0), *static))
     graded = State("graded", static)
-    trained = range(num_layers + 2)
-    step = [f"update c{c} @{'compute' if c == norm else 'cpu'}" for c in trained]
+    forward, freed = _forward(num_layers)
+    backward, home = _backward(num_layers, freed)
+    step = [f"update c{c} @cpu after b{home[c]}" for c in range(norm)] + [f"update c{norm} @compute"]
     restore = [line.replace("update", "restore") for line in step]
     return (
-        Program("forward", "forward", cold, saved, _actions(_forward(num_layers))),
-        Program("backward", "backward", saved, graded, _actions(_backward(num_layers))),
+        Program("forward", "forward", cold, saved, _actions(forward)),
+        Program("backward", "backward", saved, graded, _actions(backward)),
         Program("step", "step", graded, cold, _actions(step)),
         Program("restore", "step", graded, cold, _actions(restore)),
         Program("abandon", "transition", saved, cold, _actions(["drop c0 <- d0 @compute"])),
@@ -133,38 +134,40 @@ class _Lines(list[str]):
         return len(self) - 1
 
 
-def _forward(num_layers: int) -> list[str]:
-    """Each layer is fetched while the one before it runs."""
-    lines = _Lines()
-    lines += ["fetch c0 -> d0 @h2d", f"fetch c{num_layers + 2} -> d1 @h2d"]
-    fetched = lines.add("fetch c1 -> d2 @h2d")
+def _forward(num_layers: int) -> tuple[list[str], dict[int, str]]:
+    """Each layer is fetched while the one before it runs; also the label after which each slot is free."""
+    lines, freed = _Lines(), {}
+    lines += ["fetch c0 -> d0 @h2d after s0", f"fetch c{num_layers + 2} -> d1 @h2d after s2"]
+    fetched = lines.add("fetch c1 -> d2 @h2d after s1")
     lines.add("run fwd.0 @compute after f0 f1")
-    freed = lines.add(f"drop c{num_layers + 2} <- d1 @compute")
+    freed[1] = f"f{lines.add(f'drop c{num_layers + 2} <- d1 @compute')}"
     for layer in range(1, num_layers + 1):
-        ready = fetched
+        ready, slot, other = fetched, _slot(layer), _slot(layer + 1)
         if layer < num_layers:
-            fetched = lines.add(f"fetch c{layer + 1} -> d{_slot(layer + 1)} @h2d after f{freed}")
+            fetched = lines.add(f"fetch c{layer + 1} -> d{other} @h2d after {freed[other]} s{layer + 1}")
         lines.add(f"run fwd.{layer} @compute after f{ready}")
-        freed = lines.add(f"drop c{layer} <- d{_slot(layer)} @compute")
+        freed[slot] = f"f{lines.add(f'drop c{layer} <- d{slot} @compute')}"
     lines.add(f"run fwd.{num_layers + 1} @compute")
-    return lines
+    return lines, freed
 
 
-def _backward(num_layers: int) -> list[str]:
-    """Layers in reverse; each gradient overlays its layer's chunk and goes home."""
+def _backward(num_layers: int, freed: dict[int, str]) -> tuple[list[str], dict[int, int]]:
+    """Layers in reverse, each gradient over its layer's chunk; also the position after which each gradient is home."""
     norm, grad = num_layers + 1, num_layers + 4
-    lines = _Lines()
-    fetched = lines.add(f"fetch c{num_layers} -> d{_slot(num_layers)} @h2d")
-    lines += ["run bwd.0 @compute", f"stash c{norm} of bwd.0 @compute"]
-    freed = lines.add("drop c0 <- d0 @compute")
+    lines, home = _Lines(), {}
+    slot = _slot(num_layers)
+    fetched = lines.add(f"fetch c{num_layers} -> d{slot} @h2d after {freed[slot]}")
+    lines += ["run bwd.0 @compute", f"stash c{norm} of bwd.0 @compute", "drop c0 <- d0 @compute"]
     for layer in range(num_layers, 0, -1):
-        ready, name = fetched, f"bwd.{num_layers + 1 - layer}"
+        ready, name, slot, other = fetched, f"bwd.{num_layers + 1 - layer}", _slot(layer), _slot(layer - 1)
         if layer > 1:
-            fetched = lines.add(f"fetch c{layer - 1} -> d{_slot(layer - 1)} @h2d after b{freed}")
+            fetched = lines.add(f"fetch c{layer - 1} -> d{other} @h2d after {freed[other]}")
         lines.add(f"run {name} @compute after b{ready}")
         landed = lines.add(f"stash c{layer} of {name} @compute")
-        freed = lines.add(f"evict c{layer} <- d{_slot(layer)} @d2h after b{landed}")
-    lines += [f"fetch c{grad} -> d3 @h2d", f"run bwd.{norm} @compute"]
+        home[layer] = lines.add(f"evict c{layer} <- d{slot} @d2h after b{landed}")
+        freed[slot] = f"b{home[layer]}"
+    ready = lines.add(f"fetch c{grad} -> d3 @h2d after s0")
+    lines.add(f"run bwd.{norm} @compute after b{ready}")
     landed = lines.add(f"stash c{grad} of bwd.{norm} @compute")
-    lines.add(f"evict c{grad} <- d3 @d2h after b{landed}")
-    return lines
+    home[0] = lines.add(f"evict c{grad} <- d3 @d2h after b{landed}")
+    return lines, home
