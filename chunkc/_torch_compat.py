@@ -6,6 +6,7 @@ promise from torch; the rest of the package imports only from here.
 
 from __future__ import annotations
 
+import copy
 import logging
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,9 @@ __all__ = [
     "aot_backend",
     "capture_settings",
     "dynamo_example",
+    "inductor_compile",
+    "inductor_decompositions",
+    "inductor_joint_passes",
     "fresh_code",
     "min_cut_partition",
     "mutated_inputs",
@@ -92,6 +96,39 @@ def fresh_code(function: types.FunctionType) -> types.FunctionType:
     """
     function.__code__ = function.__code__.replace()
     return function
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects a graph to have been traced with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
+    """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    joint_graph_passes(joint)
+
+
+def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a decomposed graph without autograd; the callable takes a list, which it empties.
+
+    A tracing context of its own keeps what Inductor records about one graph's outputs away from the next graph. All
+    outputs keep the strides of the fake tensors, since the graphs that read them were made for these.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    fake_mode = torch._guards.detect_fake_mode(examples) or torch._guards.detect_fake_mode(
+        [n.meta.get("val") for n in module.graph.nodes]
+    )
+    owned = copy.deepcopy(module)
+    output = owned.graph.find_nodes(op="output")[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
+    return compiled
 
 
 @contextmanager

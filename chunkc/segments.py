@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch.fx
 
+from chunkc._torch_compat import inductor_compile, inductor_decompositions, inductor_joint_passes
 from chunkc.errors import ChunkcError
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
 from chunkc.runtime.bind import SegmentCallable
@@ -30,13 +31,18 @@ def compile_eager(segment: LoweredSegment) -> SegmentCallable:
     return run
 
 
+def compile_inductor(segment: LoweredSegment) -> SegmentCallable:
+    """Compile the segment's graph with Inductor."""
+    return inductor_compile(segment.module, segment.examples)
+
+
 def segment_compiler(backend: str) -> Callable[[LoweredSegment], SegmentCallable]:
     """The function that compiles one segment with ``backend``.
 
     Raises:
         ChunkcError: for an unknown backend.
     """
-    compilers = {"eager": compile_eager}
+    compilers = {"inductor": compile_inductor, "eager": compile_eager}
     if backend not in compilers:
         raise ChunkcError(f"backend={backend!r} is unknown; choose {' or '.join(compilers)}")
     return compilers[backend]
@@ -44,6 +50,8 @@ def segment_compiler(backend: str) -> Callable[[LoweredSegment], SegmentCallable
 
 def backend_options(backend: str) -> dict[str, Any]:
     """Options of the capture backend that segments of ``backend`` need."""
+    if backend == "inductor":
+        return {"decompositions": inductor_decompositions(), "prepare_joint": inductor_joint_passes}
     return {}
 
 

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import ALIGNMENT_NBYTES, ChunkList, Home, Layout
+from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
 from chunkc.passes.budget import (
     Sizes,
@@ -27,7 +27,10 @@ from chunkc.passes.draft import Demand, Draft, Liveness, Options, Target, decide
 from chunkc.passes.residency import moved_nbytes, plan_stays
 
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
-LAYER_MULTIPLES = (0.25, 0.5, 1, 2, 3, 4)
+LAYER_MULTIPLES = (1, 2, 3, 4)
+LAYER_FRACTIONS = (4, 3, 2)
+SLACK = 65 / 64  # a part of a layer holds its share of matrices and more than its share of small tensors
+MAX_CHUNKS = 512
 NUM_LARGEST = 3
 GRANULE_NUMEL = 256
 
@@ -66,8 +69,8 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
         if layer:
             layers[layer[0]] = layers.get(layer[0], 0) + info.nbytes // DTYPE_NBYTES[info.dtype]
     common = sorted(set(layers.values()), key=lambda n: (-list(layers.values()).count(n), n))[:2]
-    wanted += [n * m for n in common for m in LAYER_MULTIPLES]
-    floor = max(GRANULE_NUMEL, total // (max(DIVISORS) * world_size))
+    wanted += [n * m for n in common for m in LAYER_MULTIPLES] + [n / d * SLACK for n in common for d in LAYER_FRACTIONS]
+    floor = max(GRANULE_NUMEL, total // (MAX_CHUNKS * world_size))
     granules = {-(-max(int(n), floor) // GRANULE_NUMEL) for n in wanted}
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))
 
@@ -143,8 +146,3 @@ class ChunkSizePass:
         if wanted is not None and wanted != best.chunk_numel:
             note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes"
         return replace(draft, chunk_numel=best.chunk_numel, note=note)
-
-
-def used_chunks(layout: Layout) -> int:
-    """Chunks that hold parameters which some graph uses."""
-    return sum(1 for c in layout.chunks if c.used_numel and c.list is not ChunkList.UNUSED)

@@ -7,6 +7,7 @@ operator the gradient is non-model data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.errors import PlanError
@@ -72,8 +73,8 @@ def _unique(params: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(params))
 
 
-def _costs(schedule: Schedule, graph: GraphSchedule, lands: list[list[int]] | list[tuple[int, ...]]) -> GraphCosts:
-    def nbytes(params: list[int] | tuple[int, ...]) -> int:
+def _costs(schedule: Schedule, graph: GraphSchedule, lands: Sequence[Sequence[int]]) -> GraphCosts:
+    def nbytes(params: Sequence[int]) -> int:
         return sum(schedule.params[p].nbytes for p in params)
 
     def made(op: Operator) -> int:

@@ -1,4 +1,4 @@
-"""Pass ``os_placement``: where optimizer states live and are updated (simple form: all on the device or all on the host).
+"""Pass ``os_placement``: where optimizer states live and are updated (all on the device, or all on the host).
 
 On the device where payloads, OS triples and the non-model bytes of whole graphs fit together; then nothing moves at
 all. Otherwise on the host, where also the payloads have their homes. The arena is laid out here: payload slots first,

@@ -45,10 +45,10 @@ def _history(name: str, forward: Sequence[int], backward: Sequence[int], landing
         changes += [Change(f"bwd {op}", TensorState.COMPUTE), Change(f"bwd {op}", after)]
     if landing >= 0:
         changes.append(Change("step", TensorState.HOLD))
-    for before, after in pairwise(changes):
-        if (before.state, after.state) not in LEGAL_TRANSITIONS:
+    for before, following in pairwise(changes):
+        if (before.state, following.state) not in LEGAL_TRANSITIONS:
             raise PlanError(
-                f"{name!r} cannot go from {before.state} ({before.moment}) to {after.state} ({after.moment})"
+                f"{name!r} cannot go from {before.state} ({before.moment}) to {following.state} ({following.moment})"
             )
     return tuple(changes)
 

@@ -47,6 +47,7 @@ def check_structure(plan: Plan) -> None:
     _check_gradients(plan)
     _check_memory(plan)
     _check_programs(plan)
+    _check_lengths(plan.program("step"), plan.program("restore"))
     lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in plan.programs}
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
@@ -201,11 +202,14 @@ def _target_exists(layout: Layout, action: Action) -> bool:
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 
 
+def _check_lengths(step: Program, restore: Program) -> None:
+    if len(step.actions) != len(restore.actions):
+        raise PlanError(f"restore has {len(restore.actions)} actions and step {len(step.actions)}; they must match")
+
+
 def _check_restore(plan: Plan) -> None:
     """Labels of the step are valid for whichever of step and restore ran: they must match action for action."""
     step, restore = plan.program("step"), plan.program("restore")
-    if len(step.actions) != len(restore.actions):
-        raise PlanError(f"restore has {len(restore.actions)} actions and step {len(step.actions)}; they must match")
     for (label, first), second in zip(step.labelled(), restore.actions, strict=True):
         op = Op.RESTORE if first.op is Op.UPDATE else first.op
         if (op, first.target, first.slot) != (second.op, second.target, second.slot):

@@ -3,8 +3,9 @@
 It knows no pass. It replays programs in the orders in which a run can carry them out, and at every action proves two
 things: that it is right in program order (contents, places, budgets: ``replay``, ``moves``, ``training``), and that
 each of its accesses is ordered after those it conflicts with (``happens_before``). Without races every legal
-interleaving of the streams equals program order, so the first proof holds for all of them. State changes (``states``)
-and everything that needs no replay (``structure``) come first.
+interleaving of the streams equals program order, so the first proof holds for all of them. Everything that needs no
+replay (``structure``) comes before, the state changes of all payloads (``states``), derived a second time and in another
+way from the actions, come after.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
@@ -38,8 +39,6 @@ def verify(plan: Plan) -> None:
         PlanError: names the action (label and text), the chunk, the moment (program and segment) and the numbers.
     """
     check_structure(plan)
-    payload_states(plan)
-    payload_states(plan, ("forward", "backward", "restore", "forward", "abandon"))
     facts = Facts(plan)
     moments = {p.name: _moments(p) for p in plan.programs}
     machine = Machine(facts, plan.program("forward").entry)
@@ -47,6 +46,7 @@ def verify(plan: Plan) -> None:
     for letter in SEQUENCE:
         program = plan.program(_PROGRAMS[letter])
         _replay(program, moments[program.name], machine, order)
+    payload_states(plan, ("forward", "backward", "step", "forward", "backward", "restore", "forward", "abandon"))
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:

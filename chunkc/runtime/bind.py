@@ -16,7 +16,7 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Plan, Program
-from chunkc.runtime.adam import ChunkUpdate
+from chunkc.runtime.adam import ChunkUpdate, Scratch
 from chunkc.runtime.device import Device
 from chunkc.runtime.store import ChunkStore
 
@@ -91,6 +91,7 @@ class Binder:
     _program: str = ""
     _resident: dict[str, int] = field(default_factory=dict)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    _scratch: dict[Stream, Scratch] = field(default_factory=dict)
 
     def bind(self, program: Program) -> tuple[Bound, ...]:
         """The program's actions in order, ready to be launched."""
@@ -214,7 +215,10 @@ class Binder:
                 os_slot = self._resident[f"os{chunk.index}"]
                 triple = self.store.triple_slot(chunk, os_slot)
             pieces = self.store.pieces(chunk.index)
-            self.updates[key] = ChunkUpdate(payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces)
+            scratch = self._scratch.setdefault(action.stream, Scratch())
+            self.updates[key] = ChunkUpdate(
+                payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces, scratch=scratch
+            )
         return self.updates[key]
 
 

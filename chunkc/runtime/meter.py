@@ -197,6 +197,7 @@ class LongWork:
             thread, self._thread = self._thread, None
             self._stopped.set()
             self._awake.set()
+            self._stopped, self._awake = threading.Event(), threading.Event()  # for the next thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -205,7 +206,6 @@ class LongWork:
             return
         with self._lock:
             if self._thread is None and self.is_on:
-                self._stopped, self._awake = threading.Event(), threading.Event()
                 self._thread = threading.Thread(
                     target=self._run, args=(self._stopped, self._awake), name="chunkc-meter", daemon=True
                 )
