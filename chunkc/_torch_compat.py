@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,29 +17,56 @@ import torch._dynamo
 import torch._dynamo.exc
 import torch._guards
 import torch.fx
+from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
 BackendUnsupported = torch._dynamo.exc.Unsupported
 BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
 
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+foreach_copy_ = torch._foreach_copy_
+
 __all__ = [
     "BackendCompilerFailed",
     "BackendUnsupported",
+    "FakeTensorMode",
     "aot_backend",
+    "call_plain",
     "capture_settings",
     "dynamo_example",
+    "foreach_copy_",
+    "fresh_code",
+    "fused_adam_",
+    "fused_adamw_",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
-    "fresh_code",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
     "outputs_aliasing_inputs",
+    "pytree",
+    "swap_tensors",
     "tag_must_recompute",
+    "wrapper_tensor",
 ]
+
+
+def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
+    """An instance of a wrapper subclass with the metadata of ``inner`` and no storage of its own."""
+    return torch.Tensor._make_wrapper_subclass(
+        cls,
+        inner.shape,
+        strides=inner.stride(),
+        dtype=inner.dtype,
+        device=inner.device,
+        requires_grad=requires_grad,
+    )
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
@@ -71,24 +97,38 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
 
 def mutated_inputs() -> tuple[int, ...]:
     """Positions of the inputs that the graph being compiled mutates. Call inside ``fw_compiler``."""
-    metadata = torch._guards.TracingContext.get().fw_metadata
-    return tuple(i for i, info in enumerate(metadata.input_info) if info.mutates_data or info.mutates_metadata)
+    return tuple(
+        i for i, info in enumerate(_forward_metadata().input_info) if info.mutates_data or info.mutates_metadata
+    )
 
 
 def outputs_aliasing_inputs() -> tuple[int, ...]:
     """Positions of the inputs that an output of the graph being compiled is, or is a view of."""
-    metadata = torch._guards.TracingContext.get().fw_metadata
     names = ("alias_of_input", "is_input")
-    return tuple(o.base_idx for o in metadata.output_info if o.output_type.name in names)
+    return tuple(o.base_idx for o in _forward_metadata().output_info if o.output_type.name in names)
+
+
+def _forward_metadata() -> Any:
+    return torch._guards.TracingContext.get().fw_metadata
 
 
 def num_forward_outputs() -> int:
     """How many leading outputs of the forward graph being compiled are for the user (mutated inputs included); the
     rest is saved for backward."""
-    return int(torch._guards.TracingContext.get().fw_metadata.num_forward)
+    return int(_forward_metadata().num_forward)
 
 
-def fresh_code(function: types.FunctionType) -> types.FunctionType:
+def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's forward with its hooks, without any compiled implementation. Dynamo inlines it."""
+    return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what two tensor objects are; whoever holds one of them then sees the other."""
+    torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
+
+
+def fresh_code(function: Any) -> Any:
     """The same function over a code object of its own.
 
     Dynamo keeps its compiled frames, and counts its recompile limit, per code object: two models that entered through

@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc import debug
-from chunkc._torch_compat import BackendCompilerFailed, BackendUnsupported, capture_settings, fresh_code
+from chunkc._torch_compat import (
+    BackendCompilerFailed,
+    BackendUnsupported,
+    FakeTensorMode,
+    call_plain,
+    capture_settings,
+    fresh_code,
+    pytree,
+)
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.compiled import CompiledModel, Settings
@@ -95,7 +102,7 @@ def compile(  # the name that torch.compile taught users
     )
     runtime = ModelRuntime(infos, params, device)
     compiled = CompiledModel(model, runtime, settings)
-    model.register_state_dict_post_hook(StateDictHook(runtime))
+    model.register_state_dict_post_hook(StateDictHook(runtime))  # type: ignore[no-untyped-call]
     model._compiled_call_impl = compiled
     weakref.finalize(model, runtime.close)
     return model
@@ -108,14 +115,15 @@ class StateDictHook:
         self._runtime = runtime
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        if self._runtime is None:
+        runtime = self._runtime
+        if runtime is None:
             return
         exact: dict[int, torch.Tensor] = {}
         for key, value in state.items():
-            if getattr(value, "_chunkc_runtime", None) is self._runtime:
+            if getattr(value, "_chunkc_runtime", None) is runtime:
                 index = value._chunkc_index
                 if index not in exact:
-                    exact[index] = self._runtime.read_exact(index)
+                    exact[index] = runtime.read_exact(index)
                 state[key] = exact[index]
 
     def __deepcopy__(self, memo: object) -> StateDictHook:
@@ -165,7 +173,7 @@ def plan(
     return Plan.of(planned.plan)
 
 
-class _CaptureDone(Exception):  # noqa: N818 - not an error
+class _CaptureDone(Exception):
     def __init__(self, captured: Captured) -> None:
         super().__init__("captured")
         self.captured = captured
@@ -178,7 +186,7 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
         raise _CaptureDone(captured)
 
     def enter(*args: Any, **kwargs: Any) -> Any:
-        return nn.Module._call_impl(model, *args, **kwargs)
+        return call_plain(model, args, kwargs)
 
     infos = param_infos(model, dtype)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -191,7 +199,7 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
     with mode, swapped_tensors(model, fake):
         by_id = {id(p): i for i, p in enumerate(unique_params(model))}
         capture = CaptureBackend(lambda v: by_id.get(id(v)), infos, done, **backend_options(backend))
-        inputs = torch.utils._pytree.tree_map_only(torch.Tensor, _fake_input(dtype), example_inputs)
+        inputs = pytree.tree_map_only(torch.Tensor, _fake_input(dtype), example_inputs)
         run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)
         try:
             with capture_settings():

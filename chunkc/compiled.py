@@ -15,9 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from chunkc._torch_compat import BackendCompilerFailed, BackendUnsupported, capture_settings, fresh_code
+from chunkc._torch_compat import (
+    BackendCompilerFailed,
+    BackendUnsupported,
+    call_plain,
+    capture_settings,
+    fresh_code,
+    pytree,
+)
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.errors import CaptureError, ChunkcError
@@ -71,10 +77,13 @@ class CompiledModel:
         )
 
         def enter(*args: Any, **kwargs: Any) -> Any:
-            return nn.Module._call_impl(model, *args, **kwargs)
+            return call_plain(model, args, kwargs)
 
         self._enter: Callable[..., Any] = torch.compile(
-            fresh_code(enter), backend=backend, fullgraph=True, dynamic=False  # type: ignore[arg-type]
+            fresh_code(enter),
+            backend=backend,
+            fullgraph=True,
+            dynamic=False,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +132,7 @@ class CompiledModel:
             logger.info("forward without gradients: parameters are gathered operator by operator, outside the plan")
         if self.settings.cast_inputs is not None:
             args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
-        return nn.Module._call_impl(self._model, *args, **kwargs)
+        return call_plain(self._model, args, kwargs)
 
     def _check_params(self) -> None:
         """The module must still hold the managed parameters, all of them and no others."""
@@ -135,8 +144,8 @@ class CompiledModel:
         managed = set(self.runtime.params)
         strange = [n for n, p in self._model.named_parameters() if p not in managed]
         raise ChunkcError(
-            f"parameters of the compiled model were replaced, added or removed ({', '.join(strange[:5]) or 'removed'}); "
-            "its layout is fixed. Change the model before chunkc.compile, or write values in place"
+            f"parameters of the compiled model were replaced, added or removed ({', '.join(strange[:5]) or 'removed'});"
+            " its layout is fixed. Change the model before chunkc.compile, or write values in place"
         )
 
     def _on_capture(self, captured: Captured) -> Compiled:
@@ -163,7 +172,8 @@ class CompiledModel:
 
     def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:
         """Executors take memory, so they are made at the first call and not while torch is tracing."""
-        runtime, made = self.runtime, []
+        runtime = self.runtime
+        made: list[Executor] = []
 
         def executor() -> Executor:
             if not made:

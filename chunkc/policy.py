@@ -6,6 +6,7 @@ Everything here is checked before anything changes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def _refuse_shared_memory(params: dict[nn.Parameter, list[str]]) -> None:
             spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, end, names[0]))
     for found in spans.values():
         found.sort()
-        for (_, end, first), (start, _, second) in zip(found, found[1:], strict=False):
+        for (_, end, first), (start, _, second) in pairwise(found):
             if start < end:
                 raise ChunkcError(
                     f"parameters {first} and {second} are different parameters over the same memory, which training "

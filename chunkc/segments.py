@@ -1,7 +1,7 @@
 """Compiling segments: one callable per distinct piece of code, whatever layer it comes from.
 
-``eager`` interprets the segment's graph; values die at their last use inside it. ``inductor`` compiles it. Both take one
-flat list, which they empty, and return a flat sequence.
+``eager`` interprets the segment's graph; values die at their last use inside it. ``inductor`` compiles it. Both take
+one flat list, which they empty, and return a flat sequence.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ __all__ = [
     "PassOrderError",
     "Planned",
     "Target",
+    "assemble",
     "check_order",
     "make_plan",
     "run_passes",
@@ -82,9 +83,27 @@ def make_plan(
         PlanError: when ``schedule`` or ``layout`` breaks a rule.
         ValueError: on options that contradict each other.
     """
+    _check_request(schedule, target, options, layout)
     start = Draft(schedule, target, options, fixed_layout=layout)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)
+
+
+def _check_request(schedule: Schedule, target: Target, options: Options, layout: Layout | None) -> None:
+    """Refuse what no pass could honour.
+
+    Raises:
+        ValueError: naming the option and the value found.
+    """
+    for graph, cuts in zip(schedule.graphs, options.cuts or ((), ()), strict=True):
+        outside = [c for c in cuts if not 0 < c < len(graph.operators)]
+        if outside:
+            raise ValueError(f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators")
+    if layout is not None and (layout.world_size, layout.rank) != (target.world_size, target.rank):
+        raise ValueError(
+            f"the layout is that of rank {layout.rank} of {layout.world_size}, the target is rank {target.rank} of "
+            f"{target.world_size}"
+        )
 
 
 def assemble(draft: Draft) -> Plan:

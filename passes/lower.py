@@ -1,8 +1,9 @@
 """Lowering: cut a captured graph into the plan's segments, each a graph module of its own.
 
 A segment takes a flat list of values and returns a flat list. Its own graph knows neither the names of the model's
-layers nor its position, so that equal segments have equal code and compile once. Around it stand the names of the values
-that enter and leave, which parameters it reads, and which values die in it; the executor moves them by these lists.
+layers nor its position, so that equal segments have equal code and compile once. Around it stand the names of the
+values that enter and leave, which parameters it reads, and which values die in it; the executor moves them by these
+lists.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from chunkc._torch_compat import pytree
 from chunkc.ir.plan import Segment
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
 
 from chunkc._torch_compat import (
@@ -98,9 +97,7 @@ class _GraphCapture:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
         num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
         gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
-        captured = build(
-            module, self._backward, self._names, gradients, num_forward_outputs(), self._backend.infos
-        )
+        captured = build(module, self._backward, self._names, gradients, num_forward_outputs(), self._backend.infos)
         self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]
         self._compiled = self._backend.on_capture(captured)
         return boxed(self._compiled.forward)
@@ -136,5 +133,3 @@ def boxed(function: BoxedCallable) -> BoxedCallable:
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call
-
-

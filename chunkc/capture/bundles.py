@@ -39,9 +39,7 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
         for position, item in enumerate(unpacked):
             (unpacked[position - 1] if position else node).append(item)
         reads = {a for n in (*chain, node) for a in n.all_input_nodes if a in params}
-        bundles.append(
-            Bundle((*chain, node, *unpacked), node, tuple(sorted(reads, key=lambda p: p.name)))
-        )
+        bundles.append(Bundle((*chain, node, *unpacked), node, tuple(sorted(reads, key=lambda p: p.name))))
         chain = []
     return tuple(bundles)
 

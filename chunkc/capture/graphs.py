@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
 from chunkc.capture.partition import sink_cone

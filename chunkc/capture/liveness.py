@@ -1,9 +1,9 @@
 """Non-model bytes over one iteration: which storages are alive while each operator runs.
 
-Storages are counted once, whatever views they have; sizes come from the fake tensors of the graphs. Both graphs are one
-timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs, buffers,
-outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final gradient is
-counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
+Storages are counted once, whatever views they have; sizes come from the fake tensors of the graphs. Both graphs are
+one timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs,
+buffers, outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final
+gradient is counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
 
+from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle
 
 

@@ -1,9 +1,10 @@
 """Partitioning the joint graph under one rule: nothing that aliases or casts a parameter's payload survives a segment.
 
 PyTorch's min-cut partitioner may save a view or a low-precision copy of a parameter for backward. With payloads that
-move, such a tensor would be a dangling view or a second copy of the model. So the *cone* of a parameter (chains of views
-and casts that start at its placeholder) is tagged for recomputation, and afterwards every consumer gets its own copy of
-the chain directly in front of it: ``sink_cone``. Only raw placeholders are saved, which the executor replaces by slots.
+move, such a tensor would be a dangling view or a second copy of the model. So the *cone* of a parameter (chains of
+views and casts that start at its placeholder) is tagged for recomputation, and afterwards every consumer gets its own
+copy of the chain directly in front of it: ``sink_cone``. Only raw placeholders are saved, which the executor replaces
+by slots.
 """
 
 from __future__ import annotations

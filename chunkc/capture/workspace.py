@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 from torch.fx import Node
-from torch.utils import _pytree as pytree
+
+from chunkc._torch_compat import pytree
 
 aten = torch.ops.aten
 _BASE_NBYTES = 64 << 10

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 MAX_PERIOD = 32
 
@@ -52,3 +53,21 @@ def _longest(items: Sequence[Hashable], first: int) -> Run:
         if run.num_repeats > 1 and run.end > best.end:
             best = run
     return best
+
+
+def merge(runs: Sequence[Run], max_runs: int) -> tuple[Run, ...]:
+    """At most ``max_runs`` (two or more) runs: neighbours are joined to runs of one repeat until they fit.
+
+    Of all pairs of neighbours the next one joined has the fewest folded runs, then avoids the first and the last run,
+    then has the fewest items: equal layers, the beginning and the end of a model are what a reader looks for.
+    """
+    found = list(runs)
+    while len(found) > max_runs:
+        last = len(found) - 2
+        costs = [
+            ((a.num_repeats > 1) + (b.num_repeats > 1), i in (0, last), b.end - a.first, i)
+            for i, (a, b) in enumerate(pairwise(found))
+        ]
+        i = min(costs)[-1]
+        found[i : i + 2] = [Run(found[i].first, found[i + 1].end - found[i].first, 1)]
+    return tuple(found)

@@ -2,7 +2,7 @@
 
 Segments of equal structure are folded into one line. Layers do not meet chunks in step (a layer may end in the middle
 of a chunk), so equality is tried in three strengths and the strongest that fits the screen is taken: operators, shapes
-and what is put away; operators and shapes; operators alone. What still does not fit is cut from the middle, and said.
+and what is put away; operators and shapes; operators alone. If none fits, unequal neighbours share a line and say so.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
-from chunkc.report.fold import Run, fold
+from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
 from chunkc.report.units import Unit, percent, plural, ranges, shorten, unit_of
 
@@ -31,7 +31,8 @@ _MEANINGS = {
 }
 _LEGEND = (
     "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",
-    "                  ops of one, live and total of the largest; (3 each): the part that repeats has 3",
+    "                  ops of one, live and total of the largest.  (3 each): the part that repeats has 3",
+    "[bwd.1-3] mixed   different segments in one line, for space: ops of all of them",
     "ops, chunks read  operators that run, the chunks whose parameters they read, and the chunks' size",
     "live, total       activations, gradients under way and workspace; live and the whole arena",
     "c3, os3, g3       chunk; its optimizer state (fp32 parameter, momentum, variance); group of chunks",
@@ -113,12 +114,7 @@ def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
     if not steps:
         yield _Row(actions=program.actions)
         return
-    runs = _fitting_runs(plan, steps)
-    if len(runs) > MAX_PROGRAM_LINES:
-        head = MAX_PROGRAM_LINES // 2
-        tail = MAX_PROGRAM_LINES - 1 - head
-        runs = (*runs[:head], Run(runs[head].first, runs[-tail].first - runs[head].first, 1), *runs[-tail:])
-    for run in runs:
+    for run in merge(_fitting_runs(plan, steps), MAX_PROGRAM_LINES):
         yield _row(plan, steps, run, unit)
 
 
@@ -200,6 +196,9 @@ def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
     yield f"moved per step: {unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
     resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
     triples = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
+    if not resident and not triples:
+        yield "always on the device: nothing"
+        return
     yield (
         f"always on the device: {plural(len(resident), 'chunk')} ({unit.named(sum(c.nbytes for c in resident))}), "
         f"{plural(len(triples), 'optimizer state')} ({unit.named(sum(c.os_nbytes for c in triples))})"

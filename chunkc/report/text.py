@@ -105,7 +105,21 @@ def _state(state: State) -> str:
 
 
 def _resident(pairs: tuple[tuple[str, int], ...]) -> str:
-    return ", ".join(f"{target} in d{slot}" for target, slot in pairs) or "nothing"
+    """Targets and slots, by slot; where both count up together, as ranges: ``c3-7 in d0-4``."""
+    runs: list[list[tuple[str, int, int]]] = []
+    for target, slot in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
+        prefix = target.rstrip("0123456789")
+        entry = (prefix, int(target.removeprefix(prefix)), slot)
+        if runs and entry == (runs[-1][-1][0], runs[-1][-1][1] + 1, runs[-1][-1][2] + 1):
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return ", ".join(_in_slots(run) for run in runs) or "nothing"
+
+
+def _in_slots(run: list[tuple[str, int, int]]) -> str:
+    (prefix, first, slot), (_, last, last_slot) = run[0], run[-1]
+    return f"{prefix}{first} in d{slot}" if first == last else f"{prefix}{first}-{last} in d{slot}-{last_slot}"
 
 
 def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:

@@ -27,6 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from chunkc._torch_compat import foreach_copy_, fused_adam_, fused_adamw_
+
 TILE_NUMEL = 256 * 1024
 """Elements of one fused call: four fp32 tiles and the payload's stay in a core's cache."""
 
@@ -218,14 +220,14 @@ class ChunkUpdate:
         parts = [row[:numel].split(sizes) for row in rows]
         homes = (self._param32, self._gradient, self._exp_avg, self._exp_avg_sq)
         for part, home in zip(parts, homes, strict=True):
-            torch._foreach_copy_(part, [home[span] for span in spans])
+            foreach_copy_(part, [home[span] for span in spans])
         self._fused(group, *rows)
         for i, home in ((0, self._param32), (2, self._exp_avg), (3, self._exp_avg_sq), (0, self._payload)):
-            torch._foreach_copy_([home[span] for span in spans], parts[i])
+            foreach_copy_([home[span] for span in spans], parts[i])
 
     def _fused(self, group: _Group, param: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
         hyper = group.hyper
-        kernel = torch._fused_adamw_ if hyper.decoupled else torch._fused_adam_
+        kernel = fused_adamw_ if hyper.decoupled else fused_adam_
         kernel(
             [param],
             [gradient],

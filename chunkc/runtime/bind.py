@@ -220,5 +220,3 @@ class Binder:
                 payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces, scratch=scratch
             )
         return self.updates[key]
-
-

@@ -85,7 +85,7 @@ class Device(Protocol):
         ...
 
     def freed(self, memory: torch.Tensor) -> None:
-        """``memory`` (uint8, device) holds nothing from here on; debug settings fill it with NaN. Called in ``work``."""
+        """``memory`` (uint8, device) holds nothing now; debug settings fill it with NaN. Called in ``work``."""
         ...
 
     def synchronize(self) -> None:

@@ -1,7 +1,7 @@
 """The executor: carries out the programs of one plan, action by action, on a device. It decides nothing.
 
-All actions are bound to memory when it is made, so that a step allocates nothing and looks nothing up. Running a program
-is: launch each action on its stream with the events of the labels it waits for. Values of the graphs live in an
+All actions are bound to memory when it is made, so that a step allocates nothing and looks nothing up. Running a
+program is: launch each action on its stream with the events of the labels it waits for. Values of the graphs live in an
 environment by name and leave it at their last use.
 """
 
@@ -118,5 +118,3 @@ class Executor:
 def _wanted(compiled: CompiledGraph) -> frozenset[str]:
     taken = {name for segment in compiled.graph.segments for name in segment.inputs}
     return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
-
-

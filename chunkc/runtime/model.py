@@ -12,12 +12,13 @@ the parameters of the last finished step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkc._torch_compat import swap_tensors
 from chunkc.errors import AccumulationError, ChunkcError
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Phase
@@ -25,7 +26,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.adam import Hyper
 from chunkc.runtime.device import Device
 from chunkc.runtime.executor import Executor
-from chunkc.runtime.params import ManagedTensor, manage, storage_less
+from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
 from chunkc.runtime.staging import StagingStore
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import ChunkValues
@@ -73,11 +74,11 @@ class ModelRuntime:
                 done.append((param, manage(param, info, index, self)))
             except RuntimeError as error:
                 for swapped, original in done:
-                    torch.utils.swap_tensors(swapped, original)
+                    swap_tensors(swapped, original)
                 raise ChunkcError(
-                    f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of an "
-                    "earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the model "
-                    f"is used ({error})"
+                    f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of "
+                    "an earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the "
+                    f"model is used ({error})"
                 ) from error
 
     # What managed tensors need.
@@ -105,7 +106,7 @@ class ModelRuntime:
         else:
             self._abandon()
             self._values.write_param(index, value, payload=self._phase != "graded")
-        torch.autograd.graph.increment_version([self.params[index]._inner])
+        self._raise_versions([index])
 
     def read_grad(self, index: int) -> torch.Tensor:
         """A copy of the gradient of the last backward."""
@@ -152,8 +153,13 @@ class ModelRuntime:
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program and raise the autograd version of every parameter that it changes."""
         self._running().step(hypers, steps)
-        torch.autograd.graph.increment_version([self.params[i]._inner for i in hypers])
+        self._raise_versions(hypers)
         self._phase, self._consumed = "cold", True
+
+    def _raise_versions(self, indexes: Iterable[int]) -> None:
+        """Tell autograd that these parameters changed: graphs that saved them refuse to run backward."""
+        shells = [tensor for i in indexes for tensor in (self.params[i], inner_of(self.params[i]))]
+        torch.autograd.graph.increment_version(shells)
 
     def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copies of exp_avg, exp_avg_sq and param32."""
@@ -192,7 +198,7 @@ class ModelRuntime:
         return self._executor
 
     def adopt(self, executor_of: Callable[[ChunkStore], Executor], layout: Layout, static: dict[str, int]) -> Executor:
-        """Make the executor of a captured graph, and before the first one the chunks, which consume the staging store."""
+        """Make the executor of a captured graph; before the first one the chunks, which consume the staging store."""
         if self._store is None:
             store = ChunkStore(layout, self.device)
             values = ChunkValues(store, static)

@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
+from chunkc._torch_compat import pytree, swap_tensors, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 
@@ -49,14 +49,7 @@ class ManagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> ManagedTensor:
-        outer: ManagedTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            dtype=inner.dtype,
-            device=inner.device,
-            requires_grad=inner.requires_grad and role == "param",
-        )
+        outer: ManagedTensor = wrapper_tensor(cls, inner, inner.requires_grad and role == "param")
         outer._inner = inner
         outer._role = role
         outer._chunkc_index = index
@@ -66,7 +59,7 @@ class ManagedTensor(torch.Tensor):
     def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> None:
         """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
@@ -85,10 +78,10 @@ class ManagedTensor(torch.Tensor):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _plain(self).__reduce_ex__(protocol)
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
+    def data(self) -> torch.Tensor:
         """The tensor without autograd, still managed: in-place writes reach the chunk."""
         return self.detach()
 
@@ -102,7 +95,7 @@ class ManagedTensor(torch.Tensor):
             )
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -220,5 +213,12 @@ def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: Para
     shell = storage_less(info, param.device).requires_grad_(param.requires_grad)
     managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
     managed.__dict__.update(param.__dict__)
-    torch.utils.swap_tensors(param, managed)
+    swap_tensors(param, managed)
     return managed
+
+
+def inner_of(param: torch.Tensor) -> torch.Tensor:
+    """The storage-less tensor that stands for a managed parameter inside compiled graphs."""
+    if not isinstance(param, ManagedTensor):
+        raise TypeError(f"not a managed tensor: {type(param).__name__}")
+    return param._inner

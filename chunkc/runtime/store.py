@@ -1,7 +1,7 @@
 """The chunk store: the memory of one model's layout, and views of parameters in it.
 
-Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous there
-as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
+Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
+there as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
 variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
 """
 
