@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.report.fold import MAX_PERIOD, Run, fold
+from chunkc.report.fold import MAX_PERIOD, Run, fold, merge
 
 
 @given(st.text(alphabet="abc", max_size=60))
@@ -40,3 +40,19 @@ def test_the_longest_period_is_found_and_no_longer_one() -> None:
     part = list(range(MAX_PERIOD))
     assert fold(part * 2) == (Run(0, MAX_PERIOD, 2),)
     assert all(run.num_repeats == 1 for run in fold([*part, -1] * 2))
+
+
+@given(st.text(alphabet="abcd", min_size=1, max_size=60), st.integers(2, 9))
+def test_merged_runs_still_cover_the_items_and_fit(items: str, max_runs: int) -> None:
+    runs = fold(items)
+    merged = merge(runs, max_runs)
+    assert len(merged) == min(len(runs), max_runs)
+    assert [r.first for r in merged] == [0, *(r.end for r in merged[:-1])] and merged[-1].end == len(items)
+    assert {r for r in merged if r.num_repeats > 1} <= set(runs)
+
+
+def test_folded_runs_and_both_ends_outlive_merging() -> None:
+    runs = fold("xyz" + "abc" * 6 + "uvw")
+    assert merge(runs, 5) == (Run(0, 1, 1), Run(1, 2, 1), Run(3, 3, 6), Run(21, 2, 1), Run(23, 1, 1))
+    assert merge(runs, 3) == (Run(0, 3, 1), Run(3, 3, 6), Run(21, 3, 1))
+    assert merge(runs, len(runs)) == runs

@@ -82,6 +82,14 @@ def test_elastic_bytes_and_groups_are_shown() -> None:
     assert " + elastic 0.50 + non-model " in nbytes
 
 
+def test_neighbours_in_neighbouring_slots_are_one_range() -> None:
+    plan = gpt_plan(num_layers=4)
+    resident = (("os5", 5), ("c9", 0), ("c10", 1), ("c11", 2), ("c13", 3), ("c14", 4))
+    entry = replace(plan.programs[0].entry, resident=resident)
+    text = full_text(replace(plan, programs=(replace(plan.programs[0], entry=entry, actions=()),)))
+    assert "# entry cold: resident c9-11 in d0-2, c13-14 in d3-4, os5 in d5\n" in text
+
+
 def test_header_layout_and_slots() -> None:
     plan = gpt_plan()
     text = full_text(plan)
