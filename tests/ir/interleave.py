@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home
-from chunkc.ir.plan import ROLE_LETTER, Plan, Program
+from chunkc.ir.plan import ROLE_LETTER, Plan
 
 PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon"}
 SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRFAFBS"

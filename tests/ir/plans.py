@@ -395,3 +395,39 @@ SPECS: dict[str, PlanSpec] = {
     "distributed_rank1": distributed(rank=1),
     "serial": distributed(serial=True),
 }
+
+
+def chain(num_chunks: int, num_slots: int = 4) -> PlanSpec:
+    """``num_chunks`` chunks, one segment each, through ``num_slots`` slots in turn: a plan of any length."""
+    forward: list[str] = []
+    backward: list[str] = []
+    step: list[str] = []
+    freed: dict[int, str] = {}
+    for i in range(num_chunks):
+        slot = i % num_slots
+        waits = " ".join([f"s{i}", *([freed[slot]] if slot in freed else [])])
+        forward += [f"fetch c{i} -> d{slot} @h2d after {waits}", f"run fwd.{i} @compute after f{len(forward)}"]
+        forward += [f"drop c{i} <- d{slot} @compute"]
+        freed[slot] = f"f{len(forward) - 1}"
+    for position, i in enumerate(reversed(range(num_chunks))):
+        slot, base = i % num_slots, len(backward)
+        backward += [
+            f"fetch c{i} -> d{slot} @h2d after {freed[slot]}",
+            f"run bwd.{position} @compute after b{base}",
+            f"stash c{i} of bwd.{position} @compute",
+            f"evict c{i} <- d{slot} @d2h after b{base + 2}",
+        ]
+        freed[slot] = f"b{base + 3}"
+    for i in range(num_chunks):
+        step += [f"update c{i} @cpu after b{4 * (num_chunks - 1 - i) + 3}"]
+    segments = [segment(f"fwd.{i}", (i,)) for i in range(num_chunks)]
+    segments += [segment(f"bwd.{n}", (num_chunks - 1 - n,), (num_chunks - 1 - n,)) for n in range(num_chunks)]
+    return PlanSpec(
+        numels=(CHUNK_NUMEL,) * num_chunks,
+        placements=tuple(Placement(i, i, 0) for i in range(num_chunks)),
+        chunks=tuple(trained(i) for i in range(num_chunks)),
+        slots=tuple((s * PAYLOAD, PAYLOAD) for s in range(num_slots)),
+        segments=tuple(segments),
+        programs={"forward": tuple(forward), "backward": tuple(backward), "step": tuple(step), "abandon": ()},
+        host_budget=num_chunks * (PAYLOAD + TRIPLE),
+    )
