@@ -17,7 +17,9 @@ from plans_for_report import gpt_plan
 import chunkc
 from chunkc.cli import main
 from chunkc.errors import BudgetError, HardwareError
+from chunkc.hardware import format_size
 from chunkc.ir import plan as ir
+from chunkc.ir.verify import verify
 from chunkc.report import Plan, full_text, render, summarize
 
 MODULE = """
@@ -226,3 +228,36 @@ def test_python_m_chunkc_and_a_reader_that_leaves(tmp_path: Path) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 0
+
+
+REAL_MODULE = """
+import torch
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(6))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.square().mean()
+def build():
+    return Net(), (torch.zeros(4, 256),)
+"""
+
+
+def test_the_memory_that_a_real_model_is_said_to_need_is_enough(
+    user_module: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(f"{user_module}_net.py").write_text(REAL_MODULE)
+    command = ["plan", f"{user_module}_net:build", "--dtype", "float32", "--json"]
+    assert main([*command, "--hw", "emulated-64k-64m"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    least = f"emulated-{format_size(found['min_device_nbytes'])}-{format_size(found['min_host_nbytes'])}"
+    assert main([*command, "--hw", least, "--save", "net.json"]) == 0
+    fitting = json.loads(capsys.readouterr().out)
+    assert fitting["device_peak_nbytes"] <= found["min_device_nbytes"]
+    assert fitting["host_nbytes"] <= found["min_host_nbytes"]
+    plan = Plan.load("net.json")
+    verify(plan)
+    assert plan.digest() == fitting["digest"]
+    assert sum(info.numel for info in plan.layout.params) == 6 * (256 * 256 + 256)
