@@ -1,0 +1,159 @@
+"""A rig: one captured model that is planned and trained again and again, each time from its initial values.
+
+Capturing takes seconds, planning and twenty steps of a tiny model do not, so a rig captures once by the product's path
+(``chunkc.compile`` and a first forward through torch.compile) and gives every run a new runtime, device and plan behind
+the same captured graphs. Parameter objects, autograd, the wrapper and the optimizer are those of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from models import Case, loss_of
+from torch import nn
+from training import AfterStep, Recipe, Trained, train
+
+import chunkc
+from chunkc.api import StateDictHook
+from chunkc.capture.backend import Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.compiled import CompiledModel, Settings
+from chunkc.errors import BudgetError
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import ParamInfo
+from chunkc.passes import Options
+from chunkc.policy import unique_params
+from chunkc.runtime.device import Device
+from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.model import ModelRuntime
+
+BIG_NBYTES = 1 << 30
+POISON = EmulationSettings(poison=True)
+MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device], ModelRuntime]
+Cuts = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run is planned for and runs on."""
+
+    options: Options = Options()  # noqa: RUF009 - frozen
+    device_nbytes: int = BIG_NBYTES
+    host_nbytes: int = BIG_NBYTES
+    settings: EmulationSettings = POISON
+    make_runtime: MakeRuntime = ModelRuntime
+
+
+class ReplannedModel(CompiledModel):
+    """A compiled model whose captured graphs can be planned anew."""
+
+    def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
+        super().__init__(model, runtime, settings)
+        self.captured: Captured | None = None
+        self._current: Compiled | None = None
+
+    def _on_capture(self, captured: Captured) -> Compiled:
+        self.captured = captured
+        self._current = super()._on_capture(captured)
+        return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
+
+    def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
+        """Go on with ``runtime`` and a plan for these budgets."""
+        if self.captured is None:
+            raise RuntimeError("capture first: run a forward")
+        target = replace(self.settings.target, device_budget_nbytes=device_nbytes, host_budget_nbytes=host_nbytes)
+        self.settings.target, self.settings.options = target, options
+        self.runtime, self.plan = runtime, None
+        self._current = super()._on_capture(self.captured)
+
+    def _now(self) -> Compiled:
+        if self._current is None:
+            raise RuntimeError("nothing is planned")
+        return self._current
+
+
+class Rig:
+    """See the module's text. ``dtype`` is the compute dtype."""
+
+    def __init__(self, case: Case, dtype: torch.dtype = torch.float32, backend: Any = "eager") -> None:
+        self.case = case
+        self.dtype = dtype
+        self.batches = case.batches()
+        self.model = chunkc.compile(case.build(), "emulated-1g-1g", dtype=dtype, backend=backend)
+        made = self.model._compiled_call_impl
+        self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
+        self.model._compiled_call_impl = self.compiled
+        loss_of(self.model(**self.batches[0]))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest run."""
+        if self.compiled.plan is None:
+            raise RuntimeError("nothing has run yet")
+        return self.compiled.plan
+
+    def reset(self, setup: Setup) -> None:
+        """Initial values, a new device and a new plan.
+
+        Raises:
+            BudgetError: when ``setup`` does not fit.
+        """
+        fresh = self.case.build()
+        params = self.compiled.runtime.params
+        old = self.compiled.runtime
+        for p in params:
+            p.grad = None
+        name = f"emulated-{setup.device_nbytes}-{setup.host_nbytes}"
+        device = EmulatedDevice(name, setup.device_nbytes, setup.host_nbytes, setup.settings)
+        runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device)
+        runtime.params = params
+        for p in params:
+            p._chunkc_runtime = runtime
+        with torch.no_grad():
+            for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
+                buffer.copy_(initial)
+        self.model.register_state_dict_post_hook(StateDictHook(runtime))
+        old.close()
+        self.compiled.replan(runtime, setup.options, setup.device_nbytes, setup.host_nbytes)
+
+    def train(
+        self,
+        setup: Setup,
+        recipe: Recipe,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        after_step: AfterStep | None = None,
+    ) -> Trained:
+        """Train from the initial values with ``chunkc.AdamW`` (or ``make_optimizer(model)``)."""
+        self.reset(setup)
+        optimizer = (
+            chunkc.AdamW(self.model.parameters(), **recipe.options)
+            if make_optimizer is None
+            else make_optimizer(self.model)
+        )
+        return train(self.model, self.batches, optimizer, recipe, after_step)
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of the latest step."""
+        return chunkc.stats(self.model)
+
+    def smallest(self, options: Options = Options()) -> tuple[int, int]:  # noqa: B008 - frozen
+        """``(device, host)`` bytes that the error names when one byte is all there is."""
+        try:
+            self.reset(Setup(options, device_nbytes=1, host_nbytes=BIG_NBYTES))
+        except BudgetError as error:
+            return error.min_device_nbytes, error.min_host_nbytes
+        raise AssertionError("one byte of device memory was found to suffice")
+
+
+def cuts_of(plan: Plan) -> Cuts:
+    """Where all segments of ``plan`` but the first start, as an option for another plan."""
+    forward, backward = (tuple(s.first_op for s in plan.graph_segments(g)[1:]) for g in ("forward", "backward"))
+    return forward, backward
+
+
+def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
+    """The segments of ``plan`` as ranges of operators."""
+    return [(s.graph, s.first_op, s.end_op) for s in plan.segments]

@@ -1,0 +1,224 @@
+"""Training loops for comparisons, what they leave behind, and the two equalities: of bits and of semantics.
+
+The loops are the user's: forward, ``loss.backward()``, ``optimizer.step()``, ``zero_grad()``. ``Trained`` holds values by
+parameter name, so that two runs are compared element by element whatever stood behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from models import Batch, Case, loss_of
+from torch import nn
+
+Values = dict[str, torch.Tensor]
+AfterStep = Callable[[int, torch.optim.Optimizer], None]
+
+GRADIENT_TOLERANCE = 1e-6
+UPDATE_TOLERANCE = 1e-3
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to train. ``seed`` is set before the first step."""
+
+    num_steps: int = 20
+    lr: float = 1e-3
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    seed: int = 0
+
+    @property
+    def options(self) -> dict[str, float]:
+        """Keyword arguments of the optimizer."""
+        return {"lr": self.lr, "eps": self.eps, "weight_decay": self.weight_decay}
+
+
+PLACEMENT = Recipe()
+SEMANTICS = Recipe(eps=1e-4)
+
+
+@dataclass(slots=True)
+class Trained:
+    """What a run leaves behind: losses, gradients of the first step, and the final state, by name.
+
+    ``largest_update`` is the largest change of any element in one step where ``initial`` values were at hand, else 0.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: Values = field(default_factory=dict)
+    params: Values = field(default_factory=dict)
+    exp_avg: Values = field(default_factory=dict)
+    exp_avg_sq: Values = field(default_factory=dict)
+    buffers: Values = field(default_factory=dict)
+    largest_update: float = 0.0
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    after_step: AfterStep | None = None,
+) -> Trained:
+    """The usual loop; the same code for a compiled model and a plain one."""
+    found = Trained()
+    torch.manual_seed(recipe.seed)
+    for step in range(recipe.num_steps):
+        loss = loss_of(model(**batches[step % len(batches)]))
+        loss.backward()
+        if step == 0:
+            found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        if after_step is not None:
+            after_step(step, optimizer)
+        optimizer.zero_grad()
+        found.losses.append(loss.item())
+    read_state(found, model, optimizer)
+    return found
+
+
+def read_state(found: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Copy final parameters, moments and buffers into ``found``."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    state = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    found.params = {n: state[n] for n in names.values()}
+    found.buffers = {n: v.clone() for n, v in buffers.items()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    for index, moments in optimizer.state_dict()["state"].items():
+        found.exp_avg[order[index]] = moments["exp_avg"].clone()
+        found.exp_avg_sq[order[index]] = moments["exp_avg_sq"].clone()
+
+
+def train_plain(case: Case, recipe: Recipe) -> Trained:
+    """Eager PyTorch with torch.optim.AdamW, in fp32."""
+    model = case.build()
+    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
+    before = [p.detach().clone() for p in model.parameters()]
+    largest = 0.0
+
+    def measure(step: int, _: torch.optim.Optimizer) -> None:
+        nonlocal largest
+        for p, q in zip(model.parameters(), before, strict=True):
+            if p.numel():
+                largest = max(largest, float((p.detach() - q).abs().max()))
+            q.copy_(p.detach())
+
+    found = train(model, case.batches(), optimizer, recipe, measure)
+    found.largest_update = largest
+    return found
+
+
+def train_plain_16(case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Trained:
+    """Eager PyTorch in ``dtype`` with an fp32 master: AdamW steps the masters, which are rounded into the model.
+
+    Floating buffers stay as they are and floating inputs are cast, as ``chunkc.compile`` says it does.
+    """
+    model = case.build()
+    names = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    masters = {n: nn.Parameter(p.detach().clone()) for n, p in names.items()}
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    optimizer = torch.optim.AdamW(masters.values(), **recipe.options)
+    found = Trained()
+    batches = [cast(batch, dtype) for batch in case.batches()]
+    torch.manual_seed(recipe.seed)
+    for step in range(recipe.num_steps):
+        loss = loss_of(model(**batches[step % len(batches)]))
+        loss.backward()
+        for n, p in names.items():
+            masters[n].grad = None if p.grad is None else p.grad.float()
+        if step == 0:
+            found.gradients = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
+        optimizer.step()
+        with torch.no_grad():
+            for n, p in names.items():
+                p.copy_(masters[n])
+        model.zero_grad()
+        found.losses.append(loss.item())
+    found.params = {n: p.detach().clone() for n, p in model.named_parameters()}
+    found.params.update({n: m.detach().clone() for n, m in masters.items()})
+    return found
+
+
+def cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    """``batch`` with floating-point inputs in ``dtype``."""
+    return {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
+
+
+def assert_same_bits(found: Trained, wanted: Trained) -> None:
+    """Acceptance (a): parameters, both moments, buffers and losses are equal to the bit."""
+    assert found.losses == wanted.losses, f"losses differ: {found.losses} and {wanted.losses}"
+    for kind in ("gradients", "params", "exp_avg", "exp_avg_sq", "buffers"):
+        values, others = getattr(found, kind), getattr(wanted, kind)
+        assert values.keys() == others.keys(), f"{kind} of {values.keys() ^ others.keys()} are in one run only"
+        unequal = [f"{n}: {_difference(values[n], others[n])}" for n in others if not same_bits(values[n], others[n])]
+        assert not unequal, f"{kind} differ in {len(unequal)} of {len(others)} tensors: {'; '.join(unequal[:5])}"
+
+
+def same_bits(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit; a NaN is never right."""
+    if value.dtype != other.dtype or value.shape != other.shape or bool(value.isnan().any()):
+        return False
+    return torch.equal(value.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def _difference(value: torch.Tensor, other: torch.Tensor) -> str:
+    if value.dtype != other.dtype or value.shape != other.shape:
+        return f"{value.dtype}{tuple(value.shape)} and {other.dtype}{tuple(other.shape)}"
+    unequal = (value != other).sum().item()
+    return f"{unequal} of {value.numel()} elements, by up to {(value - other).abs().max().item():.3g}"
+
+
+def assert_same_gradients(found: Values, wanted: Values, tolerance: float = GRADIENT_TOLERANCE) -> None:
+    """Every element within ``tolerance`` of the model's largest gradient; the same parameters have one."""
+    assert found.keys() == wanted.keys(), f"gradients of {found.keys() ^ wanted.keys()} are in one run only"
+    assert_close_elements(found, wanted, tolerance * largest(wanted), "gradients")
+
+
+def assert_same_semantics(found: Trained, wanted: Trained) -> None:
+    """Acceptance (b); ``wanted`` is the run of plain PyTorch that measured its largest update."""
+    assert_same_gradients(found.gradients, wanted.gradients)
+    assert_close_elements(found.params, wanted.params, UPDATE_TOLERANCE * wanted.largest_update, "parameters")
+    for kind in ("exp_avg", "exp_avg_sq"):
+        values, others = getattr(found, kind), getattr(wanted, kind)
+        assert values.keys() == others.keys(), f"{kind} of {values.keys() ^ others.keys()} are in one run only"
+        assert_close_elements(values, others, UPDATE_TOLERANCE * largest(others), kind)
+    for step, (loss, other) in enumerate(zip(found.losses, wanted.losses, strict=True)):
+        assert abs(loss - other) <= LOSS_TOLERANCE * abs(other), f"step {step}: loss {loss}, plain PyTorch {other}"
+
+
+def assert_close_elements(found: Mapping[str, Any], wanted: Mapping[str, Any], atol: float, kind: str) -> None:
+    """Every element of every tensor within ``atol``; the message names the worst tensor."""
+    assert atol > 0, f"{kind}: nothing to compare with"
+    errors = {n: _largest_error(found[n], value) for n, value in wanted.items()}
+    worst = max(errors, key=lambda n: errors[n])
+    assert errors[worst] <= atol, f"{kind}: {worst} is off by {errors[worst]:.3g}, allowed {atol:.3g}"
+
+
+def largest(values: Mapping[str, torch.Tensor]) -> float:
+    """Largest absolute element of all tensors."""
+    return max((float(v.abs().max()) for v in values.values() if v.numel()), default=0.0)
+
+
+def largest_error(found: Values, wanted: Values) -> float:
+    """Largest absolute difference of any element of any tensor."""
+    return max(_largest_error(found[n], value) for n, value in wanted.items())
+
+
+def largest_loss_error(found: Iterable[float], wanted: Iterable[float]) -> float:
+    """Largest absolute difference of the losses of any step."""
+    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+def _largest_error(value: torch.Tensor, other: torch.Tensor) -> float:
+    assert value.shape == other.shape, f"shapes {tuple(value.shape)} and {tuple(other.shape)}"
+    if not other.numel():
+        return 0.0
+    error = float((value.double() - other.double()).abs().max())
+    return float("inf") if error != error else error
