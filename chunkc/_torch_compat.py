@@ -24,7 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-BackendUnsupported = torch._dynamo.exc.Unsupported
+CaptureFailed = torch._dynamo.exc.TorchDynamoException
+RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
 BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
 
 fused_adam_ = torch._fused_adam_
@@ -33,8 +34,9 @@ foreach_copy_ = torch._foreach_copy_
 
 __all__ = [
     "BackendCompilerFailed",
-    "BackendUnsupported",
+    "CaptureFailed",
     "FakeTensorMode",
+    "RecompileLimitHit",
     "aot_backend",
     "call_plain",
     "capture_settings",

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc import debug
 from chunkc._torch_compat import (
     BackendCompilerFailed,
-    BackendUnsupported,
+    CaptureFailed,
     FakeTensorMode,
     call_plain,
     capture_settings,
@@ -210,7 +209,7 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
             if isinstance(error.inner_exception, ChunkcError):
                 raise error.inner_exception from None
             raise
-        except BackendUnsupported as error:
+        except CaptureFailed as error:
             raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
     raise CaptureError(f"{type(model).__name__} was not captured: its forward has nothing to train")
 
@@ -288,12 +287,12 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     exception. The whole model stands in host memory a second time meanwhile.
     """
     runtime = _compiled(model).runtime
-    values: list[tuple[int, nn.Parameter, int]] = []
+    values: list[tuple[int, nn.Parameter]] = []
 
     def plain(param: torch.Tensor) -> torch.Tensor:
         index: int = param._chunkc_index  # type: ignore[attr-defined]
         real = nn.Parameter(runtime.read_exact(index), requires_grad=param.requires_grad)
-        values.append((index, real, real._version))
+        values.append((index, real))
         return real
 
     compiled = model._compiled_call_impl
@@ -303,8 +302,8 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
             yield model
     finally:
         model._compiled_call_impl = compiled
-        for index, real, version in values:
-            if real._version != version:
+        for index, real in values:
+            if not torch.equal(real, runtime.read_exact(index)):
                 runtime.write_param(index, real.detach())
 
 
@@ -345,4 +344,4 @@ def _chunk_numel(chunk_size: int | str) -> int | None:
     return chunk_size
 
 
-__all__ = ["compile", "debug", "full_params", "plan", "plan_of", "stats"]
+__all__ = ["compile", "full_params", "plan", "plan_of", "stats"]

@@ -18,7 +18,8 @@ from torch import nn
 
 from chunkc._torch_compat import (
     BackendCompilerFailed,
-    BackendUnsupported,
+    CaptureFailed,
+    RecompileLimitHit,
     call_plain,
     capture_settings,
     fresh_code,
@@ -26,11 +27,13 @@ from chunkc._torch_compat import (
 )
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
-from chunkc.errors import CaptureError, ChunkcError
+from chunkc.debug import explain
+from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Planned, Target, make_plan
 from chunkc.passes.lower import LoweredGraph, lower
+from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime, static_slots
@@ -119,7 +122,11 @@ class CompiledModel:
             if isinstance(inner, ChunkcError):
                 raise inner from None
             raise
-        except BackendUnsupported as error:
+        except RecompileLimitHit as error:
+            raise ShapeLimitError(
+                "more input shapes than one model may have programs in this release; pad the inputs to few lengths"
+            ) from error
+        except CaptureFailed as error:
             raise CaptureError(
                 f"the forward of {type(self._model).__name__} breaks into several graphs, which is not built yet; the "
                 f"first break:\n{error}"
@@ -168,6 +175,8 @@ class CompiledModel:
         num = len(plan.segments)
         logger.info("compiled %d segments in %.1f s", num, time.perf_counter() - started)
         self.planned.append(planned)
+        code = {segment.name: segment.module.code.strip() for graph in graphs for segment in graph.segments}
+        explain(ReportedPlan.of(plan), plan.stages, code)
         return self._callables(plan, compiled, captured)
 
     def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:

@@ -51,6 +51,7 @@ class ModelRuntime:
         self.device = device
         self.num_forwards = 0
         self.held_nbytes = 0
+        self._measured_peak_nbytes = 0
         self._handed_dtypes = [p.dtype for p in params]
         self._phase: Phase = "cold"
         self._consumed = False
@@ -243,6 +244,7 @@ class ModelRuntime:
         self.device.start_reading()
         self.held_nbytes = held_nbytes
         outputs = self._guarded(executor, lambda: executor.forward(args))
+        self._measure()
         self._phase = "saved"
         self.num_forwards += 1
         return outputs
@@ -251,6 +253,7 @@ class ModelRuntime:
         """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient."""
         self._check_backward(executor)
         outputs = self._guarded(executor, lambda: executor.backward(args))
+        self._measure()
         self._phase, self._consumed = "graded", False
         for index in executor.graded_params:
             self.params[index].grad = self._grads[index]
@@ -291,9 +294,12 @@ class ModelRuntime:
             self.device.synchronize()
 
     def measured_peak_nbytes(self) -> int:
-        """Arena plus the highest reading of non-model bytes since the latest forward began."""
+        """Arena plus the highest reading of non-model bytes from the latest forward to the end of its backward."""
+        return self._measured_peak_nbytes
+
+    def _measure(self) -> None:
         arena = 0 if self._store is None else self._store.layout.arena_nbytes
-        return arena + self.held_nbytes + self.device.read_nonmodel_nbytes()
+        self._measured_peak_nbytes = arena + self.held_nbytes + self.device.read_nonmodel_nbytes()
 
     def close(self) -> None:
         """Give all memory back; values can no longer be read."""
