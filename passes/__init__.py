@@ -98,7 +98,9 @@ def _check_request(schedule: Schedule, target: Target, options: Options, layout:
     for graph, cuts in zip(schedule.graphs, options.cuts or ((), ()), strict=True):
         outside = [c for c in cuts if not 0 < c < len(graph.operators)]
         if outside:
-            raise ValueError(f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators")
+            raise ValueError(
+                f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators"
+            )
     if layout is not None and (layout.world_size, layout.rank) != (target.world_size, target.rank):
         raise ValueError(
             f"the layout is that of rank {layout.rank} of {layout.world_size}, the target is rank {target.rank} of "

@@ -139,9 +139,9 @@ def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> Non
     if layout.params != schedule.params:
         raise PlanError("a fixed layout serves only shapes of the model that it was made for; the parameters differ")
     for place in layout.placements:
-        kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
         if not place.num_chunks:
             continue
+        kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
         if (place.param in trained) != (kind is ChunkList.TRAINED) or (
             place.param in used and kind is ChunkList.UNUSED
         ):

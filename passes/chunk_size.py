@@ -69,7 +69,9 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
         if layer:
             layers[layer[0]] = layers.get(layer[0], 0) + info.nbytes // DTYPE_NBYTES[info.dtype]
     common = sorted(set(layers.values()), key=lambda n: (-list(layers.values()).count(n), n))[:2]
-    wanted += [n * m for n in common for m in LAYER_MULTIPLES] + [n / d * SLACK for n in common for d in LAYER_FRACTIONS]
+    wanted += [n * m for n in common for m in LAYER_MULTIPLES] + [
+        n / d * SLACK for n in common for d in LAYER_FRACTIONS
+    ]
     floor = max(GRANULE_NUMEL, total // (MAX_CHUNKS * world_size))
     granules = {-(-max(int(n), floor) // GRANULE_NUMEL) for n in wanted}
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))

@@ -1,0 +1,149 @@
+"""Operator schedules for planner tests: written by hand, drawn at random, and those of well-known model shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from chunkc.errors import BudgetError
+from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
+from chunkc.ir.verify import verify
+from chunkc.passes import Draft, Options, Planned, Target, assemble, make_plan
+
+PLENTY = 1 << 50
+
+
+def param(name: str, *shape: int, dtype: str = "float32") -> ParamInfo:
+    strides: list[int] = []
+    for size in reversed(shape):
+        strides.insert(0, strides[0] * size_before if strides else 1)
+        size_before = size
+    return ParamInfo(name, (), shape, tuple(strides), dtype, True)
+
+
+def op(
+    reads: Sequence[int] = (),
+    grads: Sequence[int] = (),
+    live: int = 0,
+    after: int = 0,
+    workspace: int = 0,
+    name: str = "op",
+) -> Operator:
+    return Operator(name, "aten.mm.default", tuple(reads), tuple(grads), 0, 0, live, after, workspace)
+
+
+def schedule(params: Sequence[ParamInfo], forward: Sequence[Operator], backward: Sequence[Operator]) -> Schedule:
+    def graph(kind: GraphKind, operators: Sequence[Operator]) -> GraphSchedule:
+        return GraphSchedule(kind, tuple(operators))
+
+    return Schedule(tuple(params), graph("forward", forward), graph("backward", backward))
+
+
+def chain(num_layers: int, numel: int = 64, live: int = 0) -> Schedule:
+    """Layers of one parameter each, read in order by forward and in reverse order by backward, which lands them."""
+    layers = range(num_layers)
+    params = [param(f"layers.{i}.weight", numel) for i in layers]
+    return schedule(params, [op([i], live=live) for i in layers], [op([i], [i], live=live) for i in reversed(layers)])
+
+
+def target(device: int = PLENTY, host: int = PLENTY, world_size: int = 1, rank: int = 0) -> Target:
+    return Target("Model", "emulated", device, host, world_size, rank)
+
+
+def check(name: str, draft: Draft) -> None:
+    """What the runner calls around each pass: mapping and plan must hold as soon as they are decided."""
+    if draft.layout is not None:
+        assert len(draft.layout.placements) == len(draft.schedule.params), name
+    if draft.programs is not None:
+        verify(assemble(draft))
+
+
+def planned(found: Schedule, where: Target, options: Options = Options()) -> Planned:  # noqa: B008 - frozen
+    """A plan that the verifier accepted."""
+    return make_plan(found, where, options, check=check)
+
+
+def planned_somewhere(found: Schedule, where: Target, options: Options) -> Planned:
+    """As ``planned``; where the budgets do not suffice, with those that the error names."""
+    try:
+        return planned(found, where, options)
+    except BudgetError as error:
+        enough = target(error.min_device_nbytes, error.min_host_nbytes, where.world_size, where.rank)
+        return planned(found, enough, options)
+
+
+def texts(result: Planned, program: str) -> list[str]:
+    """The labelled actions of a program."""
+    return [f"{label} {action}" for label, action in result.plan.program(program).labelled()]
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Random iterations: odd sizes, no bytes at all, shared reads, frozen and unused parameters, mixed dtypes."""
+    sizes = st.sampled_from([0, 1, 53, 91, 300, 1000, 4096]) | st.integers(1, 2000)
+    dtypes = st.sampled_from(["float32", "float32", "bfloat16"])
+    params = [param(f"layers.{i}.weight", draw(sizes), dtype=draw(dtypes)) for i in range(draw(st.integers(1, 8)))]
+    used = draw(st.lists(st.sampled_from(range(len(params))), unique=True))
+    num_backward = draw(st.integers(1, 12))
+    grads: list[list[int]] = [[] for _ in range(num_backward)]
+    for index in used:
+        if draw(st.integers(0, 4)):
+            grads[draw(st.integers(0, num_backward - 1))].append(index)
+    reads = st.lists(st.sampled_from(used), max_size=3, unique=True) if used else st.just([])
+    sizes_of_ops = st.integers(0, 5000)
+
+    def operator(made: Sequence[int] = ()) -> Operator:
+        live = draw(sizes_of_ops)
+        return op(draw(reads), made, live, draw(st.integers(0, live)), draw(st.integers(0, 500)))
+
+    forward = [operator() for _ in range(draw(st.integers(1, 10)))]
+    return schedule(params, forward, [operator(made) for made in grads])
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
+    """A schedule, budgets from hopeless to everything resident, one to four ranks, any option."""
+    found = draw(schedules())
+    world_size = draw(st.sampled_from([1, 1, 2, 4]))
+    where = target(
+        draw(st.integers(1, 200_000)),
+        draw(st.just(PLENTY) | st.integers(1, 100_000)),
+        world_size,
+        draw(st.integers(0, world_size - 1)),
+    )
+    cuts = [
+        tuple(sorted(draw(st.sets(st.integers(1, n - 1), max_size=3)))) if n > 1 else ()
+        for n in (len(g.operators) for g in found.graphs)
+    ]
+    chosen: dict[str, Any] = {"chunk_numel": draw(st.sampled_from([None, 64, 256, 700, 5000]))}
+    chosen["os_home"] = draw(st.sampled_from(["auto", "auto", "host", "device"]))
+    chosen["cuts"] = draw(st.sampled_from([None, (cuts[0], cuts[1])]))
+    return found, where, Options(**chosen)
+
+
+def gpt_like(
+    num_layers: int, hidden: int, vocabulary: int = 50257, *, dtype: str = "bfloat16", ops_per_layer: int = 18
+) -> Schedule:
+    """Parameters and order of use of GPT-2 (tied embedding): per layer 12 tensors, 12 h^2 + 13 h elements."""
+    params = [param("wte", vocabulary, hidden, dtype=dtype), param("wpe", 1024, hidden, dtype=dtype)]
+    shapes: list[tuple[int, ...]] = [(hidden,), (hidden,), (3 * hidden, hidden), (3 * hidden,), (hidden, hidden)]
+    shapes += [(hidden,), (hidden,), (hidden,), (4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,)]
+    forward, layers = [op([0]), op([1])], []
+    for layer in range(num_layers):
+        first = len(params)
+        params += [param(f"h.{layer}.{i}", *shape, dtype=dtype) for i, shape in enumerate(shapes)]
+        layers.append([(first + i, first + i + 1) for i in range(0, 12, 2)])
+    params += [param("ln_f.weight", hidden, dtype=dtype), param("ln_f.bias", hidden, dtype=dtype)]
+    final = (len(params) - 2, len(params) - 1)
+    idle = [op()] * (ops_per_layer // 18)
+    for pairs in layers:
+        for pair in pairs:
+            forward += [op(pair), *idle]
+    forward += [op(final), op([0])]
+    backward = [op([0]), op(final, final)]
+    for pairs in reversed(layers):
+        for pair in reversed(pairs):
+            backward += [op(pair[:1]), op([], pair), *idle]
+    return schedule(params, forward, [*backward, op([], [1]), op([], [0])])
