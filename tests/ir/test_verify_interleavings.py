@@ -6,6 +6,7 @@ the verifier demands in these plans is demanded by some interleaving that goes w
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -18,11 +19,11 @@ from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op, Stream, parse
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
 
-from .interleave import SEQUENCE, find_wrong, lower
+from .interleave import SEQUENCE, execute, find_wrong, lower
 from .plans import SPECS, PlanSpec, chain
 
 SEEDS = range(100)
-ORACLE_SPECS = {**SPECS, "chain": chain(5)}
+ORACLE_SPECS = {**SPECS, "chain": chain(4)}
 
 
 def accepted(plan: Plan) -> bool:
@@ -56,8 +57,9 @@ def test_deleting_a_wait_is_refused_exactly_when_some_interleaving_goes_wrong(na
         if spec_name != name:
             continue
         plan = ORACLE_SPECS[name].without_wait(program, position, wait).build()
-        wrong = find_wrong(plan, SEEDS)
-        assert accepted(plan) == (not wrong), f"{program} {position} without {wait}: {wrong}"
+        is_accepted = accepted(plan)
+        wrong = find_wrong(plan, range(40) if is_accepted else SEEDS)
+        assert is_accepted == (not wrong), f"{program} {position} without {wait}: {wrong}"
 
 
 def test_some_deleted_waits_are_redundant_and_most_are_not() -> None:
@@ -105,7 +107,7 @@ def _changed(action: Action, kind: str, spec: PlanSpec, chance: random.Random) -
         return replace(action, waits=tuple(w for w in action.waits if w != chance.choice(action.waits)))
     if kind == "other wait":
         letter, program = chance.choice((("f", "forward"), ("b", "backward"), ("s", "step")))
-        other = f"{letter}{chance.randrange(len(spec.programs[program]))}"
+        other = f"{letter}{chance.randrange(1 + len(spec.programs[program]))}"
         return replace(action, waits=(*action.waits[1:], other))
     if kind == "slot" and action.slot is not None:
         return replace(action, slot=chance.randrange(len(spec.slots)))
@@ -137,7 +139,7 @@ def test_whatever_is_accepted_computes_the_reference(name: str, num_edits: int, 
 @pytest.mark.parametrize("name", ORACLE_SPECS)
 def test_thousands_of_random_edits(name: str) -> None:
     num_accepted = 0
-    for seed in range(3000):
+    for seed in range(1000):
         chance = random.Random(seed)
         spec = ORACLE_SPECS[name]
         for _ in range(chance.randint(1, 3)):
@@ -177,7 +179,7 @@ class TestOracle:
         assert find_wrong(ORACLE_SPECS["evicting"].delete("step", 2).build(), [0], "FBS")
 
     def test_sequence_covers_what_a_run_can_do(self) -> None:
-        assert {a + b for a, b in zip(SEQUENCE, SEQUENCE[1:], strict=False)} == {
+        assert {a + b for a, b in itertools.pairwise(SEQUENCE)} == {
             "FB",
             "BS",
             "BR",
@@ -191,6 +193,4 @@ class TestOracle:
     def test_a_wait_for_each_other_is_a_deadlock(self) -> None:
         lowered = lower(ORACLE_SPECS["evicting"].build(), "FBS")
         lowered.tasks[0].waits.append(1)
-        from .interleave import execute
-
         assert execute(lowered, 0) == ["deadlock"]

@@ -1,0 +1,115 @@
+"""Every action has a text form that parses back, and nothing else parses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op, Stream, parse
+
+CHUNK_OPS = (Op.FETCH, Op.EVICT, Op.DROP, Op.STASH, Op.NORM, Op.UPDATE, Op.RESTORE)
+STREAMS: dict[Op, tuple[Stream, ...]] = {
+    Op.FETCH: (Stream.H2D,),
+    Op.LOAD: (Stream.H2D,),
+    Op.EVICT: (Stream.D2H,),
+    Op.STORE: (Stream.D2H,),
+    Op.GATHER: (Stream.COMM,),
+    Op.REDUCE: (Stream.COMM,),
+    **{op: (Stream.COMPUTE, Stream.CPU) for op in (Op.NORM, Op.DECIDE, Op.UPDATE, Op.RESTORE)},
+}
+numbers = st.integers(0, 10**6)
+segments = st.builds(lambda graph, n: f"{graph}.{n}", st.sampled_from(("fwd", "bwd")), numbers)
+labels = st.builds(lambda letter, n: f"{letter}{n}", st.sampled_from("fbst"), numbers)
+
+
+@st.composite
+def actions(draw: st.DrawFn, op: Op) -> Action:
+    letters = {Op.LOAD: ("os",), Op.STORE: ("os",)}.get(op, ("c",))
+    if op in (Op.GATHER, Op.RELEASE, Op.REDUCE):
+        letters = ("g", "c")
+    target = draw(st.sampled_from(letters)) + str(draw(numbers))
+    if op is Op.RUN:
+        target = draw(segments)
+    elif op is Op.DECIDE:
+        target = ""
+    elif op in (Op.GROW, Op.SHRINK):
+        target = str(draw(numbers))
+    return Action(
+        op,
+        target,
+        draw(st.sampled_from(STREAMS.get(op, (Stream.COMPUTE,)))),
+        draw(numbers) if op in TO_SLOT | FROM_SLOT else None,
+        draw(segments) if op is Op.STASH else None,
+        tuple(draw(st.lists(labels, max_size=4))),
+    )
+
+
+@pytest.mark.parametrize("op", Op)
+@given(data=st.data())
+def test_text_form_parses_back(op: Op, data: st.DataObject) -> None:
+    action = data.draw(actions(op))
+    assert parse(str(action)) == action
+    assert "\n" not in str(action)
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("fetch c12 -> d3 @h2d after f9 s4", Action(Op.FETCH, "c12", Stream.H2D, 3, waits=("f9", "s4"))),
+        ("evict c12 <- d3 @d2h", Action(Op.EVICT, "c12", Stream.D2H, 3)),
+        ("drop c1 <- d0 @compute after b7", Action(Op.DROP, "c1", Stream.COMPUTE, 0, waits=("b7",))),
+        ("gather g4 @comm", Action(Op.GATHER, "g4", Stream.COMM)),
+        ("reduce c4 @comm", Action(Op.REDUCE, "c4", Stream.COMM)),
+        ("release g4 @compute", Action(Op.RELEASE, "g4", Stream.COMPUTE)),
+        ("run fwd.17 @compute after f11", Action(Op.RUN, "fwd.17", Stream.COMPUTE, waits=("f11",))),
+        ("stash c12 of bwd.17 @compute", Action(Op.STASH, "c12", Stream.COMPUTE, source="bwd.17")),
+        ("decide @cpu after s0", Action(Op.DECIDE, "", Stream.CPU, waits=("s0",))),
+        ("update c12 @cpu", Action(Op.UPDATE, "c12", Stream.CPU)),
+        ("load os7 -> d9 @h2d", Action(Op.LOAD, "os7", Stream.H2D, 9)),
+        ("store os7 <- d9 @d2h", Action(Op.STORE, "os7", Stream.D2H, 9)),
+        ("grow 4096 @compute", Action(Op.GROW, "4096", Stream.COMPUTE)),
+    ],
+)
+def test_text_form_is_the_documented_one(text: str, action: Action) -> None:
+    assert str(action) == text
+    assert parse(text) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fetch",
+        "fetch c1 @h2d",
+        "fetch c1 <- d0 @h2d",
+        "fetch c1 -> d0 @d2h",
+        "fetch c1 -> d0 @warp",
+        "fetch os1 -> d0 @h2d",
+        "fetch c1 -> d0 @h2d after",
+        "fetch c1 -> d0 @h2d after 12",
+        "fetch c1 -> d0 @h2d and more",
+        "evict c1 -> d0 @d2h",
+        "load c1 -> d0 @h2d",
+        "run c1 @compute",
+        "run fwd.1 @cpu",
+        "run fwd.1 -> d0 @compute",
+        "stash c1 @compute",
+        "norm c1 of bwd.0 @compute",
+        "decide c1 @compute",
+        "update g1 @cpu",
+        "gather g1 @compute",
+        "grow c1 @compute",
+        "paint c1 @compute",
+    ],
+)
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "index"), [("fetch c12 -> d3 @h2d", 12), ("load os7 -> d9 @h2d", 7), ("run bwd.17 @compute", 17)]
+)
+def test_index_is_the_number_of_the_target(text: str, index: int) -> None:
+    assert parse(text).index == index

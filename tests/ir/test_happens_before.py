@@ -1,0 +1,64 @@
+"""Order and races on streams, waits, programs and joins, in cases small enough to read."""
+
+from __future__ import annotations
+
+from chunkc.ir.actions import parse
+from chunkc.ir.happens_before import Accesses, Event, HappensBefore
+from chunkc.ir.plan import Program, Role, State
+
+
+def issue(order: HappensBefore, role: Role, *texts: str) -> list[Event]:
+    program = Program(role, role, State("cold"), State("cold"), tuple(parse(t) for t in texts))
+    order.begin(program)
+    return [order.issue(program, position, "") for position in range(len(texts))]
+
+
+def test_a_stream_is_in_order_and_streams_are_not() -> None:
+    a, b, c = issue(HappensBefore(), "forward", "fetch c0 -> d0 @h2d", "fetch c1 -> d1 @h2d", "run fwd.0 @compute")
+    assert b.follows(a) and not a.follows(b)
+    assert not c.follows(a) and not c.follows(b)
+
+
+def test_a_wait_orders_everything_before_it() -> None:
+    a, b, c, d = issue(
+        HappensBefore(),
+        "forward",
+        "fetch c0 -> d0 @h2d",
+        "fetch c1 -> d1 @h2d",
+        "run fwd.0 @compute after f1",
+        "evict c0 <- d0 @d2h after f2",
+    )
+    assert c.follows(a) and c.follows(b) and d.follows(a) and d.follows(c)
+
+
+def test_a_label_means_the_latest_run_of_its_role() -> None:
+    order = HappensBefore()
+    (never,) = issue(order, "forward", "fetch c0 -> d0 @h2d after s0")
+    (first,) = issue(order, "step", "update c0 @cpu")
+    (second,) = issue(order, "step", "update c0 @cpu")
+    (after,) = issue(order, "forward", "fetch c0 -> d0 @h2d after s0")
+    assert not never.follows(first) and after.follows(second) and after.follows(first)
+
+
+def test_programs_do_not_join_and_transitions_do() -> None:
+    order = HappensBefore()
+    (a,) = issue(order, "step", "update c0 @cpu")
+    (b,) = issue(order, "forward", "run fwd.0 @compute")
+    order.join()
+    (c,) = issue(order, "forward", "fetch c0 -> d0 @h2d")
+    assert not b.follows(a) and c.follows(a) and c.follows(b)
+
+
+def test_races() -> None:
+    """Write after read, read after write and write after write on overlapping names; reads never race."""
+    a, b, c = issue(
+        HappensBefore(), "forward", "fetch c0 -> d0 @h2d", "run fwd.0 @compute", "run fwd.1 @compute after f0"
+    )
+    both = {"x": ("x", "y"), "y": ("x", "y")}
+    for other in ("x", "y"):
+        written, read = Accesses(both), Accesses(both)
+        assert written.write("x", a) is None
+        assert written.read(other, b) is a and written.write(other, b) is a and written.read(other, c) is None
+        assert read.read("x", a) is None and read.read(other, b) is None
+        assert read.write(other, b) is a
+    assert Accesses({}).write("x", a) is None

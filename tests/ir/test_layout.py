@@ -1,0 +1,64 @@
+"""Sizes and lookups of a layout, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from chunkc.ir.layout import Chunk, ChunkList, Home, Slot
+
+from .plans import distributed, evicting, grad_chunk, resident, spanning
+
+
+def test_bytes_of_a_chunk() -> None:
+    chunk = Chunk(0, ChunkList.TRAINED, "bfloat16", 1000, 900, Home.HOST, Home.HOST)
+    assert (chunk.nbytes, chunk.used_nbytes) == (2000, 1800)
+    assert (chunk.os_nbytes, chunk.used_os_nbytes) == (12000, 10800)
+
+
+def test_slot_end() -> None:
+    assert Slot(0, 256, 100).end == 356
+
+
+def test_params_of_a_chunk_are_in_order_of_offset_and_include_spanning_ones() -> None:
+    layout = spanning().layout()
+    assert layout.params_of(0) == (0,)
+    assert layout.params_of(1) == (0, 1)
+    assert layout.params_of(2) == (2,)
+
+
+def test_chunks_of_parameters() -> None:
+    layout = spanning().layout()
+    assert layout.chunks_of((0,)) == (0, 1)
+    assert layout.chunks_of({1, 2}) == (1, 2)
+    assert layout.chunks_of(frozenset({0, 1})) == (0, 1)
+
+
+def test_ownership() -> None:
+    layout = distributed(rank=1).layout()
+    assert [layout.owner(c) for c in range(4)] == [0, 1, 0, 1]
+    assert [c.index for c in layout.owned()] == [1, 3]
+    assert [layout.group_of(c).index for c in range(4)] == [0, 0, 1, 1]
+    assert list(layout.groups[1].chunks) == [2, 3]
+
+
+def test_bytes_count_only_owned_chunks() -> None:
+    layout = distributed().layout()
+    assert layout.payload_nbytes() == 2 * 256
+    assert layout.os_nbytes() == 2 * 768
+    assert layout.host_nbytes() == 2 * (256 + 768)
+
+
+def test_host_bytes_leave_out_what_lives_on_the_device() -> None:
+    assert resident().layout().host_nbytes() == 0
+    assert resident().layout().os_nbytes() == 2 * 768
+    assert evicting().layout().host_nbytes() == 3 * (256 + 768)
+    assert spanning().layout().host_nbytes() == 3 * 256 + 2 * 768
+    assert grad_chunk().layout().host_nbytes() == 2 * 256 + 768
+
+
+def test_model_data_counts_elements_without_padding() -> None:
+    # 96 and 32 trained fp32 elements of 16 bytes, 64 frozen ones of 4
+    assert spanning().layout().model_data_nbytes() == (96 + 32) * 16 + 64 * 4
+
+
+def test_utilisation_leaves_out_gradient_chunks() -> None:
+    assert grad_chunk().layout().utilisation() == 1.0
+    assert evicting().but(numels=(16, 32, 64, 64)).layout().utilisation() == (16 + 32 + 64 + 64) / 192
