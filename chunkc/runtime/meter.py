@@ -2,7 +2,8 @@
 
 On the emulated device activations and temporaries lie in ordinary host memory, allocated by torch through malloc. glibc
 counts these bytes itself: ``mallinfo2()`` gives the bytes of all arenas that are in use (``uordblks``) and those of
-large blocks with their own mapping (``hblkhd``), exactly up to allocator headers, in less than a microsecond. Slabs
+large blocks with their own mapping (``hblkhd``), exactly up to allocator headers, in 2 to 4 microseconds beside
+a compiled model (it walks malloc's free chunks: thousands of scattered ones make it slower). Slabs
 (`chunkc.runtime.slab`: arena and homes) bypass malloc and are not part of it.
 
 A reading is relative to a baseline. Its maximum needs samples at the right moments: the executor samples between
