@@ -4,8 +4,8 @@ It knows no pass. It replays programs in the orders in which a run can carry the
 things: that it is right in program order (contents, places, budgets: ``replay``, ``moves``, ``training``), and that
 each of its accesses is ordered after those it conflicts with (``happens_before``). Without races every legal
 interleaving of the streams equals program order, so the first proof holds for all of them. Everything that needs no
-replay (``structure``) comes before, the state changes of all payloads (``states``), derived a second time and in another
-way from the actions, come after.
+replay (``structure``) comes before; the state changes of all payloads (``states``), derived from the actions in another
+way, come after.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A

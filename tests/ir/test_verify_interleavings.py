@@ -19,8 +19,10 @@ from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op, Stream, parse
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
 
-from .interleave import SEQUENCE, execute, find_wrong, lower
-from .plans import SPECS, PlanSpec, chain
+from .interleave import execute, find_wrong, lower
+from .plans import SPECS, chain
+from .spec import PlanSpec
+from .symbolic import SEQUENCE
 
 SEEDS = range(100)
 ORACLE_SPECS = {**SPECS, "chain": chain(4)}
