@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +17,8 @@ PLENTY = 1 << 50
 
 
 def param(name: str, *shape: int, dtype: str = "float32") -> ParamInfo:
-    strides: list[int] = []
-    for size in reversed(shape):
-        strides.insert(0, strides[0] * size_before if strides else 1)
-        size_before = size
-    return ParamInfo(name, (), shape, tuple(strides), dtype, True)
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    return ParamInfo(name, (), shape, strides, dtype, True)
 
 
 def op(

@@ -1,0 +1,74 @@
+"""Budgets named by a ``BudgetError`` work, and one byte less does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from schedules import PLENTY, chain, op, param, planned, requests, schedule, target
+
+from chunkc.errors import BudgetError
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import Options, Target, make_plan
+
+
+@given(requests())
+def test_named_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, Options]) -> None:
+    found, where, options = request
+    hopeless = replace(where, device_budget_nbytes=0)
+    try:
+        make_plan(found, hopeless, options)
+    except BudgetError as error:
+        enough = replace(where, device_budget_nbytes=error.min_device_nbytes, host_budget_nbytes=error.min_host_nbytes)
+        assert planned(found, enough, options).plan.memory.device_peak_nbytes <= error.min_device_nbytes
+        if error.min_device_nbytes:
+            with pytest.raises(BudgetError) as again:
+                make_plan(found, replace(enough, device_budget_nbytes=error.min_device_nbytes - 1), options)
+            assert again.value.missing_nbytes == 1
+            assert again.value.min_device_nbytes == error.min_device_nbytes
+
+
+@given(requests())
+def test_named_host_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, Options]) -> None:
+    found, where, options = request
+    options = replace(options, os_home="host")
+    try:
+        make_plan(found, replace(where, device_budget_nbytes=PLENTY, host_budget_nbytes=0), options)
+    except BudgetError as error:
+        assert error.moment == "host" and error.missing_nbytes == error.min_host_nbytes
+        enough = replace(where, device_budget_nbytes=PLENTY, host_budget_nbytes=error.min_host_nbytes)
+        assert planned(found, enough, options).plan.memory.host_nbytes == error.min_host_nbytes
+        with pytest.raises(BudgetError):
+            make_plan(found, replace(enough, host_budget_nbytes=error.min_host_nbytes - 1), options)
+
+
+def test_the_error_names_moment_tensors_and_numbers() -> None:
+    """The second backward operator needs two chunks of 256 bytes, 1000 live bytes and 200 of workspace."""
+    params = [param("small", 64), param("wide.a", 64), param("wide.b", 64)]
+    backward = [op([0], [0]), op([1, 2], [], live=1000, workspace=200), op([], [1, 2])]
+    found = schedule(params, [op([0]), op([1])], backward)
+    with pytest.raises(BudgetError) as caught:
+        make_plan(found, target(1000), Options(chunk_numel=64, os_home="host", cuts=((), (2,))))
+    error = caught.value
+    assert (error.moment, error.tensors) == ("bwd.1", ("wide.a", "wide.b"))
+    assert error.min_device_nbytes == 2 * 256 + 1200 and error.missing_nbytes == 712
+    assert error.min_host_nbytes == 3 * (256 + 768)
+    message = str(error)
+    for part in ("Model cannot be trained", "emulated gives 1000 bytes", "712 too few", "At bwd.1", "wide.a, wide.b"):
+        assert part in message
+    assert "It works with 1712 bytes of device memory and 3072 bytes of host memory" in message
+
+
+def test_states_asked_onto_the_device_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(BudgetError, match="or optimizer states on the host") as caught:
+        make_plan(chain(2), target(2000), Options(chunk_numel=64, os_home="device"))
+    assert caught.value.min_device_nbytes == 2 * (256 + 768) + 512
+    assert caught.value.tensors == ("layers.0.weight", "layers.1.weight")
+
+
+def test_a_host_too_small_is_refused_unless_everything_is_resident() -> None:
+    with pytest.raises(BudgetError, match=r"too few\. At host") as caught:
+        make_plan(chain(4), target(1000, host=100), Options(chunk_numel=64))
+    assert caught.value.min_host_nbytes == 4 * (256 + 768)
+    assert planned(chain(4), target(host=0)).plan.memory.host_nbytes == 0

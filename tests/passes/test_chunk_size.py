@@ -1,0 +1,60 @@
+"""The search over chunk sizes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from schedules import chain, gpt_like, planned, schedules, target
+
+from chunkc.ir.actions import Stream
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import Options
+from chunkc.passes.chunk_size import candidates, evaluate
+from chunkc.passes.liveness import analyse
+
+
+def note(found: Schedule, device: int, options: Options) -> str:
+    return next(s.note for s in planned(found, target(device), options).plan.stages if s.name == "chunk_size")
+
+
+def test_a_given_size_is_rounded_up_and_says_why() -> None:
+    plan = planned(chain(3), target(), Options(chunk_numel=65)).plan
+    assert plan.layout.chunk_numel == 128
+    assert "rounded up from 65, chunks start at multiples of 256 bytes" in note(
+        chain(3), 1 << 40, Options(chunk_numel=65)
+    )
+    assert planned(chain(3), target(), Options(chunk_numel=64)).plan.layout.chunk_numel == 64
+
+
+@given(schedules())
+def test_candidates_are_distinct_multiples_of_256(found: Schedule) -> None:
+    for world_size in (1, 2, 4):
+        sizes = candidates(found, analyse(found), world_size)
+        assert sizes == tuple(sorted(set(sizes))) and sizes
+        assert all(n % 256 == 0 for n in sizes)
+
+
+def test_the_least_bytes_moved_win() -> None:
+    found = gpt_like(6, 128, 1000, dtype="float32")
+    where = target(3 << 20)
+    plan = planned(found, where).plan
+    moved = plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
+    liveness = analyse(found)
+    tried = [evaluate(found, liveness, where, Options(), n) for n in candidates(found, liveness, 1)]
+    prices = [c.moved_nbytes for c in tried if c.moved_nbytes is not None]
+    assert moved == min(prices) < max(prices)
+
+
+def test_what_fits_is_resident_with_least_waste() -> None:
+    found = gpt_like(6, 128, 1000, dtype="float32")
+    liveness = analyse(found)
+    chosen = planned(found, target()).plan.layout
+    tried = [evaluate(found, liveness, target(), Options(), n) for n in candidates(found, liveness, 1)]
+    best = min(tried, key=lambda c: (c.waste_nbytes, len(c.layout.chunks)))
+    assert chosen.chunk_numel == best.chunk_numel and chosen.utilisation() > 0.95
+
+
+def test_25_million_parameters_are_searched_within_a_second() -> None:
+    found = gpt_like(8, 512, 2000, dtype="float32")
+    assert sum(p.numel for p in found.params) > 25e6
+    stages = planned(found, target(64 << 20)).plan.stages
+    assert sum(s.elapsed_ms for s in stages) < 1000

@@ -1,0 +1,64 @@
+"""Groups of two ranks: gathered before use, reduced after the last landing, released when they leave."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from schedules import chain, planned, planned_somewhere, requests, target, texts
+
+from chunkc.ir.actions import Op
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import Options, Target
+
+
+def test_own_chunks_are_fetched_and_groups_gathered() -> None:
+    """Four layers in two groups, one place of two slots; this is rank 1."""
+    options = Options(chunk_numel=64, os_home="host", max_slots=2)
+    result = planned(chain(4), target(world_size=2, rank=1), options)
+    assert texts(result, "forward") == [
+        "f0 fetch c1 -> d1 @h2d after s0",
+        "f1 gather g0 @comm after b12 f0",
+        "f2 run fwd.0 @compute after f1",
+        "f3 release g0 @compute",
+        "f4 drop c1 <- d1 @compute",
+        "f5 fetch c3 -> d1 @h2d after s1 f4",
+        "f6 gather g1 @comm after f5",  # f5 waits for f4, which f3 precedes
+        "f7 run fwd.1 @compute after f6",
+    ]
+    assert texts(result, "backward")[:8] == [
+        "b0 run bwd.0 @compute",
+        "b1 stash c2 of bwd.0 @compute",
+        "b2 stash c3 of bwd.0 @compute",
+        "b3 reduce g1 @comm after b2",
+        "b4 release g1 @compute after b3",
+        "b5 evict c3 <- d1 @d2h after b3",
+        "b6 fetch c1 -> d1 @h2d after b5",
+        "b7 gather g0 @comm after b4 b6",
+    ]
+    assert texts(result, "step") == ["s0 update c1 @cpu after b13", "s1 update c3 @cpu"]
+    assert result.plan.program("forward").exit.resident == (("c2", 0), ("c3", 1))
+    assert texts(result, "abandon") == ["t0 release g1 @compute", "t1 drop c3 <- d1 @compute"]
+
+
+def test_resident_plans_gather_stale_copies_again() -> None:
+    result = planned(chain(4), target(world_size=2), Options(chunk_numel=64))
+    assert texts(result, "forward") == [
+        "f0 gather g0 @comm after s0",
+        "f1 gather g1 @comm after s1",
+        "f2 run fwd.0 @compute after f1",
+    ]
+    assert [a for p in result.plan.programs for a in p.actions if a.op in (Op.FETCH, Op.EVICT)] == []
+
+
+@given(requests())
+def test_all_ranks_carry_out_the_same_collectives(request: tuple[Schedule, Target, Options]) -> None:
+    """Same mapping, same order of gathers, releases and reduces: a rank decides nothing of its own."""
+    found, where, options = request
+    mine = planned_somewhere(found, where, options).plan
+    budgets = (mine.memory.device_budget_nbytes, mine.memory.host_budget_nbytes)
+    for rank in range(where.world_size):
+        other = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
+        assert other.layout.placements == mine.layout.placements
+        for name in ("forward", "backward", "step", "abandon"):
+            kinds = (Op.GATHER, Op.RELEASE, Op.REDUCE)
+            calls = [[(a.op, a.target) for a in p.program(name).actions if a.op in kinds] for p in (mine, other)]
+            assert calls[0] == calls[1]
