@@ -64,7 +64,7 @@ class Timeline:
         )
         self._touch(forward.inputs, -1)
         self._walk(forward.bundles, 0)
-        self._touch(backward.inputs, self._num_forward - 1)
+        self._touch(backward.inputs, self._num_forward)
         self._walk(backward.bundles, self._num_forward)
         self._touch(held, end)
         self._touch(forward.saved_outputs, self._num_forward)

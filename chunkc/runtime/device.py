@@ -64,6 +64,10 @@ class Device(Protocol):
         """``nbytes`` of device memory as uint8, aligned to 256 bytes; the caller has reserved them."""
         ...
 
+    def free_arena(self, arena: torch.Tensor) -> None:
+        """Give memory of ``allocate_arena`` back; no view of it may be used afterwards."""
+        ...
+
     def allocate_home(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` of host memory as uint8, zeroed, aligned, not inherited by forks, fast to copy from and to.
 

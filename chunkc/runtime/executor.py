@@ -83,8 +83,10 @@ class Executor:
 
     def join(self) -> None:
         """Wait for all streams and forget their events."""
-        self._device.synchronize()
-        self._events.clear()
+        try:
+            self._device.synchronize()
+        finally:
+            self._events.clear()
 
     def _run_graph(self, name: str, args: list[Any]) -> list[Any]:
         compiled, frame = self._graphs[name], self._frame

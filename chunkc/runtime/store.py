@@ -59,6 +59,7 @@ class ChunkStore:
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
                 self._device.free_home(slab)
+        self._device.free_arena(self.arena)
         self.arena = self._payload_slab = self._triple_slab = torch.empty(0, dtype=torch.uint8)
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:

@@ -1,0 +1,102 @@
+"""Whole parameters through chunks: what is written is read back, element by element, wherever a layout puts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.values import ChunkValues
+
+CHUNK_NUMEL = 64
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = False) -> Layout:
+    """Parameters one behind the other; tensors larger than a chunk span chunks."""
+    infos = tuple(ParamInfo(f"p{i}", (), s, contiguous(s), dtype, True) for i, s in enumerate(shapes))
+    places, chunk, offset = [], 0, 0
+    for index, info in enumerate(infos):
+        if offset + info.numel > CHUNK_NUMEL:
+            chunk, offset = chunk + 1, 0
+        num_chunks = max(1, -(-info.numel // CHUNK_NUMEL))
+        places.append(Placement(index, chunk, offset, num_chunks))
+        offset += info.numel
+        chunk, offset = (chunk + offset // CHUNK_NUMEL, offset % CHUNK_NUMEL) if num_chunks > 1 else (chunk, offset)
+    home = Home.DEVICE if on_device else Home.HOST
+    chunks = tuple(Chunk(i, ChunkList.TRAINED, dtype, CHUNK_NUMEL, CHUNK_NUMEL, home, home) for i in range(chunk + 1))
+    sizes = [c.nbytes for c in chunks] + [c.os_nbytes for c in chunks] if on_device else []
+    slots = tuple(Slot(i, sum(sizes[:i]), n) for i, n in enumerate(sizes))
+    groups = tuple(Group(i, i, 1) for i in range(len(chunks)))
+    return Layout(infos, tuple(places), chunks, groups, CHUNK_NUMEL, slots, sum(sizes))
+
+
+def values_of(layout: Layout) -> ChunkValues:
+    device = EmulatedDevice("emulated-1m-1m", 1 << 20, 1 << 20)
+    device.reserve(layout.arena_nbytes)
+    count = len(layout.chunks)
+    static = {f"c{i}": i for i in range(count)} | {f"os{i}": count + i for i in range(count)}
+    return ChunkValues(ChunkStore(layout, device), static if layout.slots else {})
+
+
+shapes = st.lists(
+    st.sampled_from([(1,), (53,), (13, 7), (0, 3), (64,), (65,), (200,), (3, 50), ()]), min_size=1, max_size=6
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.sampled_from(["float32", "bfloat16"]), st.booleans())
+def test_every_parameter_and_moment_comes_back(shapes: list[tuple[int, ...]], dtype: str, on_device: bool) -> None:
+    values = values_of(layout_of(shapes, dtype, on_device=on_device))
+    generator = torch.Generator().manual_seed(len(shapes))
+    given_values = [torch.randn(s, generator=generator) for s in shapes]
+    values.load(StagingStore([v.clone() for v in given_values]))
+    for index, value in enumerate(given_values):
+        values.write_moments(index, value + 1, value + 2)
+    for index, value in enumerate(given_values):
+        assert torch.equal(values.read_param(index), value), "param32 is exact in every dtype"
+        assert torch.equal(values.read_gradient(index).float(), value.to(getattr(torch, dtype)).float()), "the payload"
+        exp_avg, exp_avg_sq = values.read_moments(index)
+        assert torch.equal(exp_avg, value + 1) and torch.equal(exp_avg_sq, value + 2)
+
+
+def test_a_gradient_in_the_payload_does_not_touch_the_master() -> None:
+    values = values_of(layout_of([(13, 7), (200,)], "float32"))
+    values.load(StagingStore([torch.ones(13, 7), torch.ones(200)]))
+    values.write_gradient(1, torch.full((200,), 5.0))
+    values.write_param(0, torch.full((13, 7), 2.0), payload=False)
+    assert torch.equal(values.read_param(1), torch.ones(200))
+    assert torch.equal(values.read_gradient(1), torch.full((200,), 5.0))
+    assert torch.equal(values.read_param(0), torch.full((13, 7), 2.0))
+    assert torch.equal(values.read_gradient(0), torch.ones(13, 7)), "param16 was left alone"
+
+
+def test_strides_survive() -> None:
+    weight = torch.randn(6, 4).t()
+    info = ParamInfo("w", (), (4, 6), tuple(weight.stride()), "float32", True)
+    chunk = Chunk(0, ChunkList.TRAINED, "float32", CHUNK_NUMEL, 24, Home.HOST, Home.HOST)
+    values = values_of(Layout((info,), (Placement(0, 0, 0),), (chunk,), (Group(0, 0, 1),), CHUNK_NUMEL))
+    values.load(StagingStore([weight]))
+    assert torch.equal(values.read_param(0), weight)
+    assert values.read_param(0).stride() == weight.stride()
+    values.write_param(0, weight.contiguous() + 1, payload=True)
+    assert torch.equal(values.read_gradient(0), weight + 1)
+
+
+def test_staging_forgets_what_it_handed_over() -> None:
+    staging = StagingStore([torch.ones(2)])
+    staging.write_state(0, torch.full((2,), 3.0), torch.full((2,), 4.0))
+    value, state = staging.take(0)
+    assert state is not None and torch.equal(state.exp_avg, torch.full((2,), 3.0))
+    assert torch.equal(value, torch.ones(2)) and staging.state(0) is None
+    with pytest.raises(KeyError, match="left the staging store"):
+        staging.value(0)

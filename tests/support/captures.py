@@ -1,0 +1,15 @@
+"""Capturing small modules in tests: the captured iteration itself, with nothing planned and nothing run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from chunkc.api import _capture_fake
+from chunkc.capture.graphs import Captured
+
+
+def capture_once(model: nn.Module, *inputs: Any) -> Captured:
+    """One iteration of ``model`` as the compiler sees it, for the eager backend."""
+    return _capture_fake(model, None, inputs, "eager")
