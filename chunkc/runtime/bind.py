@@ -185,23 +185,37 @@ class Binder:
         return work
 
     def _stash(self, action: Action) -> Callable[[], None]:
-        """Gradients of the segment that begin in this chunk land where their parameters stand."""
+        """The elements in this chunk of gradients of the segment land, and no others: only this chunk's fetch has been
+        waited for, and only its slot is kept until the stash has run."""
         segment = self.plan.segment(action.source or "")
         compiled, chunk = self.graphs["backward"], self._chunk(action)
         names = {param: name for name, param in compiled.gradients.items()}
         placements, last_use = self.plan.layout.placements, compiled.graph.last_use
-        landing = [
-            (names[p], last_use.get(names[p], -1) <= segment.index, self._payload(p))
-            for p in segment.lands
-            if placements[p].chunk == chunk.index
-        ]
+        landing = []
+        for param in segment.lands:
+            if chunk.index in placements[param].chunks:
+                name = names[param]
+                is_last = last_use.get(name, -1) <= segment.index and chunk.index == placements[param].chunks[-1]
+                landing.append((name, is_last, self._land(param, chunk)))
         frame = self.frame
 
         def stash() -> None:
-            for name, is_last, target in landing:
-                target.copy_(frame.env.pop(name) if is_last else frame.env[name])
+            for name, is_last, land in landing:
+                land(frame.env.pop(name) if is_last else frame.env[name])
 
         return stash
+
+    def _land(self, param: int, chunk: Chunk) -> Callable[[torch.Tensor], None]:
+        """Copies the elements of a gradient that belong in ``chunk``."""
+        if self.plan.layout.placements[param].num_chunks == 1:
+            payload = self._payload(param)
+            return lambda gradient: _copy_into(payload, gradient)
+        info = self.plan.layout.params[param]
+        memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
+        part = next(p for p in self.store.parts(param) if p.chunk == chunk.index)
+        target = self.store.payload_slot(chunk, self._resident[f"c{chunk.index}"])[part.start : part.end]
+        span = slice(part.first, part.first + part.end - part.start)
+        return lambda gradient: _copy_into(target, gradient.permute(memory_order).reshape(-1)[span])
 
     def _update_of(self, action: Action) -> ChunkUpdate:
         chunk = self._chunk(action)
@@ -220,3 +234,7 @@ class Binder:
                 payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces, scratch=scratch
             )
         return self.updates[key]
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
