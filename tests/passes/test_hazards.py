@@ -79,7 +79,7 @@ def test_read_after_write_write_after_read_and_write_after_write() -> None:
 
 
 def test_a_hazard_against_the_last_run_of_the_same_program_gets_a_label_that_implies_it() -> None:
-    """d0 is freed in forward and filled in the next forward: no label names that drop, bwd.0 follows it in its queue."""
+    """d0 is freed in forward and filled in the next: no label names that drop, but bwd.0 follows it in its queue."""
     forward = [item("fetch c0 -> d0 @h2d", "h0", "d0"), item("run fwd.0 @compute", "d0"),
                item("drop c0 <- d0 @compute", "", "d0")]  # fmt: skip
     actions = synchronise(forward, [item("run bwd.0 @compute")], [], [])

@@ -70,8 +70,8 @@ def test_nothing_moves_when_everything_fits(found: Schedule) -> None:
 
 
 @given(schedules())
-def test_more_memory_never_moves_more(found: Schedule) -> None:
-    """With one chunk size; sharing it, budgets between the least and plenty."""
+def test_with_plenty_of_memory_least_is_fetched(found: Schedule) -> None:
+    """One chunk size, states on the host, and budgets from the least that works to plenty."""
     options = Options(chunk_numel=256, os_home="host")
     try:
         planned(found, target(1), options)

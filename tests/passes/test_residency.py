@@ -6,7 +6,7 @@ from hypothesis import given
 from schedules import chain, op, param, planned, planned_somewhere, requests, schedule, target
 
 from chunkc.ir.actions import Op
-from chunkc.ir.layout import ChunkList
+from chunkc.ir.layout import Home
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Options, Target
 
@@ -24,8 +24,8 @@ def test_only_chunks_with_gradients_are_written_back(request: Request) -> None:
             dirty.remove(action.index)  # a KeyError here is a clean chunk that was copied back
         elif action.op is Op.DROP:
             assert action.index not in dirty
-    own = {c.index for c in plan.layout.owned() if c.list is ChunkList.TRAINED and plan.layout.slots}
-    assert not dirty & own or plan.layout.chunks[min(own)].home == "device"
+    moving = {c.index for c in plan.layout.owned() if c.home is Home.HOST}
+    assert not dirty & moving
 
 
 def test_forward_keeps_what_backward_needs_first() -> None:
