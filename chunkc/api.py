@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from chunkc._torch_compat import (
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.compiled import CompiledModel, Settings
+from chunkc.devices import HardwareLike, device_for
 from chunkc.errors import CaptureError, ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -31,13 +31,10 @@ from chunkc.ir.verify import verify
 from chunkc.passes import Options, Pass, Planned, Target, make_plan
 from chunkc.policy import check_model, check_trainable_dtypes, compute_dtype, param_infos, unique_params
 from chunkc.report import Plan
-from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
 from chunkc.runtime.model import ModelRuntime
 from chunkc.segments import Backend, SegmentCompiler, backend_options, segment_compiler
 
 logger = logging.getLogger("chunkc")
-
-HardwareLike = Hardware | str | os.PathLike[str]
 
 
 def compile(  # the name that torch.compile taught users
@@ -76,20 +73,19 @@ def compile(  # the name that torch.compile taught users
     """
     _refuse_unbuilt(accumulate=accumulate, keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
     check_model(model)
-    machine = _single(Hardware.of(hw))
+    machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
     infos = param_infos(model, computed)
     check_trainable_dtypes(infos)
-    device = _device(machine)
     mixed = computed is not None and any(p.dtype is not computed for p in params)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
-        device_budget_nbytes=device.free_device_nbytes() - reserve,
-        host_budget_nbytes=device.free_host_nbytes(),
+        device_budget_nbytes=device.device_budget_nbytes - reserve,
+        host_budget_nbytes=device.host_budget_nbytes,
     )
     settings = Settings(
         target=target,
@@ -119,7 +115,8 @@ class StateDictHook:
             return
         exact: dict[int, torch.Tensor] = {}
         for key, value in state.items():
-            if getattr(value, "_chunkc_runtime", None) is runtime:
+            owner: object = getattr(value, "_chunkc_runtime", None)
+            if owner is runtime:
                 index = value._chunkc_index
                 if index not in exact:
                     exact[index] = runtime.read_exact(index)
@@ -248,10 +245,10 @@ def plan_of(model: nn.Module) -> Plan:
     Raises:
         PlanNotReadyError: before the first training forward.
     """
-    compiled = _compiled(model)
-    if compiled.plan is None:
+    executor = _compiled(model).runtime.executor
+    if executor is None:
         raise PlanNotReadyError("the plan is made at the first training forward; run one, or use chunkc.plan")
-    return Plan.of(compiled.plan)
+    return Plan.of(executor.plan)
 
 
 def stats(model: nn.Module) -> dict[str, int]:
@@ -319,21 +316,6 @@ def _refuse_unbuilt(**options: Any) -> None:
     for name, value in options.items():
         if value != defaults[name] and tuple([value]) != ((),):
             raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
-
-
-def _single(hw: Hardware) -> Hardware:
-    if hw.num_gpus != 1:
-        raise ChunkcError(
-            f"hw={hw} names {hw.num_gpus} GPUs; training on several ranks is not built yet. chunkc.plan plans for them"
-        )
-    return hw
-
-
-def _device(hw: Hardware) -> EmulatedDevice:
-    if not hw.emulated:
-        logger.warning("hw=%s is emulated in host memory: running on CUDA devices is not built yet", hw)
-    settings = EmulationSettings.from_env(os.environ.get("CHUNKC_EMULATED", ""))
-    return EmulatedDevice(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
 
 
 def _chunk_numel(chunk_size: int | str) -> int | None:

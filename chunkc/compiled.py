@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from chunkc._torch_compat import (
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.debug import explain
+from chunkc.devices import check_free_memory
 from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
@@ -65,17 +67,24 @@ class CompiledModel:
 
     def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
         self.runtime = runtime
-        self.plan: Plan | None = None
         self.planned: list[Planned] = []
         self.settings = settings
         self._model = model
         self._capture_started_s = 0.0
         self._has_told_gathered = False
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
+        on_capture = weakref.WeakMethod(self._on_capture)  # Dynamo keeps backends for as long as the process lives
+
+        def captured(iteration: Captured) -> Compiled:
+            method = on_capture()
+            if method is None:
+                raise ChunkcError("the compiled model was deleted while its forward was captured")
+            return method(iteration)
+
         backend = CaptureBackend(
             index_of=lambda value: by_id.get(id(value)),
             infos=runtime.infos,
-            on_capture=self._on_capture,
+            on_capture=captured,
             **settings.backend_options,
         )
 
@@ -160,11 +169,15 @@ class CompiledModel:
         schedule, settings = captured.schedule, self.settings
         num_ops = sum(len(g.operators) for g in schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, started - self._capture_started_s)
-        planned = make_plan(
-            schedule, settings.target, settings.options, layout=self.runtime.layout, passes=settings.passes
+        target = replace(
+            settings.target,
+            device_budget_nbytes=settings.target.device_budget_nbytes - self.runtime.others_device_nbytes(),
+            host_budget_nbytes=settings.target.host_budget_nbytes - self.runtime.others_host_nbytes(),
         )
+        planned = make_plan(schedule, target, settings.options, layout=self.runtime.layout, passes=settings.passes)
         plan = planned.plan
         verify(plan)
+        check_free_memory(plan, self.runtime.staged_nbytes())
         logger.info("planned %s in %.1f s", plan.digest(), time.perf_counter() - started)
         started = time.perf_counter()
         graphs = [_lower(captured.forward, plan, "forward"), _lower(captured.backward, plan, "backward")]
@@ -180,8 +193,11 @@ class CompiledModel:
         return self._callables(plan, compiled, captured)
 
     def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:
-        """Executors take memory, so they are made at the first call and not while torch is tracing."""
-        runtime = self.runtime
+        """Executors take memory, so they are made at the first call and not while torch is tracing.
+
+        What is returned lives as long as Dynamo's compiled code, so it must not hold on to the model.
+        """
+        runtime, held_nbytes = self.runtime, captured.held_at_start_nbytes
         made: list[Executor] = []
 
         def executor() -> Executor:
@@ -196,8 +212,7 @@ class CompiledModel:
             return made[0]
 
         def forward(args: list[Any]) -> list[Any]:
-            self.plan = plan
-            return runtime.forward(executor(), args, captured.held_at_start_nbytes)
+            return runtime.forward(executor(), args, held_nbytes)
 
         def backward(args: list[Any]) -> list[Any]:
             return runtime.backward(executor(), args)

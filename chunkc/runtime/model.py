@@ -55,6 +55,7 @@ class ModelRuntime:
         self._handed_dtypes = [p.dtype for p in params]
         self._phase: Phase = "cold"
         self._consumed = False
+        self._closed = False
         self._executor: Executor | None = None
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
@@ -193,6 +194,10 @@ class ModelRuntime:
         """The layout once there is one."""
         return None if self._store is None else self._store.layout
 
+    def staged_nbytes(self) -> int:
+        """Bytes of the parameters that still wait in the staging store."""
+        return self._staging.nbytes()
+
     @property
     def executor(self) -> Executor | None:
         """The executor of the latest compiled forward."""
@@ -290,6 +295,11 @@ class ModelRuntime:
 
     def drain(self) -> None:
         """Finish pending updates; what a worker raised is raised here."""
+        if self._closed:
+            raise ChunkcError(
+                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; read parameters before "
+                "the model goes, or keep the model"
+            )
         if self._executor is not None:
             self.device.synchronize()
 
@@ -308,6 +318,17 @@ class ModelRuntime:
             self._store.close()
         self.device.unreserve(self._reserved_nbytes)
         self._reserved_nbytes = 0
+        self._closed = True
+
+    def others_device_nbytes(self) -> int:
+        """Bytes of the device that other models have reserved."""
+        device = self.device
+        return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
+
+    def others_host_nbytes(self) -> int:
+        """Bytes of the device's host budget that homes of other models hold."""
+        own = 0 if self._store is None else self._store.layout.host_nbytes()
+        return self.device.host_budget_nbytes - self.device.free_host_nbytes() - own
 
     def reserve(self, nbytes: int) -> None:
         """Make the model's device reservation at least ``nbytes``."""

@@ -34,6 +34,10 @@ class StagingStore:
             raise KeyError(f"parameter {index} has left the staging store")
         return value
 
+    def nbytes(self) -> int:
+        """Bytes of all parameters that have not been taken."""
+        return sum(v.numel() * v.element_size() for v in self._values if v is not None)
+
     def write(self, index: int, value: torch.Tensor) -> None:
         """Replace the parameter's elements."""
         self.value(index).copy_(value)
