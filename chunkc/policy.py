@@ -37,7 +37,7 @@ def check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc.compile takes an nn.Module, found {type(model).__name__}")
     params = unique_params(model)
-    if not params:
+    if not any(p.numel() for p in params):
         raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
     if any(hasattr(p, "_chunkc_runtime") for p in params):
         raise ChunkcError(

@@ -1,0 +1,244 @@
+"""Rhythms other than forward, backward, step: right, or refused before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+
+VOCABULARY = 50
+
+
+class Tower(nn.Module):
+    """A small residual model over tokens; returns the loss."""
+
+    def __init__(self, depth: int = 4, width: int = 48) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
+
+
+def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (2, 4, length), generator=generator)
+    return tokens[0], tokens[1]
+
+
+class Pair:
+    """The same model under chunkc and in plain PyTorch, driven by the same calls."""
+
+    def __init__(self, hw: str = "emulated-640k-16m") -> None:
+        torch.manual_seed(0)
+        model = Tower()
+        self.plain = copy.deepcopy(model)
+        self.model = chunkc.compile(model, hw, dtype=torch.float32, backend="eager")
+        self.optimizer = chunkc.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4)
+        self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, eps=1e-4)
+
+    def both(self, call: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[Any, Any]:
+        return call(self.model, self.optimizer), call(self.plain, self.plain_optimizer)
+
+    def train(self, seed: int, length: int = 8) -> None:
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+            loss = model(*batch(seed, length))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.item()
+
+        ours, plain = self.both(step)
+        assert ours == pytest.approx(plain, rel=1e-5)
+
+    def check(self) -> None:
+        """Every element of every parameter equals plain PyTorch's within a thousandth of one update (lr)."""
+        ours, plain = self.model.state_dict(), self.plain.state_dict()
+        assert list(ours) == list(plain)
+        for name, value in plain.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def pair() -> Pair:
+    pair = Pair()
+    pair.train(0)
+    pair.train(1)
+    assert chunkc.stats(pair.model)["h2d_nbytes"] > 0, "the budget is meant to force moves"
+    return pair
+
+
+def evaluate(model: nn.Module, _: object) -> float:
+    with torch.no_grad():
+        return model(*batch(99)).item()
+
+
+def test_evaluation_before_the_first_step_and_between_steps() -> None:
+    pair = Pair()
+    ours, plain = pair.both(evaluate)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    pair.train(0)
+    ours, plain = pair.both(evaluate)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    pair.check()
+
+
+def test_evaluation_between_backward_and_step(pair: Pair) -> None:
+    pair.both(lambda model, _: model(*batch(2)).backward())
+    ours, plain = pair.both(evaluate)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(3)
+    pair.check()
+
+
+def test_a_skipped_step_changes_nothing(pair: Pair) -> None:
+    pair.both(lambda model, optimizer: (model(*batch(2)).backward(), optimizer.zero_grad()))
+    pair.check()
+    pair.train(3)
+    pair.check()
+
+
+def test_model_zero_grad_discards_like_the_optimizers(pair: Pair) -> None:
+    pair.both(lambda model, _: (model(*batch(2)).backward(), model.zero_grad()))
+    pair.train(3)
+    pair.check()
+
+
+def test_gradients_left_over_are_refused_at_the_next_forward(pair: Pair) -> None:
+    pair.both(lambda model, _: model(*batch(2)).backward())
+    with pytest.raises(chunkc.AccumulationError, match="neither stepped nor zeroed"):
+        pair.model(*batch(3))
+    pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.train(4)
+    pair.check()
+
+
+def test_two_forwards_then_the_later_backward(pair: Pair) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(*batch(2))
+        model(*batch(3)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(step)
+    pair.check()
+
+
+def test_the_earlier_backward_after_the_later_is_refused(pair: Pair) -> None:
+    first, second = pair.model(*batch(2)), pair.model(*batch(3))
+    second.backward()
+    with pytest.raises(chunkc.AccumulationError):
+        first.backward()
+    pair.plain(*batch(3)).backward()
+    pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+
+
+def test_a_step_between_forward_and_backward_is_caught_by_autograd(pair: Pair) -> None:
+    stale = pair.model(*batch(2))
+    pair.train(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stale.backward()
+    pair.train(4)
+    pair.check()
+
+
+def test_backward_over_gradients_already_stepped_is_refused(pair: Pair) -> None:
+    pair.both(lambda model, optimizer: (model(*batch(2)).backward(), optimizer.step()))
+    with pytest.raises(chunkc.AccumulationError, match="zero_grad"):
+        pair.model(*batch(3)).backward()
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    pair.train(4)
+    pair.check()
+
+
+def test_step_called_twice_is_refused(pair: Pair) -> None:
+    pair.both(lambda model, optimizer: (model(*batch(2)).backward(), optimizer.step()))
+    with pytest.raises(chunkc.ChunkcError, match="already called"):
+        pair.optimizer.step()
+    pair.both(lambda _, optimizer: optimizer.zero_grad())
+    pair.check()
+
+
+def test_zero_grad_between_forward_and_backward(pair: Pair) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+        loss = model(*batch(seed))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    for seed in (2, 3, 4):
+        pair.both(lambda model, optimizer, seed=seed: step(model, optimizer, seed))
+    pair.check()
+
+
+def test_loading_parameters_between_steps(pair: Pair) -> None:
+    saved = pair.model.state_dict()
+    pair.train(2)
+    pair.both(lambda model, _: model.load_state_dict(saved))
+    pair.train(3)
+    pair.check()
+
+
+def test_another_shape_shares_the_chunks(pair: Pair) -> None:
+    pair.train(2, length=6)
+    pair.train(3, length=8)
+    pair.train(4, length=6)
+    pair.check()
+
+
+def test_a_shape_that_does_not_fit_is_refused_and_the_model_goes_on(pair: Pair) -> None:
+    with pytest.raises(chunkc.BudgetError, match="another shape"):
+        pair.model(*batch(2, length=64))
+    pair.train(3)
+    pair.check()
+
+
+@pytest.mark.parametrize("program", ["forward", "backward"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_program_leaves_the_last_step(
+    pair: Pair, program: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = pair.model._compiled_call_impl.runtime
+    executor, calls = runtime.executor, [0]
+    launch = runtime.device.launch
+
+    def failing(stream: Any, label: str, waits: Any, work: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == len(executor.plan.program(program).actions) // 2:
+            raise error("in the middle")
+        return launch(stream, label, waits, work)
+
+    loss = pair.model(*batch(2)) if program == "backward" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(runtime.device, "launch", failing)
+        with pytest.raises(error, match="in the middle"):
+            pair.model(*batch(2)) if loss is None else loss.backward()
+    pair.check()
+    pair.train(3)
+    pair.train(4)
+    pair.check()
+
+
+def test_two_compiled_models_do_not_meet() -> None:
+    first, second = Pair(), Pair("emulated-900k-16m")
+    for seed in range(3):
+        first.train(seed)
+        second.train(seed + 10)
+    first.check()
+    second.check()
