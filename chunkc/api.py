@@ -212,9 +212,13 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
 
 
 def _fake_input(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    made: dict[int, torch.Tensor] = {}  # the same tensor given twice is one input
+
     def make(value: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        return torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
+        if id(value) not in made:
+            made[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
+        return made[id(value)]
 
     return make
 

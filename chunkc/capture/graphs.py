@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,4 +149,4 @@ def _flops(node: Node) -> int:
 def _layer(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
-    return str(path).replace("L['self']", "").replace("slf", "").strip(".")
+    return re.sub(r"^L\['\w+'\]\.?", "", str(path))
