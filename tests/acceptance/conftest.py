@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 from models import CASES
-from rig import Rig
-from training import Recipe, Trained, train_plain
-
-GetRig = Callable[..., Rig]
-GetPlain = Callable[[str, Recipe], Trained]
+from placements import Identities
+from rig import GetRig, Rig
+from training import GetPlain, Recipe, Trained, train_plain, train_plain_16
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +39,22 @@ def plain_of() -> GetPlain:
         return runs[name, recipe]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def plain_16_of() -> GetPlain:
+    """``plain_16_of(name, recipe)``: the run of eager PyTorch in bfloat16 with an fp32 master, made once."""
+    runs: dict[tuple[str, Recipe], Trained] = {}
+
+    def get(name: str, recipe: Recipe) -> Trained:
+        if (name, recipe) not in runs:
+            runs[name, recipe] = train_plain_16(CASES[name], recipe)
+        return runs[name, recipe]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def identities() -> Identities:
+    """Identity runs, each made once."""
+    return Identities()

@@ -1,6 +1,6 @@
-"""Tiny models of every kind that the acceptance cases name, built from configurations with a seed; nothing is downloaded.
+"""Tiny models of every kind that the acceptance cases name, built from configurations; nothing is downloaded.
 
-Each builder returns a fresh model with the same values every time and a list of batches (keyword inputs of its forward).
+A case builds a fresh model with the same values every time, and batches, which are keyword inputs of its forward.
 Every model takes ``labels`` or its like and returns an object or a tensor from which ``loss_of`` reads the loss.
 """
 
@@ -55,6 +55,10 @@ def _images(seed: int, channels: int, size: int, classes: int, key: str, batch: 
     ]
 
 
+def _bfloat16(batch: Batch) -> Batch:
+    return {n: v.bfloat16() if v.is_floating_point() else v for n, v in batch.items()}
+
+
 def _seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         with torch.random.fork_rng():
@@ -84,7 +88,7 @@ def llama(layers: int = 2) -> nn.Module:
 
 
 def bert() -> nn.Module:
-    """A pooler that no loss of masked-language modelling uses is absent here; the tied decoder has a bias of its own."""
+    """Token types, and a tied decoder with a bias of its own."""
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
@@ -206,6 +210,7 @@ CASES: dict[str, Case] = {
     case.name: case
     for case in (
         _case("gpt2", gpt2, lambda: _tokens(2, "input_ids")),
+        _case("gpt2_small", lambda: gpt2(layers=1), lambda: _tokens(2, "input_ids")),
         _case("gpt2_dropout", lambda: gpt2(dropout=0.2), lambda: _tokens(2, "input_ids")),
         _case("llama", llama, lambda: _tokens(3, "input_ids")),
         _case("bert", bert, lambda: _tokens(4, "input_ids", "labels")),
@@ -214,6 +219,7 @@ CASES: dict[str, Case] = {
         _case("vit", vit, lambda: _images(7, 3, 8, 5, "pixel_values")),
         _case("mixtral", mixtral, lambda: _tokens(8, "input_ids")),
         _case("resnet", ResNet, lambda: _images(9, 3, 8, 5, "pixels", batch=4)),
+        _case("resnet_bf16", lambda: ResNet().bfloat16(), lambda: [_bfloat16(b) for b in CASES["resnet"].batches()]),
         _case("odd", Odd, lambda: _tokens(10, "input_ids", "labels")),
     )
 }

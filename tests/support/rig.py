@@ -33,6 +33,7 @@ from chunkc.runtime.model import ModelRuntime
 BIG_NBYTES = 1 << 30
 POISON = EmulationSettings(poison=True)
 MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device], ModelRuntime]
+GetRig = Callable[..., "Rig"]
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -66,7 +67,7 @@ class ReplannedModel(CompiledModel):
             raise RuntimeError("capture first: run a forward")
         target = replace(self.settings.target, device_budget_nbytes=device_nbytes, host_budget_nbytes=host_nbytes)
         self.settings.target, self.settings.options = target, options
-        self.runtime, self.plan = runtime, None
+        self.runtime = runtime
         self._current = super()._on_capture(self.captured)
 
     def _now(self) -> Compiled:
@@ -91,9 +92,15 @@ class Rig:
     @property
     def plan(self) -> Plan:
         """The plan of the latest run."""
-        if self.compiled.plan is None:
+        executor = self.compiled.runtime.executor
+        if executor is None:
             raise RuntimeError("nothing has run yet")
-        return self.compiled.plan
+        return executor.plan
+
+    @property
+    def next_plan(self) -> Plan:
+        """The plan that the latest ``reset`` made and the next run takes."""
+        return self.compiled.planned[-1].plan
 
     def reset(self, setup: Setup) -> None:
         """Initial values, a new device and a new plan.
@@ -116,7 +123,6 @@ class Rig:
             for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
                 buffer.copy_(initial)
         self.model.register_state_dict_post_hook(StateDictHook(runtime))
-        old.close()
         self.compiled.replan(runtime, setup.options, setup.device_nbytes, setup.host_nbytes)
 
     def train(

@@ -1,7 +1,7 @@
 """Training loops for comparisons, what they leave behind, and the two equalities: of bits and of semantics.
 
-The loops are the user's: forward, ``loss.backward()``, ``optimizer.step()``, ``zero_grad()``. ``Trained`` holds values by
-parameter name, so that two runs are compared element by element whatever stood behind them.
+The loops are the user's: forward, ``loss.backward()``, ``optimizer.step()``, ``zero_grad()``. ``Trained`` holds values
+by parameter name, so that two runs are compared element by element whatever stood behind them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import nn
 
 Values = dict[str, torch.Tensor]
 AfterStep = Callable[[int, torch.optim.Optimizer], None]
+GetPlain = Callable[[str, "Recipe"], "Trained"]
 
 GRADIENT_TOLERANCE = 1e-6
 UPDATE_TOLERANCE = 1e-3
@@ -46,7 +47,7 @@ SEMANTICS = Recipe(eps=1e-4)
 class Trained:
     """What a run leaves behind: losses, gradients of the first step, and the final state, by name.
 
-    ``largest_update`` is the largest change of any element in one step where ``initial`` values were at hand, else 0.
+    ``largest_update`` is the largest change of any element in one step where the loop measured it, else 0.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -121,7 +122,7 @@ def train_plain_16(case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat
     """
     model = case.build()
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    masters = {n: nn.Parameter(p.detach().clone()) for n, p in names.items()}
+    masters = {n: nn.Parameter(p.detach().float().clone()) for n, p in names.items()}
     for p in model.parameters():
         p.data = p.data.to(dtype)
     optimizer = torch.optim.AdamW(masters.values(), **recipe.options)

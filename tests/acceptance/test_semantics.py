@@ -1,0 +1,61 @@
+"""Acceptance (b) and case 1: every named model trains as eager PyTorch with torch.optim.AdamW does, in fp32.
+
+Under the smallest budget that works, at eps=1e-4: gradients of the first step through ``p.grad``, and after twenty steps
+every element of parameters and moments, and every loss.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from placements import smallest
+from rig import GetRig, Rig
+from training import SEMANTICS, GetPlain, Trained, assert_close_elements, assert_same_semantics, largest
+
+MODELS = ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral", "resnet", "odd")
+INDUCTOR = ("odd", "gpt2_small", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "vit")))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_plain_pytorch(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
+    _check(rig_of(name), plain_of(name, SEMANTICS))
+
+
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_trains_as_plain_pytorch_under_inductor(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
+    _check(rig_of(name, torch.float32, "inductor"), plain_of(name, SEMANTICS))
+
+
+def _check(rig: Rig, wanted: Trained) -> None:
+    found = rig.train(smallest(rig), SEMANTICS)
+    assert rig.stats()["h2d_nbytes"] > 0, "everything fits, nothing is shown"
+    assert_same_semantics(found, wanted)
+    if wanted.buffers:
+        assert found.buffers.keys() == wanted.buffers.keys()
+        assert_close_elements(found.buffers, wanted.buffers, 1e-5 * largest(wanted.buffers), "buffers")
+
+
+def test_what_no_graph_trains_stays_as_it_was(rig_of: GetRig) -> None:
+    """Frozen and unused parameters keep their bits and get neither gradient nor state."""
+    rig = rig_of("odd")
+    before = rig.case.build().state_dict()
+    found = rig.train(smallest(rig), SEMANTICS)
+    for name in ("frozen", "unused.weight", "unused.bias", "unused_frozen"):
+        assert torch.equal(found.params[name], before[name])
+        assert name not in found.gradients and name not in found.exp_avg
+    for name in ("scale", "empty", "embed.weight", "small", "large", "narrow", "twice", "head.bias"):
+        assert name in found.gradients and name in found.exp_avg
+        assert not before[name].numel() or not torch.equal(found.params[name], before[name])
+
+
+def test_odd_model_has_what_the_case_asks_for(rig_of: GetRig) -> None:
+    """The sizes, and a parameter over several chunks in the very plan that trained."""
+    rig = rig_of("odd")
+    rig.reset(smallest(rig))
+    layout = rig.next_plan.layout
+    spanning = {layout.params[p.param].name for p in layout.placements if p.num_chunks > 1}
+    assert {"large", "narrow"} <= spanning
+    shapes = {info.name: info.shape for info in layout.params}
+    assert (shapes["scale"], shapes["empty"], shapes["small"], shapes["wide.bias"]) == ((1,), (0, 4), (13, 7), (53,))
+    assert any(info.aliases == ("head.weight",) for info in layout.params)
+    assert rig.model.head.weight is rig.model.embed.weight

@@ -1,0 +1,87 @@
+"""Plans of one rig that differ only in where things lie, and the identity plan to hold each against.
+
+The identity plan keeps everything on the device and cuts its segments where the other plan cuts them, so the same code
+runs on the same values by the same update kernel, and nothing but placement differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rig import Cuts, Rig, Setup, cuts_of, spans_of
+from training import PLACEMENT, Recipe, Trained
+
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import Home
+from chunkc.ir.plan import Plan
+from chunkc.passes import Options
+from chunkc.runtime.emulated import EmulationSettings
+
+MakeSetup = Callable[[Rig], Setup]
+
+
+def smallest(rig: Rig) -> Setup:
+    """The least device and host memory that works."""
+    device_nbytes, host_nbytes = rig.smallest()
+    return Setup(device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+
+
+def half_evicted(rig: Rig) -> Setup:
+    """States on the host, and half of the payload slots that everything would take, or the fewest that work."""
+    rig.reset(smallest(rig))
+    chunk_numel, least = rig.next_plan.layout.chunk_numel, len(rig.next_plan.layout.slots)
+    options = Options(chunk_numel=chunk_numel, os_home="host")
+    rig.reset(Setup(options))
+    slots = max(least, len(rig.next_plan.layout.slots) // 2)
+    return Setup(replace(options, max_slots=slots))
+
+
+def all_on_host(rig: Rig) -> Setup:
+    """All homes on the host; every payload is fetched once in forward and stays through backward."""
+    return Setup(Options(os_home="host"))
+
+
+def all_on_device(rig: Rig) -> Setup:
+    """Nothing moves; small chunks, and cuts where the smallest budget has them."""
+    rig.reset(smallest(rig))
+    plan = rig.next_plan
+    return Setup(Options(chunk_numel=max(64, plan.layout.chunk_numel // 3), os_home="device", cuts=cuts_of(plan)))
+
+
+PLACEMENTS: dict[str, MakeSetup] = {
+    "smallest": smallest,
+    "half_evicted": half_evicted,
+    "all_on_host": all_on_host,
+    "all_on_device": all_on_device,
+}
+
+
+class Identities:
+    """Identity runs of rigs by recipe and cuts, each made once."""
+
+    def __init__(self) -> None:
+        self._runs: dict[tuple[int, Recipe, Cuts], Trained] = {}
+
+    def of(self, rig: Rig, plan: Plan, recipe: Recipe = PLACEMENT) -> Trained:
+        """The run to which a run of ``plan`` must be equal."""
+        cuts = cuts_of(plan)
+        key = id(rig), recipe, cuts
+        if key not in self._runs:
+            setup = Setup(Options(os_home="device", cuts=cuts), settings=EmulationSettings())
+            self._runs[key] = rig.train(setup, recipe)
+            assert spans_of(rig.plan) == spans_of(plan), "the identity plan is cut elsewhere"
+            assert_is_identity(rig.plan)
+        return self._runs[key]
+
+
+def assert_is_identity(plan: Plan) -> None:
+    """Everything that a graph uses is on the device and no action moves anything."""
+    moves = [str(a) for p in plan.programs for a in p.actions if a.op not in (Op.RUN, Op.STASH, Op.UPDATE, Op.RESTORE)]
+    assert not moves, f"the identity plan moves: {moves[:3]}"
+    assert all(c.os_home in (None, Home.DEVICE) for c in plan.layout.chunks)
+
+
+def moved(plan: Plan) -> int:
+    """Bytes that a step of ``plan`` moves in both directions."""
+    return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
