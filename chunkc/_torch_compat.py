@@ -48,6 +48,7 @@ __all__ = [
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "is_capturing",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
@@ -57,6 +58,11 @@ __all__ = [
     "tag_must_recompute",
     "wrapper_tensor",
 ]
+
+
+def is_capturing() -> bool:
+    """Whether torch.compile is tracing on this thread now."""
+    return torch._guards.TracingContext.try_get() is not None
 
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:

@@ -12,6 +12,7 @@ the parameters of the last finished step.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,10 +64,8 @@ class ModelRuntime:
         self._staging = StagingStore([p.detach() for p in params])
         self.params = tuple(params)
         self._manage_all()
-        self._grads = tuple(
-            ManagedTensor(storage_less(info, p.device), "grad", i, self)
-            for i, (info, p) in enumerate(zip(infos, params, strict=True))
-        )
+        self._stamp = 0
+        self._grads = [self._make_grad(i) for i in range(len(self.params))]
 
     def _manage_all(self) -> None:
         """All parameters become managed, or none."""
@@ -82,6 +81,10 @@ class ModelRuntime:
                     "an earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the "
                     f"model is used ({error})"
                 ) from error
+
+    def _make_grad(self, index: int) -> ManagedTensor:
+        shell = storage_less(self.infos[index], self.params[index].device)
+        return ManagedTensor(shell, "grad", index, self, self._stamp)
 
     # What managed tensors need.
 
@@ -110,19 +113,21 @@ class ModelRuntime:
             self._values.write_param(index, value, payload=self._phase != "graded")
         self._raise_versions([index])
 
-    def read_grad(self, index: int) -> torch.Tensor:
-        """A copy of the gradient of the last backward."""
-        self._require_gradient(index)
+    def read_grad(self, index: int, stamp: int) -> torch.Tensor:
+        """A copy of the gradient of backward number ``stamp``, which must be the last one."""
+        self._require_gradient(index, stamp)
         return self._chunk_values().read_gradient(index)
 
-    def write_grad(self, index: int, value: torch.Tensor) -> None:
+    def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
-        self._require_gradient(index)
+        self._require_gradient(index, stamp)
         self._chunk_values().write_gradient(index, value)
 
-    def _require_gradient(self, index: int) -> None:
-        if self._phase != "graded":
+    def _require_gradient(self, index: int, stamp: int) -> None:
+        if self._phase != "graded" or stamp != self._stamp:
             reason = "was consumed by step()" if self._consumed else "was discarded"
+            if stamp != self._stamp:
+                reason = "of an earlier backward is gone"
             raise ChunkcError(
                 f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "
                 "between backward() and step()"
@@ -260,9 +265,17 @@ class ModelRuntime:
         outputs = self._guarded(executor, lambda: executor.backward(args))
         self._measure()
         self._phase, self._consumed = "graded", False
-        for index in executor.graded_params:
-            self.params[index].grad = self._grads[index]
+        self._hand_out_gradients(executor.graded_params)
         return outputs
+
+    def _hand_out_gradients(self, indexes: Iterable[int]) -> None:
+        """Set ``param.grad``. A handle that the user still holds keeps its old stamp and is not used again."""
+        self._stamp += 1
+        for index in indexes:
+            if sys.getrefcount(self._grads[index]) > 2:  # the list and the argument
+                self._grads[index] = self._make_grad(index)
+            self._grads[index]._chunkc_stamp = self._stamp
+            self.params[index].grad = self._grads[index]
 
     def _check_backward(self, executor: Executor) -> None:
         if executor is not self._executor or self._phase != "saved":

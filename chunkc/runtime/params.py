@@ -7,19 +7,23 @@ the true value: nothing ever reads memory that is not there, and no write is los
 
     role    stands for                                    after a read
     param   the parameter itself, and its ``detach``      a plain tensor with the current value
-    grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient
+    grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient of that backward
     view    a view of a gathered value                    reads go through; writes are refused by name
+
+What goes around operators (addresses, storages, sharing) is refused by name, since there is no memory behind it; NumPy
+gets a read-only copy. A gradient carries the stamp of its backward, so that one kept for later never shows another's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
+import numpy as np
 import torch
 
-from chunkc._torch_compat import pytree, swap_tensors, wrapper_tensor
+from chunkc._torch_compat import is_capturing, pytree, swap_tensors, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 
@@ -35,8 +39,8 @@ class ParamStore(Protocol):
     def read_param(self, index: int) -> torch.Tensor: ...
     def read_exact(self, index: int) -> torch.Tensor: ...
     def write_param(self, index: int, value: torch.Tensor) -> None: ...
-    def read_grad(self, index: int) -> torch.Tensor: ...
-    def write_grad(self, index: int, value: torch.Tensor) -> None: ...
+    def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
+    def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
 
 
 class ManagedTensor(torch.Tensor):
@@ -46,17 +50,21 @@ class ManagedTensor(torch.Tensor):
     _role: Role
     _chunkc_index: int
     _chunkc_runtime: Any
+    _chunkc_stamp: int
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> ManagedTensor:
+    def __new__(
+        cls, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None, stamp: int = 0
+    ) -> ManagedTensor:
         outer: ManagedTensor = wrapper_tensor(cls, inner, inner.requires_grad and role == "param")
         outer._inner = inner
         outer._role = role
         outer._chunkc_index = index
         outer._chunkc_runtime = runtime
+        outer._chunkc_stamp = stamp
         return outer
 
-    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None) -> None:
+    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None, stamp: int = 0) -> None:
         """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -79,6 +87,53 @@ class ManagedTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """A copy that NumPy refuses to write to, since what is written there would be lost."""
+        array = _read(self).requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The value as nested lists."""
+        return _read(self).tolist()
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: there is no address."""
+        _refuse_memory(self, "data_ptr()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused: there is no storage. Capture asks for its identity and size only."""
+        if is_capturing():
+            return super().untyped_storage()
+        _refuse_memory(self, "untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        """Refused: there is no storage."""
+        _refuse_memory(self, "storage()")
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse_memory(self, "storage()")
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: there is nothing to share."""
+        _refuse_memory(self, "share_memory_()")
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        _refuse_memory(self, "DLPack export")
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused for parameters: their gradients do not pass through autograd."""
+        _refuse_hook(self)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused for parameters: their gradients do not pass through autograd."""
+        _refuse_hook(self)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def data(self) -> torch.Tensor:
@@ -116,12 +171,31 @@ def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = func(*inner_args, **inner_kwargs)
     if func in _ALIASES:
         first = args[0]
-        return ManagedTensor(out, first._role, first._chunkc_index, first._chunkc_runtime)
+        return _like(first, out)
     return out
 
 
 def _alias(tensor: ManagedTensor) -> ManagedTensor:
-    return ManagedTensor(tensor._inner.detach(), tensor._role, tensor._chunkc_index, tensor._chunkc_runtime)
+    return _like(tensor, tensor._inner.detach())
+
+
+def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
+    return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_runtime, tensor._chunkc_stamp)
+
+
+def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
+    raise ChunkcError(
+        f"{_describe(tensor)} has no memory of its own for {what}: its payload moves between host and device. Use "
+        "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
+    )
+
+
+def _refuse_hook(tensor: ManagedTensor) -> None:
+    if isinstance(tensor, torch.nn.Parameter):
+        raise ChunkcError(
+            f"{_describe(tensor)} takes no gradient hooks, they would never run: gradients land in chunks, not in "
+            "autograd. Work on `param.grad` between backward() and step()"
+        )
 
 
 def _describe(tensor: ManagedTensor) -> str:
@@ -134,8 +208,8 @@ def _read(tensor: ManagedTensor) -> torch.Tensor:
     """The true value, in memory of its own."""
     if tensor._role == "view":
         return tensor._inner
-    runtime = _runtime(tensor)
-    return (runtime.read_grad if tensor._role == "grad" else runtime.read_param)(tensor._chunkc_index)
+    runtime, index = _runtime(tensor), tensor._chunkc_index
+    return runtime.read_grad(index, tensor._chunkc_stamp) if tensor._role == "grad" else runtime.read_param(index)
 
 
 def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
@@ -143,7 +217,10 @@ def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         found = f"{tuple(value.shape)} {value.dtype}"
         raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
-    (runtime.write_grad if tensor._role == "grad" else runtime.write_param)(tensor._chunkc_index, value)
+    if tensor._role == "grad":
+        runtime.write_grad(tensor._chunkc_index, tensor._chunkc_stamp, value)
+    else:
+        runtime.write_param(tensor._chunkc_index, value)
 
 
 def _runtime(tensor: ManagedTensor) -> ParamStore:
@@ -159,8 +236,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
     for tensor in written:
         if tensor._role == "view":
             raise ChunkcError(
-                f"{func} writes in place to a view of a managed parameter, which would be lost; write to the whole "
-                "parameter, or inside `with chunkc.full_params(model):`"
+                f"{func} writes in place to {_describe(tensor)}, a view of a copy, which would be lost; write to the "
+                "whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
             )
     values = {id(tensor): _read(tensor) for tensor in managed}
     plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[id(x)], (args, kwargs))
