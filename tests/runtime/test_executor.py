@@ -1,0 +1,98 @@
+"""The executor launches what the plan says, in its order, on its streams, after its waits, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Op, Stream, parse
+from chunkc.ir.plan import Plan
+from chunkc.runtime.bind import Binder, Frame
+from chunkc.runtime.device import Event
+
+
+class Recorder:
+    """Stands between an executor and its device: every launch with the labels of the events it waits for."""
+
+    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launches: list[tuple[Stream, str, tuple[str, ...]]] = []
+        self._names: dict[int, str] = {}
+        self._events: list[Event] = []
+        self._device = model._compiled_call_impl.runtime.device
+        self._launch = self._device.launch
+        monkeypatch.setattr(self._device, "launch", self.launch)
+
+    def launch(self, stream: Stream, text: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+        self.launches.append((stream, text, tuple(self._names.get(id(e), "before") for e in waits)))
+        event = self._launch(stream, text, waits, work)
+        self._events.append(event)
+        self._names[id(event)] = text
+        return event
+
+
+def trained(monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, chunkc.AdamW, Recorder]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    chunkc.compile(model, "emulated-140k-4m", dtype=torch.float32, backend="eager", chunk_size=4160)
+    optimizer = chunkc.AdamW(model.parameters())
+    iterate(model, optimizer)
+    return model, optimizer, Recorder(model, monkeypatch)
+
+
+def iterate(model: nn.Module, optimizer: chunkc.AdamW) -> None:
+    model(torch.ones(4, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def planned_texts(plan: Plan) -> list[str]:
+    return [str(a) for name in ("forward", "backward", "step") for a in plan.program(name).actions]
+
+
+def test_actions_are_launched_in_the_plans_order_on_their_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, recorder = trained(monkeypatch)
+    iterate(model, optimizer)
+    iterate(model, optimizer)
+    plan = chunkc.plan_of(model)
+    assert [text for _, text, _ in recorder.launches] == planned_texts(plan) * 2
+    assert all(stream is parse(text).stream for stream, text, _ in recorder.launches)
+    assert {stream for stream, _, _ in recorder.launches} == {Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU}
+
+
+def test_every_wait_is_for_the_latest_run_of_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, recorder = trained(monkeypatch)
+    iterate(model, optimizer)
+    recorder.launches.clear()
+    iterate(model, optimizer)
+    plan = chunkc.plan_of(model)
+    labelled = {label: str(a) for name in ("forward", "backward", "step") for label, a in plan.program(name).labelled()}
+    for _, text, waited in recorder.launches:
+        assert waited == tuple(labelled[label] for label in parse(text).waits)
+    assert any(waited for _, _, waited in recorder.launches)
+
+
+def test_bytes_moved_are_those_of_the_plan_in_every_iteration(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = trained(monkeypatch)
+    for _ in range(3):
+        iterate(model, optimizer)
+        stats = chunkc.stats(model)
+        assert stats["h2d_nbytes"] == stats["planned_h2d_nbytes"] > 0
+        assert stats["d2h_nbytes"] == stats["planned_d2h_nbytes"] > 0
+
+
+@pytest.mark.parametrize(
+    "text", ["gather g0 @comm", "load os0 -> d0 @h2d", "norm c0 @compute", "decide @compute", "grow 4096 @compute"]
+)
+def test_actions_of_later_releases_are_refused_when_they_are_bound(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _, _ = trained(monkeypatch)
+    runtime = model._compiled_call_impl.runtime
+    binder = Binder(chunkc.plan_of(model), runtime._store, runtime.device, {}, Frame())
+    action = parse(text)
+    assert action.op not in (Op.RUN, Op.FETCH)
+    with pytest.raises(PlanError, match="planned and verified only"):
+        binder._bind("f0", action)
