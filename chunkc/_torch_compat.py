@@ -41,6 +41,7 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "dynamo_example",
+    "engine_runs",
     "foreach_copy_",
     "fresh_code",
     "fused_adam_",
@@ -63,6 +64,14 @@ __all__ = [
 def is_capturing() -> bool:
     """Whether torch.compile is tracing on this thread now."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def engine_runs(node: Any) -> bool:
+    """Whether the backward under way on this thread runs ``node``; False for a leaf that ``autograd.grad`` captures."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False
 
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
@@ -181,9 +190,10 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Dynamo settings for one call on this thread: logging inside a forward does not break the graph."""
+    """Dynamo settings for one call on this thread: logging inside a forward does not break the graph, and hooks that
+    modules are given later make it capture anew instead of being ignored."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     ignored = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
-    with torch._dynamo.config.patch(ignore_logging_functions=ignored):
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False):
         yield

@@ -277,6 +277,7 @@ def stats(model: nn.Module) -> dict[str, int]:
         "d2h_nbytes": executor.moved_nbytes(Stream.D2H),
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
+        **compiled.counts_since_warm_up(),
     }
 
 

@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Planned, Target, make_plan
 from chunkc.passes.lower import LoweredGraph, lower
+from chunkc.policy import check_trainable_dtypes
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.executor import Executor
@@ -43,6 +44,25 @@ from chunkc.runtime.store import ChunkStore
 from chunkc.segments import SegmentCompiler
 
 logger = logging.getLogger("chunkc")
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a steady state does no more of.
+
+    Attributes:
+        num_compiles: captures of the forward, and segments compiled.
+        num_slot_allocations: arenas and homes taken on the model's device (models that share one count together).
+        num_unasked_syncs: how often the host waited for the device although nobody asked to see a value.
+    """
+
+    num_compiles: int
+    num_slot_allocations: int
+    num_unasked_syncs: int
+
+    def since(self, earlier: Counts) -> dict[str, int]:
+        """The differences by name."""
+        return {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
 
 
 @dataclass(slots=True)
@@ -72,6 +92,7 @@ class CompiledModel:
         self._model = model
         self._capture_started_s = 0.0
         self._has_told_gathered = False
+        self._warm: Counts | None = None
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         on_capture = weakref.WeakMethod(self._on_capture)  # Dynamo keeps backends for as long as the process lives
 
@@ -113,13 +134,28 @@ class CompiledModel:
             args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
         self.runtime.before_forward()
         before = self.runtime.num_forwards
+        if before == 1 and self._warm is None:
+            self._warm = self._counts()
         outputs = self._captured(args, kwargs)
         if self.runtime.num_forwards == before:
             raise CaptureError(
                 "this call ran without entering the compiled graphs; it has computed nothing that can be trained. "
                 "Please report the model"
             )
+        self.runtime.watch(outputs)
         return outputs
+
+    def counts_since_warm_up(self) -> dict[str, int]:
+        """``Counts`` by name since the second training forward began; zeros before."""
+        now = self._counts()
+        return now.since(self._warm or now)
+
+    def _counts(self) -> Counts:
+        return Counts(
+            num_compiles=len(self.planned) + self.settings.compiler.num_compiles,
+            num_slot_allocations=self.runtime.device.num_allocations(),
+            num_unasked_syncs=self.runtime.num_unasked_syncs(),
+        )
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._capture_started_s = time.perf_counter()
@@ -152,16 +188,18 @@ class CompiledModel:
 
     def _check_params(self) -> None:
         """The module must still hold the managed parameters, all of them and no others."""
-        current = list(dict.fromkeys(self._model.parameters()))
-        if len(current) == len(self.runtime.params) and all(
-            p is q for p, q in zip(current, self.runtime.params, strict=True)
+        current, params = list(dict.fromkeys(self._model.parameters())), self.runtime.params
+        if len(current) == len(params) and all(
+            p is q and getattr(p, "_chunkc_index", None) == i
+            for i, (p, q) in enumerate(zip(current, params, strict=True))
         ):
             return
-        managed = set(self.runtime.params)
+        managed = {p for p in params if hasattr(p, "_chunkc_index")}
         strange = [n for n, p in self._model.named_parameters() if p not in managed]
         raise ChunkcError(
             f"parameters of the compiled model were replaced, added or removed ({', '.join(strange[:5]) or 'removed'});"
-            " its layout is fixed. Change the model before chunkc.compile, or write values in place"
+            " its layout is fixed. Change the model before chunkc.compile, write values in place, and load state dicts "
+            "without assign=True"
         )
 
     def _on_capture(self, captured: Captured) -> Compiled:
@@ -169,6 +207,8 @@ class CompiledModel:
         schedule, settings = captured.schedule, self.settings
         num_ops = sum(len(g.operators) for g in schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, started - self._capture_started_s)
+        trained = {p for op in schedule.backward.operators for p in op.grads}
+        check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
         target = replace(
             settings.target,
             device_budget_nbytes=settings.target.device_budget_nbytes - self.runtime.others_device_nbytes(),

@@ -80,6 +80,14 @@ class Device(Protocol):
         """Give memory of ``allocate_home`` back; no view of it may be used afterwards."""
         ...
 
+    def num_allocations(self) -> int:
+        """Arenas and homes allocated so far; a steady state adds none."""
+        ...
+
+    def num_host_syncs(self) -> int:
+        """How often the host has waited for launched work so far: calls of ``synchronize`` and waits of events."""
+        ...
+
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; work of one stream runs in the order of launching.
 

@@ -198,6 +198,14 @@ class EmulatedDevice:
         """How often ``wait`` of an event blocked the host; waits of the compute stream do not count."""
         return self._streams.failures.num_host_waits
 
+    def num_allocations(self) -> int:
+        """Arenas and homes allocated so far."""
+        return self.num_arena_allocations + self.num_home_allocations
+
+    def num_host_syncs(self) -> int:
+        """Calls of `synchronize`, and waits of events that blocked the host, so far."""
+        return self.num_synchronizes + self.num_host_waits
+
     def free_device_nbytes(self) -> int:
         """Device bytes that no reservation holds, nor an arena that outlives its own."""
         with self._lock:

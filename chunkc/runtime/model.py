@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from chunkc._torch_compat import swap_tensors
 from chunkc.errors import AccumulationError, ChunkcError
@@ -26,6 +27,7 @@ from chunkc.ir.plan import Phase
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.adam import Hyper
 from chunkc.runtime.device import Device
+from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
 from chunkc.runtime.staging import StagingStore
@@ -57,6 +59,9 @@ class ModelRuntime:
         self._phase: Phase = "cold"
         self._consumed = False
         self._closed = False
+        self._num_asked_syncs = 0
+        self._accumulators: dict[int, Node] = {}
+        self._watched: set[int] = set()
         self._executor: Executor | None = None
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
@@ -224,12 +229,7 @@ class ModelRuntime:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
             ChunkcError: when a parameter has hooks.
         """
-        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
-        if hooked:
-            raise ChunkcError(
-                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
-                "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
-            )
+        self._check_hooks()
         if self._phase == "graded":
             waiting = [i for i, p in enumerate(self.params) if p.grad is not None]
             if waiting:
@@ -277,7 +277,23 @@ class ModelRuntime:
             self._grads[index]._chunkc_stamp = self._stamp
             self.params[index].grad = self._grads[index]
 
+    def _check_hooks(self) -> None:
+        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise ChunkcError(
+                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+                "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
+            )
+
     def _check_backward(self, executor: Executor) -> None:
+        self._check_hooks()
+        missing = left_out(self._accumulators, executor.graded_params)
+        if missing:
+            raise ChunkcError(
+                f"this backward leaves out the gradients of {self._names(missing)}, as torch.autograd.grad and "
+                "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
+                "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
+            )
         if executor is not self._executor or self._phase != "saved":
             raise AccumulationError(
                 "backward was called for a forward whose parameters were meanwhile replaced by gradients or by another "
@@ -310,11 +326,24 @@ class ModelRuntime:
         """Finish pending updates; what a worker raised is raised here."""
         if self._closed:
             raise ChunkcError(
-                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; read parameters before "
-                "the model goes, or keep the model"
+                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; read parameters "
+                "before the model goes, or keep the model"
             )
         if self._executor is not None:
+            self._num_asked_syncs += 1
             self.device.synchronize()
+
+    def num_unasked_syncs(self) -> int:
+        """How often the host has waited for the device without anyone having asked to see a value."""
+        return self.device.num_host_syncs() - self._num_asked_syncs
+
+    def watch(self, outputs: Any) -> None:
+        """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
+        executor = self._executor
+        if executor is not None and id(executor) not in self._watched:
+            self._watched.add(id(executor))
+            wanted = {i: self.params[i] for i in executor.graded_params if i not in self._accumulators}
+            self._accumulators |= find_accumulators(outputs, wanted)
 
     def measured_peak_nbytes(self) -> int:
         """Arena plus the highest reading of non-model bytes from the latest forward to the end of its backward."""

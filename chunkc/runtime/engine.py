@@ -1,0 +1,42 @@
+"""Whether autograd's engine runs the whole backward of a compiled forward.
+
+Gradients land in chunks and never reach autograd, so ``backward(inputs=...)`` and ``torch.autograd.grad`` cannot pick
+some of them: both are noticed, inside the backward, by the nodes that would have accumulated the other gradients.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+from chunkc._torch_compat import engine_runs, pytree
+
+
+def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:
+    """The nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there.
+
+    Breadth first from the outputs, until all are found; a parameter that no output depends on has none.
+    """
+    wanted = {id(param): key for key, param in params.items()}
+    todo = deque(t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn)
+    seen, found = set(todo), dict[int, Node]()
+    while todo and len(found) < len(params):
+        for node, _ in todo.popleft().next_functions:
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            key = wanted.get(id(getattr(node, "variable", None)))
+            if key is not None:
+                found[key] = node
+            else:
+                todo.append(node)
+    return found
+
+
+def left_out(accumulators: Mapping[int, Node], keys: Collection[int]) -> list[int]:
+    """The ``keys`` whose gradients the backward under way does not ask for. Call inside a backward."""
+    return [key for key in keys if key in accumulators and not engine_runs(accumulators[key])]
