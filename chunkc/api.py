@@ -32,6 +32,7 @@ from chunkc.passes import Options, Pass, Planned, Target, make_plan
 from chunkc.policy import check_model, check_trainable_dtypes, compute_dtype, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.module_hooks import attach
 from chunkc.segments import Backend, SegmentCompiler, backend_options, segment_compiler
 
 logger = logging.getLogger("chunkc")
@@ -97,37 +98,10 @@ def compile(  # the name that torch.compile taught users
     )
     runtime = ModelRuntime(infos, params, device)
     compiled = CompiledModel(model, runtime, settings)
-    model.register_state_dict_post_hook(StateDictHook(runtime))  # type: ignore[no-untyped-call]
+    attach(model)
     model._compiled_call_impl = compiled
     weakref.finalize(model, runtime.close)
     return model
-
-
-class StateDictHook:
-    """Turns managed tensors in a state dict into real ones, in the dtype that each parameter was handed over in."""
-
-    def __init__(self, runtime: ModelRuntime | None) -> None:
-        self._runtime = runtime
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-        runtime = self._runtime
-        if runtime is None:
-            return
-        exact: dict[int, torch.Tensor] = {}
-        for key, value in state.items():
-            owner: object = getattr(value, "_chunkc_runtime", None)
-            if owner is runtime:
-                index = value._chunkc_index
-                if index not in exact:
-                    exact[index] = runtime.read_exact(index)
-                state[key] = exact[index]
-
-    def __deepcopy__(self, memo: object) -> StateDictHook:
-        """A copy of a compiled model is a plain model."""
-        return StateDictHook(None)
-
-    def __reduce__(self) -> tuple[type[StateDictHook], tuple[None]]:
-        return StateDictHook, (None,)
 
 
 def plan(

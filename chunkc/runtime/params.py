@@ -88,6 +88,10 @@ class ManagedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
+    def exact(self) -> torch.Tensor:
+        """A copy of the parameter in the dtype that it was handed over in."""
+        return _runtime(self).read_exact(self._chunkc_index)
+
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """A copy that NumPy refuses to write to, since what is written there would be lost."""
         array = _read(self).requires_grad_(self.requires_grad).numpy(force=force)
@@ -266,8 +270,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[M
 def _plain(tensor: ManagedTensor) -> torch.Tensor:
     """A tensor that chunkc does not manage; a parameter stays one, in the dtype that it was handed over in."""
     if tensor._role == "param" and isinstance(tensor, torch.nn.Parameter):
-        value = _runtime(tensor).read_exact(tensor._chunkc_index)
-        return torch.nn.Parameter(value, requires_grad=tensor.requires_grad)
+        return torch.nn.Parameter(tensor.exact(), requires_grad=tensor.requires_grad)
     return _read(tensor)
 
 

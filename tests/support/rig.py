@@ -17,7 +17,6 @@ from torch import nn
 from training import AfterStep, Recipe, Trained, train
 
 import chunkc
-from chunkc.api import StateDictHook
 from chunkc.capture.backend import Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.compiled import CompiledModel, Settings
@@ -122,7 +121,6 @@ class Rig:
         with torch.no_grad():
             for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
                 buffer.copy_(initial)
-        self.model.register_state_dict_post_hook(StateDictHook(runtime))
         self.compiled.replan(runtime, setup.options, setup.device_nbytes, setup.host_nbytes)
 
     def train(
