@@ -4,7 +4,7 @@ The model is a Llama from transformers over bytes, the text is the source of Pyt
 downloaded. With ``--compare N`` the first N steps run in plain PyTorch too, and the script exits with code 1 unless the
 losses agree, the measured peak is within the budget, and the last losses are below ``--target``.
 
-    python examples/train_gpt.py --hw emulated-128m-4g --compare 10
+    python examples/train_gpt.py --hw emulated-96m-4g --compare 10
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
 
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 5e-4
 WARM_UP_STEPS = 10
 STEPS_PER_READING = 5  # stats() waits for the updates of a step, which otherwise run beside the next forward
 NUM_LAST_LOSSES = 10
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level Llama under a device budget.")
-    parser.add_argument("--hw", default="emulated-128m-4g", help="device budget and host memory (default: %(default)s)")
+    parser.add_argument("--hw", default="emulated-96m-4g", help="device budget and host memory (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="width, a multiple of 64")
     parser.add_argument("--batch", type=int, default=4)
@@ -124,8 +124,8 @@ class Progress:
         self._read_at_s = now_s
         moved_nbytes = stats["h2d_nbytes"] + stats["d2h_nbytes"]
         self._bar.set_postfix_str(
-            f"loss {loss:.3f}, {tokens_per_s:.0f} tokens/s, device peak {self.peak_nbytes / MIB:.0f} of "
-            f"{stats['budget_nbytes'] / MIB:.0f} MiB, {moved_nbytes / MIB:.0f} MiB moved a step"
+            f"loss {loss:.3f}, {tokens_per_s:.0f} tokens/s, device peak {self.peak_nbytes / MIB:.0f}/"
+            f"{stats['budget_nbytes'] / MIB:.0f} MiB, moved {moved_nbytes / MIB:.0f} MiB/step"
         )
 
     def close(self) -> None:
