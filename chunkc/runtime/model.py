@@ -12,7 +12,6 @@ the parameters of the last finished step.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -269,12 +268,10 @@ class ModelRuntime:
         return outputs
 
     def _hand_out_gradients(self, indexes: Iterable[int]) -> None:
-        """Set ``param.grad``. A handle that the user still holds keeps its old stamp and is not used again."""
+        """Set ``param.grad`` to new handles; those of earlier backwards that the user kept know that they are old."""
         self._stamp += 1
         for index in indexes:
-            if sys.getrefcount(self._grads[index]) > 2:  # the list and the argument
-                self._grads[index] = self._make_grad(index)
-            self._grads[index]._chunkc_stamp = self._stamp
+            self._grads[index] = self._make_grad(index)
             self.params[index].grad = self._grads[index]
 
     def _check_hooks(self) -> None:
