@@ -96,6 +96,10 @@ class ModelRuntime:
         """The parameter's name in the user's model."""
         return self.infos[index].name
 
+    def version_of(self, index: int) -> int:
+        """Autograd's version of the parameter: every write and every update raises it."""
+        return self.params[index]._version
+
     def read_param(self, index: int) -> torch.Tensor:
         """A copy in compute dtype."""
         return self.read_exact(index).to(self.params[index].dtype)
@@ -323,8 +327,7 @@ class ModelRuntime:
         """Finish pending updates; what a worker raised is raised here."""
         if self._closed:
             raise ChunkcError(
-                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; read parameters "
-                "before the model goes, or keep the model"
+                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; keep it to read it"
             )
         if self._executor is not None:
             self._num_asked_syncs += 1

@@ -8,7 +8,8 @@ the true value: nothing ever reads memory that is not there, and no write is los
     role    stands for                                    after a read
     param   the parameter itself, and its ``detach``      a plain tensor with the current value
     grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient of that backward
-    view    a view of a gathered value                    reads go through; writes are refused by name
+    view    a view of a gathered value                    reads go through until the parameter changes; writes are
+                                                          refused by name
 
 What goes around operators (addresses, storages, sharing) is refused by name, since there is no memory behind it; NumPy
 gets a read-only copy. A gradient carries the stamp of its backward, so that one kept for later never shows another's.
@@ -29,6 +30,7 @@ from chunkc.ir.schedule import ParamInfo
 
 Role = Literal["param", "grad", "view"]
 aten = torch.ops.aten
+_NO_VERSION = -1
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
@@ -36,6 +38,7 @@ class ParamStore(Protocol):
     """Where values of parameters and gradients are read and written; a read drains pending updates."""
 
     def name_of(self, index: int) -> str: ...
+    def version_of(self, index: int) -> int: ...
     def read_param(self, index: int) -> torch.Tensor: ...
     def read_exact(self, index: int) -> torch.Tensor: ...
     def write_param(self, index: int, value: torch.Tensor) -> None: ...
@@ -210,9 +213,14 @@ def _describe(tensor: ManagedTensor) -> str:
 
 def _read(tensor: ManagedTensor) -> torch.Tensor:
     """The true value, in memory of its own."""
-    if tensor._role == "view":
-        return tensor._inner
     runtime, index = _runtime(tensor), tensor._chunkc_index
+    if tensor._role == "view":
+        if tensor._chunkc_stamp not in (_NO_VERSION, runtime.version_of(index)):
+            raise ChunkcError(
+                f"{_describe(tensor)} was taken before the parameter changed, and shows what it was then; take the "
+                "view again, or keep a copy with clone()"
+            )
+        return tensor._inner
     return runtime.read_grad(index, tensor._chunkc_stamp) if tensor._role == "grad" else runtime.read_param(index)
 
 
@@ -243,19 +251,32 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
                 f"{func} writes in place to {_describe(tensor)}, a view of a copy, which would be lost; write to the "
                 "whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
             )
-    values = {id(tensor): _read(tensor) for tensor in managed}
-    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[id(x)], (args, kwargs))
+    values: dict[object, torch.Tensor] = {}
+    for tensor in managed:
+        if _place(tensor) not in values:
+            values[_place(tensor)] = _read(tensor)
+    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_place(x)], (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     for tensor in written:
-        _write(tensor, values[id(tensor)])
+        _write(tensor, values[_place(tensor)])
     if written:
-        originals = {id(values[id(tensor)]): tensor for tensor in written}
+        originals = {id(values[_place(tensor)]): tensor for tensor in written}
         return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
     if any(r.alias_info is not None for r in func._schema.returns):
         source = managed[0]
-        wrap = partial(ManagedTensor, role="view", index=source._chunkc_index, runtime=source._chunkc_runtime)
+        runtime, index, stamp = source._chunkc_runtime, source._chunkc_index, source._chunkc_stamp
+        if source._role != "view":
+            stamp = runtime.version_of(index) if source._role == "param" else _NO_VERSION
+        wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
         return pytree.tree_map_only(torch.Tensor, wrap, out)
     return out
+
+
+def _place(tensor: ManagedTensor) -> object:
+    """What tensors have in common whose values are in the same place, as a parameter and its ``data``."""
+    if tensor._role == "view":
+        return id(tensor)
+    return id(tensor._chunkc_runtime), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:
