@@ -1,0 +1,84 @@
+"""The public surface, frozen: a name or an option that comes or goes is a decision, made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+
+import chunkc
+
+NAMES = frozenset(
+    {
+        "AccumulationError",
+        "Adam",
+        "AdamW",
+        "BudgetError",
+        "CaptureError",
+        "ChunkcError",
+        "Hardware",
+        "HardwareError",
+        "Plan",
+        "PlanError",
+        "PlanNotReadyError",
+        "ShapeLimitError",
+        "compile",
+        "full_params",
+        "plan",
+        "plan_of",
+        "stats",
+    }
+)
+
+# Parameters in order: a name, then its default unless it has none; those behind * are keyword-only.
+SIGNATURES = {
+    "compile": "model, hw='auto', *, dtype='auto', backend='inductor', chunk_size='auto', accumulate=1, "
+    "fullgraph=False, example_inputs=None, passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic'",
+    "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
+    "chunk_size='auto', passes=None, reserve=0",
+    "plan_of": "model",
+    "stats": "model",
+    "full_params": "model",
+    "AdamW": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, max_grad_norm=None",
+    "Adam": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, max_grad_norm=None",
+    "Hardware.parse": "text",
+    "Hardware.detect": "",
+    "Plan.text": "self",
+    "Plan.summary": "self",
+    "Plan.save": "self, path",
+    "Plan.load": "path",
+    "BudgetError": "message, *, moment, tensors, missing_nbytes, min_device_nbytes, min_host_nbytes",
+}
+
+
+def test_the_names_of_the_package() -> None:
+    assert set(chunkc.__all__) == NAMES
+    assert len(chunkc.__all__) == len(NAMES)
+    assert all(hasattr(chunkc, name) for name in NAMES)
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signature(path: str) -> None:
+    found: object = chunkc
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert callable(found)
+    assert _parameters(found) == SIGNATURES[path]
+
+
+def _parameters(function: object) -> str:
+    """The parameters without annotations, as ``inspect`` writes them."""
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(bare))[1:-1]
+
+
+@pytest.mark.parametrize("name", sorted(n for n in NAMES if n.endswith("Error")))
+def test_every_error_is_a_chunkc_error(name: str) -> None:
+    assert issubclass(getattr(chunkc, name), chunkc.ChunkcError)
+
+
+def test_a_plan_is_frozen() -> None:
+    assert dataclasses.is_dataclass(chunkc.Plan)
+    assert chunkc.Plan.__dataclass_params__.frozen  # type: ignore[attr-defined]
