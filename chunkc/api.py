@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -255,32 +256,70 @@ def stats(model: nn.Module) -> dict[str, int]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A plain parameter that stands for a managed one inside ``full_params``; ``version`` is that one's at entry."""
+
+    index: int
+    real: nn.Parameter
+    version: int
+
+
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the block the module holds plain parameters with real memory, to read or to write.
+    """Within the block the module holds plain parameters with real memory, to read or to write; blocks may nest.
 
     They are in the dtype that the model was handed over in. What was written is kept when the block ends, also by an
     exception. The whole model stands in host memory a second time meanwhile.
+
+    Raises:
+        ChunkcError: when the block ends, for what cannot be kept: parameters that were replaced or converted, gradients
+            that a plain backward gave them, or parameters that a step of the compiled model changed meanwhile.
     """
-    runtime = _compiled(model).runtime
-    values: list[tuple[int, nn.Parameter]] = []
+    compiled = _compiled(model)
+    if compiled.is_open:
+        yield model
+        return
+    runtime, opened = compiled.runtime, list[_Opened]()
 
     def plain(param: torch.Tensor) -> torch.Tensor:
         index: int = param._chunkc_index  # type: ignore[attr-defined]
         real = nn.Parameter(runtime.read_exact(index), requires_grad=param.requires_grad)
-        values.append((index, real))
+        opened.append(_Opened(index, real, runtime.version_of(index)))
         return real
 
-    compiled = model._compiled_call_impl
-    model._compiled_call_impl = None
+    held: set[torch.Tensor] = set()
+    compiled.is_open = True
     try:
         with swapped_tensors(model, plain, buffers=False):
-            yield model
+            try:
+                yield model
+            finally:
+                held.update(model.parameters())
     finally:
-        model._compiled_call_impl = compiled
-        for index, real in values:
-            if not torch.equal(real, runtime.read_exact(index)):
-                runtime.write_param(index, real.detach())
+        compiled.is_open = False
+        _keep_written(runtime, opened, held)
+
+
+def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collection[torch.Tensor]) -> None:
+    lost: dict[str, str] = {}
+    for param in opened:
+        before = runtime.read_exact(param.index)
+        name, same_kind = runtime.name_of(param.index), param.real.dtype is before.dtype
+        if param.real not in held:
+            lost[name] = "replaced"
+        elif not same_kind or param.real.shape != before.shape:
+            lost[name] = f"converted to {tuple(param.real.shape)} {param.real.dtype}"
+        elif runtime.version_of(param.index) != param.version:
+            lost[name] = "changed by the compiled model meanwhile"
+        else:
+            if not torch.equal(param.real, before):
+                runtime.write_param(param.index, param.real.detach())
+            if param.real.grad is not None:
+                lost[name] = "given a gradient, which the compiled model cannot step"
+    if lost:
+        first = ", ".join(f"{name} was {what}" for name, what in list(lost.items())[:5])
+        raise ChunkcError(f"full_params keeps values that were written in place, but {first} ({len(lost)} in all)")
 
 
 def _compiled(model: nn.Module) -> CompiledModel:

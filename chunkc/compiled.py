@@ -83,7 +83,11 @@ class Settings:
 
 
 class CompiledModel:
-    """The implementation behind a compiled module's ``__call__``."""
+    """The implementation behind a compiled module's ``__call__``.
+
+    Attributes:
+        is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
+    """
 
     def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
         self.runtime = runtime
@@ -93,6 +97,7 @@ class CompiledModel:
         self._capture_started_s = 0.0
         self._has_told_gathered = False
         self._warm: Counts | None = None
+        self.is_open = False
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         on_capture = weakref.WeakMethod(self._on_capture)  # Dynamo keeps backends for as long as the process lives
 
@@ -127,6 +132,8 @@ class CompiledModel:
             BudgetError: on the first call, when the model does not fit.
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
+        if self.is_open:
+            return call_plain(self._model, args, kwargs)
         self._check_params()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self._gathered(args, kwargs)

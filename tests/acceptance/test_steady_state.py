@@ -1,0 +1,111 @@
+"""ACCEPTANCE 9: after warm-up nothing is compiled or allocated, nobody waits unasked, and the plan is what happens."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import pytest
+import torch
+from models import CASES, loss_of
+from small import Twins, twins_at
+from torch import nn
+
+import chunkc
+from chunkc.ir.actions import Stream
+from chunkc.runtime.executor import Executor
+
+NUM_STEPS = 4
+COUNTS = ("num_compiles", "num_slot_allocations", "num_unasked_syncs")
+
+
+def executor_of(model: nn.Module) -> Executor:
+    """The executor of the latest forward."""
+    executor = model._compiled_call_impl.runtime.executor
+    assert isinstance(executor, Executor)
+    return executor
+
+
+def smallest(name: str, hw: str = "emulated-1k-1g") -> str:
+    """The smallest machine that trains the model ``name``, from the error's own words."""
+    model = chunkc.compile(CASES[name].build(), hw, dtype=torch.float32, backend="eager")
+    with pytest.raises(chunkc.BudgetError) as caught:
+        model(**CASES[name].batches()[0])
+    return f"emulated-{caught.value.min_device_nbytes / 1024}k-1g"
+
+
+@pytest.mark.parametrize(("name", "is_tight"), [("llama", True), ("llama", False), ("odd", True), ("resnet", True)])
+def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool) -> None:
+    """Order of actions and bytes moved equal the plan's in every step; all three counts stay zero."""
+    case = CASES[name]
+    hw = smallest(name) if is_tight else "emulated-1g-1g"
+    model = chunkc.compile(case.build(), hw, dtype=torch.float32, backend="eager")
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
+    batch = case.batches()[0]
+    for step in range(2 + NUM_STEPS):
+        if step == 2:
+            executor_of(model).trace = []
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plan, trace = executor_of(model).plan, executor_of(model).trace
+    iteration = [str(a) for a in chain(*(plan.program(p).actions for p in ("forward", "backward", "step")))]
+    assert trace == iteration * NUM_STEPS
+    found = chunkc.stats(model)
+    assert {count: found[count] for count in COUNTS} == dict.fromkeys(COUNTS, 0)
+    for stream in (Stream.H2D, Stream.D2H):
+        planned = plan.moved_nbytes(stream)
+        assert found[f"{stream.value}_nbytes"] == found[f"planned_{stream.value}_nbytes"] == planned
+        assert (planned > 0) == is_tight, "a tight plan moves, a resident one does not"
+
+
+def test_stats_offer_what_they_promise() -> None:
+    """All keys, before and after a step, and an error before there is a plan."""
+    twins = twins_at("staged")
+    with pytest.raises(chunkc.PlanNotReadyError, match="first training forward"):
+        chunkc.stats(twins.model)
+    twins.backward()
+    twins.step()
+    found = chunkc.stats(twins.model)
+    moved = {f"{planned}{stream}_nbytes" for planned in ("", "planned_") for stream in ("h2d", "d2h")}
+    memory = {"budget_nbytes", "planned_peak_nbytes", "measured_peak_nbytes", "host_nbytes", "model_data_nbytes"}
+    assert set(found) == moved | memory | set(COUNTS)
+    assert all(type(value) is int and value >= 0 for value in found.values())
+    assert found["model_data_nbytes"] >= sum(p.numel() for p in twins.plain.parameters() if p.requires_grad) * 16
+    assert found["budget_nbytes"] == 96 << 10
+
+
+def warm() -> Twins:
+    """Twins whose warm-up is over."""
+    twins = twins_at("settled")
+    assert [chunkc.stats(twins.model)[count] for count in COUNTS] == [0, 0, 0]
+    return twins
+
+
+def test_observations_are_asked_for() -> None:
+    """Reading a parameter, a gradient, a state or a copy waits for updates, and does not count."""
+    twins = warm()
+    twins.backward()
+    twins.model.second.weight.grad.sum()
+    twins.step()
+    twins.model.state_dict()
+    twins.optimizer.state_dict()
+    twins.model.second.weight.sum()
+    assert chunkc.stats(twins.model)["num_unasked_syncs"] == 0
+
+
+def test_the_counts_count() -> None:
+    """Each of the three rises when its event happens: a wait, an allocation, a new shape."""
+    twins = warm()
+    device = twins.model._compiled_call_impl.runtime.device
+    device.synchronize()
+    assert chunkc.stats(twins.model)["num_unasked_syncs"] == 1
+    home = device.allocate_home(4096)
+    assert chunkc.stats(twins.model)["num_slot_allocations"] == 1
+    device.free_home(home)
+    twins.x = twins.x[:2]
+    twins.backward()
+    twins.step()
+    found = chunkc.stats(twins.model)
+    assert found["num_compiles"] > 0
+    assert found["num_slot_allocations"] == 1, "another shape shares arena and homes"
+    twins.check_params()
