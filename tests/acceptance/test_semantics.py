@@ -1,7 +1,7 @@
 """Acceptance (b) and case 1: every named model trains as eager PyTorch with torch.optim.AdamW does, in fp32.
 
-Under the smallest budget that works, at eps=1e-4: gradients of the first step through ``p.grad``, and after twenty steps
-every element of parameters and moments, and every loss.
+Under the smallest budget that works, at eps=1e-4: gradients of the first step through ``p.grad``, and after twenty
+steps every element of parameters and moments, and every loss.
 """
 
 from __future__ import annotations

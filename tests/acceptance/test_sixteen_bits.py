@@ -5,39 +5,48 @@ The plain loop (``train_plain_16``) computes in bf16, steps fp32 masters by torc
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from models import NUM_BATCHES
 from placements import smallest
 from rig import GetRig, Rig
-from training import SEMANTICS, GetPlain, Trained, assert_same_gradients, largest_error, largest_loss_error
+from training import SEMANTICS, GetPlain, assert_same_gradients, largest_error, largest_loss_error
 
 GRADIENT_TOLERANCE = 2.0**-7
 ERROR_RATIO = 1.5
-MODELS = ("gpt2", "llama", "t5", "vit", "odd")
+MODELS = ("gpt2", "t5", "odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "albert", "vit")))
 INDUCTOR = ("odd", "gpt2_small", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "vit")))
 
 
-@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(n, marks=pytest.mark.slow) for n in ("bert", "albert"))])
-def test_bf16_is_as_good_as_plain_bf16(
-    name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain
-) -> None:
-    _check(rig_of(name, torch.bfloat16), plain_of(name, SEMANTICS), plain_16_of(name, SEMANTICS))
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_good_as_plain_bf16(name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
+    _check(rig_of(name, torch.bfloat16), plain_of, plain_16_of)
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_bf16_is_as_good_as_plain_bf16_under_inductor(
     name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain
 ) -> None:
-    _check(rig_of(name, torch.bfloat16, "inductor"), plain_of(name, SEMANTICS), plain_16_of(name, SEMANTICS))
+    _check(rig_of(name, torch.bfloat16, "inductor"), plain_of, plain_16_of)
 
 
-def _check(rig: Rig, exact: Trained, plain: Trained) -> None:
-    found = rig.train(smallest(rig), SEMANTICS)
-    gradients = {n: g.float() for n, g in found.gradients.items()}
-    assert all(g.dtype is torch.bfloat16 for g in found.gradients.values())
-    assert_same_gradients(gradients, plain.gradients, GRADIENT_TOLERANCE)
-    error, allowed = largest_error(found.params, exact.params), largest_error(plain.params, exact.params)
-    assert 0 < error <= ERROR_RATIO * allowed, f"parameters are off by {error:.3g}, plain bf16 by {allowed:.3g}"
-    error = largest_loss_error(found.losses, exact.losses)
-    allowed = largest_loss_error(plain.losses, exact.losses)
-    assert error <= ERROR_RATIO * allowed, f"losses are off by {error:.3g}, plain bf16 by {allowed:.3g}"
+def _check(rig: Rig, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
+    """Errors are means over several orders of the batches: after twenty steps of Adam the largest error of one run is
+    that of the one element whose gradient happened to be near zero, a matter of luck on both sides."""
+    setup, errors = smallest(rig), []
+    for first_batch in range(NUM_BATCHES):
+        recipe = replace(SEMANTICS, first_batch=first_batch)
+        found, exact, plain = (
+            rig.train(setup, recipe),
+            plain_of(rig.case.name, recipe),
+            plain_16_of(rig.case.name, recipe),
+        )
+        assert all(g.dtype is torch.bfloat16 for g in found.gradients.values())
+        assert_same_gradients(found.gradients, plain.gradients, GRADIENT_TOLERANCE)
+        for run in (found, plain):
+            errors.append((largest_error(run.params, exact.params), largest_loss_error(run.losses, exact.losses)))
+    for kind, values in zip(("parameters", "losses"), zip(*errors, strict=True), strict=True):
+        error, allowed = (sum(values[which::2]) / NUM_BATCHES for which in (0, 1))
+        assert 0 < error <= ERROR_RATIO * allowed, f"{kind} are off by {error:.3g}, plain bf16 by {allowed:.3g}"

@@ -13,7 +13,7 @@ from rig import Cuts, Rig, Setup, cuts_of, spans_of
 from training import PLACEMENT, Recipe, Trained
 
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import Home
+from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
 from chunkc.runtime.emulated import EmulationSettings
@@ -23,30 +23,38 @@ MakeSetup = Callable[[Rig], Setup]
 
 def smallest(rig: Rig) -> Setup:
     """The least device and host memory that works."""
-    device_nbytes, host_nbytes = rig.smallest()
-    return Setup(device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+    memory = smallest_plan(rig).memory
+    return Setup(device_nbytes=memory.device_budget_nbytes, host_nbytes=memory.host_budget_nbytes)
+
+
+def smallest_plan(rig: Rig) -> Plan:
+    """The plan for the least memory that works; the other placements take its chunk size and cuts."""
+    if "smallest" not in rig.plans:
+        device_nbytes, host_nbytes = rig.smallest()
+        rig.reset(Setup(device_nbytes=device_nbytes, host_nbytes=host_nbytes))
+        rig.plans["smallest"] = rig.next_plan
+    return rig.plans["smallest"]
 
 
 def half_evicted(rig: Rig) -> Setup:
     """States on the host, and half of the payload slots that everything would take, or the fewest that work."""
-    rig.reset(smallest(rig))
-    chunk_numel, least = rig.next_plan.layout.chunk_numel, len(rig.next_plan.layout.slots)
-    options = Options(chunk_numel=chunk_numel, os_home="host")
-    rig.reset(Setup(options))
-    slots = max(least, len(rig.next_plan.layout.slots) // 2)
-    return Setup(replace(options, max_slots=slots))
+    tight = smallest_plan(rig)
+    everything = sum(1 for c in tight.layout.chunks if c.list is not ChunkList.UNUSED)
+    slots = max(len(tight.layout.slots), everything // 2)
+    return Setup(replace(all_on_host(rig).options, max_slots=slots))
 
 
 def all_on_host(rig: Rig) -> Setup:
-    """All homes on the host; every payload is fetched once in forward and stays through backward."""
-    return Setup(Options(os_home="host"))
+    """All homes on the host; every payload is fetched once in forward and stays until its gradient has landed."""
+    tight = smallest_plan(rig)
+    return Setup(Options(chunk_numel=tight.layout.chunk_numel, os_home="host", cuts=cuts_of(tight)))
 
 
 def all_on_device(rig: Rig) -> Setup:
     """Nothing moves; small chunks, and cuts where the smallest budget has them."""
-    rig.reset(smallest(rig))
-    plan = rig.next_plan
-    return Setup(Options(chunk_numel=max(64, plan.layout.chunk_numel // 3), os_home="device", cuts=cuts_of(plan)))
+    tight = smallest_plan(rig)
+    chunk_numel = max(64, tight.layout.chunk_numel // 3)
+    return Setup(Options(chunk_numel=chunk_numel, os_home="device", cuts=cuts_of(tight)))
 
 
 PLACEMENTS: dict[str, MakeSetup] = {

@@ -76,12 +76,13 @@ class ReplannedModel(CompiledModel):
 
 
 class Rig:
-    """See the module's text. ``dtype`` is the compute dtype."""
+    """See the module's text. ``dtype`` is the compute dtype; ``plans`` keeps plans that tests want to find again."""
 
     def __init__(self, case: Case, dtype: torch.dtype = torch.float32, backend: Any = "eager") -> None:
         self.case = case
         self.dtype = dtype
         self.batches = case.batches()
+        self.plans: dict[str, Plan] = {}
         self.model = chunkc.compile(case.build(), "emulated-1g-1g", dtype=dtype, backend=backend)
         made = self.model._compiled_call_impl
         self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
@@ -132,12 +133,21 @@ class Rig:
     ) -> Trained:
         """Train from the initial values with ``chunkc.AdamW`` (or ``make_optimizer(model)``)."""
         self.reset(setup)
-        optimizer = (
-            chunkc.AdamW(self.model.parameters(), **recipe.options)
-            if make_optimizer is None
-            else make_optimizer(self.model)
-        )
-        return train(self.model, self.batches, optimizer, recipe, after_step)
+        return self.run_steps(recipe, after_step, make_optimizer)
+
+    def run_steps(
+        self,
+        recipe: Recipe,
+        after_step: AfterStep | None = None,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    ) -> Trained:
+        """Train from where the model stands."""
+        make = make_optimizer or (lambda model: chunkc.AdamW(model.parameters(), **recipe.options))
+        found = train(self.model, self.batches, make(self.model), recipe, after_step)
+        found.params = {
+            info.name: self.compiled.runtime.read_exact(i) for i, info in enumerate(self.plan.layout.params)
+        }
+        return found
 
     def stats(self) -> dict[str, int]:
         """Numbers of the latest step."""

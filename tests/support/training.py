@@ -25,13 +25,14 @@ LOSS_TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to train. ``seed`` is set before the first step."""
+    """How to train. ``seed`` is set before the first step, which takes batch ``first_batch``."""
 
     num_steps: int = 20
     lr: float = 1e-3
     eps: float = 1e-8
     weight_decay: float = 0.1
     seed: int = 0
+    first_batch: int = 0
 
     @property
     def options(self) -> dict[str, float]:
@@ -70,7 +71,7 @@ def train(
     found = Trained()
     torch.manual_seed(recipe.seed)
     for step in range(recipe.num_steps):
-        loss = loss_of(model(**batches[step % len(batches)]))
+        loss = loss_of(model(**batches[(recipe.first_batch + step) % len(batches)]))
         loss.backward()
         if step == 0:
             found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -130,7 +131,7 @@ def train_plain_16(case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat
     batches = [cast(batch, dtype) for batch in case.batches()]
     torch.manual_seed(recipe.seed)
     for step in range(recipe.num_steps):
-        loss = loss_of(model(**batches[step % len(batches)]))
+        loss = loss_of(model(**batches[(recipe.first_batch + step) % len(batches)]))
         loss.backward()
         for n, p in names.items():
             masters[n].grad = None if p.grad is None else p.grad.float()

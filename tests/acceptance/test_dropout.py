@@ -1,0 +1,86 @@
+"""Case 2: with dropout the masks are those of plain PyTorch under torch.compile with the same partition and seed.
+
+One wrong mask changes a loss by far more than the tolerances of (b). Masks that backward needs again are replayed: with
+layers computed again in backward the run is that without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from models import CASES
+from placements import smallest
+from rig import GetRig
+from same_partition import same_partition_backend
+from training import (
+    SEMANTICS,
+    Recipe,
+    Trained,
+    assert_same_bits,
+    assert_same_gradients,
+    assert_same_semantics,
+    train_measured,
+)
+
+from chunkc._torch_compat import capture_settings
+
+RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
+
+
+def _train_compiled(name: str, backend: str, recipe: Recipe) -> Trained:
+    model = CASES[name].build()
+    model.compile(backend=same_partition_backend(backend), fullgraph=True, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
+    with capture_settings():
+        return train_measured(model, CASES[name].batches(), optimizer, recipe)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("gpt2_dropout", "eager"),
+        ("gpt2_checkpointed", "eager"),
+        ("odd_dropout", "inductor"),
+        pytest.param("gpt2_dropout", "inductor", marks=pytest.mark.slow),
+        pytest.param("gpt2_checkpointed", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_masks_are_those_of_torch_compile(name: str, backend: str, rig_of: GetRig) -> None:
+    rig = rig_of(name, backend=backend)
+    found = rig.train(smallest(rig), RECIPE)
+    wanted = _train_compiled(name, backend, RECIPE)
+    assert_same_semantics(found, wanted)
+    if backend == "eager":
+        assert found.losses[0] == wanted.losses[0]
+
+
+def test_recomputation_replays_masks(rig_of: GetRig) -> None:
+    """The same seed with and without layers that backward computes again."""
+    kept, again = rig_of("gpt2_dropout"), rig_of("gpt2_checkpointed")
+    found, wanted = again.train(smallest(again), RECIPE), kept.train(smallest(kept), RECIPE)
+    assert_same_gradients(found.gradients, wanted.gradients)
+    assert max(abs(a - b) for a, b in zip(found.losses, wanted.losses, strict=True)) < 1e-5
+    random = [len([o for o in rig.next_plan.segments if o.graph == "backward"]) for rig in (kept, again)]
+    assert random[0] > 0
+    targets = [_random_operators(rig.compiled.captured.schedule.backward.operators) for rig in (kept, again)]
+    assert not targets[0] and targets[1], "nothing random is computed again, so nothing is replayed"
+
+
+def _random_operators(operators: object) -> list[str]:
+    words = ("dropout", "bernoulli", "rand", "rng")
+    return [o.target for o in operators if any(w in o.target for w in words)]  # type: ignore[attr-defined]
+
+
+def test_seed_decides_the_masks(rig_of: GetRig) -> None:
+    """The same seed gives the same bits again, another seed or no dropout other losses."""
+    rig = rig_of("gpt2_dropout")
+    setup, short = smallest(rig), replace(RECIPE, num_steps=2)
+    first = rig.train(setup, short)
+    assert_same_bits(rig.train(setup, short), first)
+    other = rig.train(setup, replace(short, seed=12))
+    plain = rig_of("gpt2")
+    without = plain.train(smallest(plain), short)
+    for losses in (other.losses, without.losses):
+        assert abs(losses[0] - first.losses[0]) > 1e-3

@@ -1,0 +1,106 @@
+"""Tests of the tests: both equalities must refuse a runtime that makes one of four small mistakes in its updates.
+
+Each mistake is made between the optimizer and the step program, by a runtime that the rig takes instead of the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import pytest
+from placements import Identities, smallest
+from rig import GetRig
+from training import PLACEMENT, SEMANTICS, GetPlain, assert_same_bits, assert_same_semantics
+
+from chunkc.runtime.adam import Hyper
+from chunkc.runtime.model import ModelRuntime
+
+Hypers, Steps = Mapping[int, Hyper], Mapping[int, int]
+LONG_AGO = 1_000_000
+
+
+class FaithfulRuntime(ModelRuntime):
+    """Changes nothing, so that a mutant is refused for its mistake."""
+
+    def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
+        return hypers, steps
+
+    def step(self, hypers: Hypers, steps: Steps) -> None:
+        super().step(*self.mutate(hypers, steps))
+
+
+class DroppedChunk(FaithfulRuntime):
+    """Forgets, once, to update the parameters of the chunk with fewest elements in use."""
+
+    has_dropped = False
+
+    def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
+        if self.has_dropped or self.layout is None:
+            return hypers, steps
+        self.has_dropped = True
+        updated = [c for c in self.layout.chunks if any(p in hypers for p in self.layout.params_of(c.index))]
+        chunk = min(updated, key=lambda c: c.used_numel)
+        dropped = set(self.layout.params_of(chunk.index))
+        return {p: h for p, h in hypers.items() if p not in dropped}, steps
+
+
+class NoBiasCorrection(FaithfulRuntime):
+    """Counts steps from long ago, where 1 - beta ** t is 1; moments start at zero all the same."""
+
+    def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
+        return hypers, {p: t if t == 1 else t + LONG_AGO for p, t in steps.items()}
+
+
+class NoWeightDecay(FaithfulRuntime):
+    """Forgets the weight decay."""
+
+    def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
+        return {p: replace(h, weight_decay=0.0) for p, h in hypers.items()}, steps
+
+
+class StaleLearningRate(FaithfulRuntime):
+    """Updates with 95 % of the learning rate."""
+
+    def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
+        return {p: replace(h, lr=0.95 * h.lr) for p, h in hypers.items()}, steps
+
+
+MUTANTS = (DroppedChunk, NoBiasCorrection, NoWeightDecay, StaleLearningRate)
+MODELS = ("odd", "llama")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_placement_equality_refuses(
+    mutant: Callable[..., ModelRuntime], name: str, rig_of: GetRig, identities: Identities
+) -> None:
+    rig = rig_of(name)
+    found = rig.train(replace(smallest(rig), make_runtime=mutant), PLACEMENT)
+    wanted = identities.of(rig, rig.plan)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_bits(found, wanted)
+    found.losses = list(wanted.losses)
+    with pytest.raises(AssertionError, match="params differ"):
+        assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_semantic_equality_refuses(
+    mutant: Callable[..., ModelRuntime], name: str, rig_of: GetRig, plain_of: GetPlain
+) -> None:
+    rig, wanted = rig_of(name), plain_of(name, SEMANTICS)
+    found = rig.train(replace(smallest(rig), make_runtime=mutant), SEMANTICS)
+    with pytest.raises(AssertionError, match="parameters: .* is off"):
+        assert_same_semantics(found, wanted)
+
+
+def test_both_equalities_accept_the_double_that_changes_nothing(
+    rig_of: GetRig, identities: Identities, plain_of: GetPlain
+) -> None:
+    rig = rig_of("odd")
+    setup = replace(smallest(rig), make_runtime=FaithfulRuntime)
+    found = rig.train(setup, PLACEMENT)
+    assert_same_bits(found, identities.of(rig, rig.plan))
+    assert_same_semantics(rig.train(setup, SEMANTICS), plain_of("odd", SEMANTICS))

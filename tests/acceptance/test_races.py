@@ -1,0 +1,79 @@
+"""Case 10: results do not depend on when anything happens.
+
+Freed and fresh device memory is filled with NaN and every stream pauses at random before and after each piece of work;
+the results are those of the synchronous mode, in which every action runs at its launch, bit by bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from placements import half_evicted, smallest
+from rig import GetRig, Rig, Setup
+from training import PLACEMENT, Trained, assert_same_bits
+
+from chunkc.ir.actions import Stream
+from chunkc.runtime.emulated import EmulationSettings
+
+SYNCHRONOUS = EmulationSettings(poison=True, synchronous=True)
+RECIPE = replace(PLACEMENT, num_steps=4)
+MAX_DELAY_MS = 1.0
+FEW, MANY = range(10), range(10, 100)
+
+
+@pytest.fixture(scope="module")
+def odd(rig_of: GetRig) -> tuple[Rig, Setup, Trained]:
+    """The hand-written model under its smallest budget, and its synchronous run."""
+    rig = rig_of("odd")
+    setup = smallest(rig)
+    return rig, setup, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE)
+
+
+def _check(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
+    rig, setup, wanted = odd
+    settings = EmulationSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    assert_same_bits(rig.train(replace(setup, settings=settings), RECIPE), wanted)
+
+
+@pytest.mark.parametrize("seed", FEW)
+def test_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
+    _check(odd, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MANY)
+def test_many_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
+    _check(odd, seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_of: GetRig) -> None:
+    """An embedding over many chunks, whose gradient lands piece by piece while later pieces are still fetched."""
+    rig = rig_of("bert")
+    setup, settings = smallest(rig), EmulationSettings(poison=True, max_delay_ms=0.3, seed=seed)
+    found = rig.train(replace(setup, settings=settings), RECIPE)
+    assert max(p.num_chunks for p in rig.plan.layout.placements) > 3
+    assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
+    rig = rig_of("odd", backend="inductor")
+    setup, settings = half_evicted(rig), EmulationSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    found = rig.train(replace(setup, settings=settings), RECIPE)
+    assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
+
+
+def test_updates_overlap_the_next_forward(rig_of: GetRig) -> None:
+    """With slow streams ``step()`` returns before its updates have run, or the delays above delay nothing."""
+    rig = rig_of("odd")
+    rig.reset(replace(smallest(rig), settings=EmulationSettings(max_delay_ms=20.0, seed=1)))
+    device, pending = rig.compiled.runtime.device, []
+
+    def observe() -> None:
+        mark = device.launch(Stream.CPU, "mark", (), lambda: None)
+        pending.append(not mark.done())
+
+    rig.run_steps(RECIPE, lambda *_: observe())
+    assert any(pending)

@@ -1,0 +1,46 @@
+"""Plain PyTorch under torch.compile with chunkc's partition: parameters in ordinary memory, whole graphs, no plan.
+
+What a chunkc run is held against where eager PyTorch is no reference, because dropout masks follow the operators of the
+compiled graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+from torch import nn
+from torch.fx import GraphModule, Interpreter
+
+from chunkc._torch_compat import aot_backend, dynamo_example, inductor_compile
+from chunkc.capture.backend import boxed
+from chunkc.capture.partition import partition
+from chunkc.segments import backend_options
+
+
+def same_partition_backend(backend: Any) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """A backend for torch.compile that partitions as chunkc does and interprets or compiles both graphs whole."""
+    options = backend_options(backend)
+
+    def compile_graph(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        run = inductor_compile(module, examples) if backend == "inductor" else Interpreter(module).boxed_run
+        return boxed(run)
+
+    def compile_model(module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
+        is_param = [isinstance(e, nn.Parameter) for e in examples]
+
+        def split(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> tuple[GraphModule, GraphModule]:
+            params = [n for n, p in zip(joint.graph.find_nodes(op="placeholder"), is_param, strict=False) if p]
+            if options:
+                options["prepare_joint"](joint)
+            return partition(joint, inputs, params, **given)
+
+        extra = {"decompositions": options["decompositions"]} if options else {}
+        compiled: Callable[..., Any] = aot_backend(
+            fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=split, **extra
+        )(module, example_inputs)
+        return compiled
+
+    return compile_model
