@@ -1,0 +1,143 @@
+"""README.md is right: its programs run (with a smaller model), its commands exist, its links lead somewhere."""
+
+from __future__ import annotations
+
+import copy
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import chunkc
+from chunkc import cli
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+SMALLER = {"hidden_size=512": "hidden_size=64", "intermediate_size=1376": "intermediate_size=96", "heads=8": "heads=2"}
+DIFF_HW = "emulated-96m-4g"
+
+
+def blocks(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+def commands(program: str) -> list[str]:
+    lines = [line[2:] for text in blocks("console") for line in text.splitlines()]
+    return [line for line in lines if line.split()[0] == program]
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory with the README's gpt.py over a smaller model, and a saved plan of it."""
+    (source,) = blocks("python")
+    for large, small in SMALLER.items():
+        assert large in source
+        source = source.replace(large, small)
+    (tmp_path / "gpt.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("gpt", None)
+
+
+def test_every_block_is_of_a_kind_that_is_checked_here() -> None:
+    assert {name for name, _ in BLOCKS} == {"console", "diff", "python", "sh", "text"}
+    assert [len(blocks(name)) for name in ("diff", "python", "sh", "text")] == [1, 1, 1, 1]
+    assert all(line.startswith("$ ") for text in blocks("console") for line in text.splitlines())
+    programs = {line.split()[1] for text in blocks("console") for line in text.splitlines()}
+    assert programs == {"make", "chunkc"}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("command", commands("make"))
+def test_make_targets_exist(command: str) -> None:
+    _, target = shlex.split(command)
+    done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_chunkc_commands_run_in_the_order_of_the_readme(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for command in commands("chunkc"):
+        assert cli.main(shlex.split(command)[1:]) == 0, command
+        outputs.append(capsys.readouterr().out)
+    assert len(outputs) == 5 and all(outputs)
+    assert (written / "plan.json").exists()
+    assert _headings(outputs[0]) == _headings(blocks("text")[0])
+
+
+def _headings(plan: str) -> list[list[str]]:
+    """Column headings and the names of programs: what a reader of an old README would not find again."""
+    lines = [line.strip() for line in plan.splitlines()]
+    columns = [line.split() for line in lines if line.startswith("segments ")]
+    return columns + [[line.split()[0]] for line in lines if re.fullmatch(r"\w+ \([\d,]+ actions?\).*", line)]
+
+
+def test_both_sides_of_the_diff_train_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    (diff,) = blocks("diff")
+    assert sum(line[0] in "+-" and bool(line[1:].strip()) for line in diff.splitlines()) == 5
+    sides = {mark: _side(diff, mark) for mark in "-+"}
+    assert f'hw="{DIFF_HW}"' in sides["+"] and "import chunkc" in sides["+"] and "chunkc" not in sides["-"]
+    smaller = sides["+"].replace(DIFF_HW, "emulated-600k-64m").replace("dtype=", 'backend="eager", dtype=')
+    plain, managed = _losses(sides["-"]), _losses(smaller)
+    assert managed == pytest.approx(plain, abs=1e-5)
+    assert plain[-1] < plain[0]
+    printed = capsys.readouterr().out
+    assert printed.startswith("plan ") and "emulated-600k-64m" in printed
+    moved = re.search(r"moved per step: ([\d.]+) KiB", printed)
+    assert moved is not None and float(moved[1]) > 0
+
+
+def _side(diff: str, mark: str) -> str:
+    return "\n".join(line[1:] for line in diff.splitlines() if not line or line[0] in (" ", mark))
+
+
+def _losses(program: str) -> list[float]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    losses: list[float] = []
+    recorded = program.replace("    optimizer.step()", "    losses.append(loss.item())\n    optimizer.step()")
+    assert recorded != program
+    names: dict[str, Any] = {
+        "torch": torch,
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "config": copy.deepcopy(config),
+        "batches": [torch.arange(16).view(2, 8)] * 4,
+        "losses": losses,
+    }
+    exec(compile(recorded, "README.md", "exec"), names)
+    return losses
+
+
+def test_the_torchrun_line_is_marked_as_not_built_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    (line,) = blocks("sh")
+    before = README[: README.index(line)].rstrip("`sh\n")
+    assert "**It is not built yet**" in before.splitlines()[-2] + before.splitlines()[-1]
+    words = shlex.split(line)
+    script = words.index("examples/train_gpt.py")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import train_gpt
+
+    args = train_gpt.parse(words[script + 1 :])
+    with pytest.raises(chunkc.ChunkcError, match="not built yet"):
+        chunkc.compile(torch.nn.Linear(2, 2), hw=args.hw)
+
+
+def test_links_lead_to_files_and_headings() -> None:
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    assert len(links) >= 5
+    headings = {re.sub(r"[^\w ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", README, re.M)}
+    for link in links:
+        assert link[1:] in headings if link.startswith("#") else (ROOT / link).is_file(), link
