@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
@@ -20,6 +20,7 @@ import torch.fx
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
@@ -32,10 +33,13 @@ fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 foreach_copy_ = torch._foreach_copy_
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 __all__ = [
     "BackendCompilerFailed",
     "CaptureFailed",
     "FakeTensorMode",
+    "OpOverload",
     "RecompileLimitHit",
     "aot_backend",
     "call_plain",
@@ -55,6 +59,7 @@ __all__ = [
     "num_forward_outputs",
     "outputs_aliasing_inputs",
     "pytree",
+    "skipped_by_dynamo",
     "swap_tensors",
     "tag_must_recompute",
     "wrapper_tensor",
@@ -145,6 +150,11 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
 
 
+def skipped_by_dynamo(function: F) -> F:
+    """Dynamo neither traces nor inlines ``function``; what it calls is compiled as usual."""
+    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def fresh_code(function: Any) -> Any:
     """The same function over a code object of its own.
 
@@ -165,8 +175,11 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
     """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place."""
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
-    joint_graph_passes(joint)
+    fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])
+    with V.set_fake_mode(fake_mode):  # seeded dropout makes fake seeds
+        joint_graph_passes(joint)
 
 
 def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:

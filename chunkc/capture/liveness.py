@@ -43,7 +43,7 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
         for value in pytree.tree_leaves(node.meta.get("val")):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 storage = value.untyped_storage()
-                yield storage._cdata, storage.nbytes()
+                yield storage._cdata, int(storage.nbytes())
 
 
 class Timeline:
