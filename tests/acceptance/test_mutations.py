@@ -1,6 +1,6 @@
 """Tests of the tests: both equalities must refuse a runtime that makes one of four small mistakes in its updates.
 
-Each mistake is made between the optimizer and the step program, by a runtime that the rig takes instead of the real one.
+Each mistake is made between the optimizer and the step program, by a runtime that stands in for the real one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_semantic_equality_refuses(
 ) -> None:
     rig, wanted = rig_of(name), plain_of(name, SEMANTICS)
     found = rig.train(replace(smallest(rig), make_runtime=mutant), SEMANTICS)
-    with pytest.raises(AssertionError, match="parameters: .* is off"):
+    with pytest.raises(AssertionError, match=r"parameters: .* is off"):
         assert_same_semantics(found, wanted)
 
 

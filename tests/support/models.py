@@ -77,6 +77,13 @@ def gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
     return transformers.GPT2LMHeadModel(config)
 
 
+def gpt2_checkpointed() -> nn.Module:
+    """Dropout, and layers whose activations are computed again in backward."""
+    model = gpt2(dropout=0.2)
+    model.activation_checkpointing_enable()
+    return model
+
+
 def llama(layers: int = 2) -> nn.Module:
     """Rotary embeddings, grouped keys, RMS norm, untied head."""
     return transformers.LlamaForCausalLM(
@@ -177,8 +184,9 @@ class Odd(nn.Module):
     a transposed view in memory order of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
+        self.dropout = nn.Dropout(dropout)
         self.scale = nn.Parameter(torch.tensor([1.25]))
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.embed = nn.Embedding(VOCABULARY, 13)
@@ -196,7 +204,7 @@ class Odd(nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(input_ids)
         x = torch.tanh(x @ self.twice) @ self.twice.t() + self.empty.sum()
-        x = (x @ self.small) * self.scale
+        x = self.dropout(x @ self.small) * self.scale
         x = functional.gelu(self.wide(x @ self.frozen)) @ self.large
         logits = self.head(torch.tanh(x) @ self.narrow)
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -212,6 +220,8 @@ CASES: dict[str, Case] = {
         _case("gpt2", gpt2, lambda: _tokens(2, "input_ids")),
         _case("gpt2_small", lambda: gpt2(layers=1), lambda: _tokens(2, "input_ids")),
         _case("gpt2_dropout", lambda: gpt2(dropout=0.2), lambda: _tokens(2, "input_ids")),
+        _case("gpt2_checkpointed", gpt2_checkpointed, lambda: _tokens(2, "input_ids")),
+        _case("odd_dropout", lambda: Odd(dropout=0.3), lambda: _tokens(10, "input_ids", "labels")),
         _case("llama", llama, lambda: _tokens(3, "input_ids")),
         _case("bert", bert, lambda: _tokens(4, "input_ids", "labels")),
         _case("albert", albert, lambda: _tokens(5, "input_ids", "labels")),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 from torch import nn
 from torch.fx import GraphModule, Interpreter
 

@@ -100,18 +100,30 @@ def read_state(found: Trained, model: nn.Module, optimizer: torch.optim.Optimize
 def train_plain(case: Case, recipe: Recipe) -> Trained:
     """Eager PyTorch with torch.optim.AdamW, in fp32."""
     model = case.build()
-    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
+    return train_measured(model, case.batches(), torch.optim.AdamW(model.parameters(), **recipe.options), recipe)
+
+
+def train_measured(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    after_step: AfterStep | None = None,
+) -> Trained:
+    """``train`` of a plain model that measures the largest update of one step."""
     before = [p.detach().clone() for p in model.parameters()]
     largest = 0.0
 
-    def measure(step: int, _: torch.optim.Optimizer) -> None:
+    def measure(step: int, optimizer: torch.optim.Optimizer) -> None:
         nonlocal largest
+        if after_step is not None:
+            after_step(step, optimizer)
         for p, q in zip(model.parameters(), before, strict=True):
             if p.numel():
                 largest = max(largest, float((p.detach() - q).abs().max()))
             q.copy_(p.detach())
 
-    found = train(model, case.batches(), optimizer, recipe, measure)
+    found = train(model, batches, optimizer, recipe, measure)
     found.largest_update = largest
     return found
 
