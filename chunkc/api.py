@@ -245,7 +245,7 @@ def stats(model: nn.Module) -> dict[str, int]:
     return {
         "budget_nbytes": plan.memory.device_budget_nbytes,
         "planned_peak_nbytes": plan.memory.device_peak_nbytes,
-        "measured_peak_nbytes": compiled.runtime.measured_peak_nbytes(),
+        "measured_peak_nbytes": compiled.runtime.accounting.measured_peak_nbytes,
         "host_nbytes": layout.host_nbytes(),
         "model_data_nbytes": layout.model_data_nbytes(),
         "h2d_nbytes": executor.moved_nbytes(Stream.H2D),

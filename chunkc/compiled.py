@@ -25,6 +25,7 @@ from chunkc._torch_compat import (
     capture_settings,
     fresh_code,
     pytree,
+    skipped_by_dynamo,
 )
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
@@ -39,8 +40,9 @@ from chunkc.policy import check_trainable_dtypes
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.executor import Executor
-from chunkc.runtime.model import ModelRuntime, static_slots
+from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
 
 logger = logging.getLogger("chunkc")
@@ -124,8 +126,9 @@ class CompiledModel:
             dynamic=False,
         )
 
+    @skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward.
+        """The module's forward. An outer torch.compile breaks its graph here and calls it as it is.
 
         Raises:
             CaptureError: when the forward cannot be captured as one graph, with the source line that breaks it.
@@ -135,7 +138,7 @@ class CompiledModel:
         if self.is_open:
             return call_plain(self._model, args, kwargs)
         self._check_params()
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self._gathered(args, kwargs)
         if self.settings.cast_inputs is not None:
             args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
@@ -161,13 +164,13 @@ class CompiledModel:
         return Counts(
             num_compiles=len(self.planned) + self.settings.compiler.num_compiles,
             num_slot_allocations=self.runtime.device.num_allocations(),
-            num_unasked_syncs=self.runtime.num_unasked_syncs(),
+            num_unasked_syncs=self.runtime.accounting.num_unasked_syncs(),
         )
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._capture_started_s = time.perf_counter()
         try:
-            with capture_settings():
+            with capture_settings(), self.runtime.entering():
                 return self._enter(*args, **kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
@@ -218,8 +221,9 @@ class CompiledModel:
         check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
         target = replace(
             settings.target,
-            device_budget_nbytes=settings.target.device_budget_nbytes - self.runtime.others_device_nbytes(),
-            host_budget_nbytes=settings.target.host_budget_nbytes - self.runtime.others_host_nbytes(),
+            device_budget_nbytes=settings.target.device_budget_nbytes - self.runtime.accounting.others_device_nbytes(),
+            host_budget_nbytes=settings.target.host_budget_nbytes
+            - self.runtime.accounting.others_host_nbytes(self.runtime.layout),
         )
         planned = make_plan(schedule, target, settings.options, layout=self.runtime.layout, passes=settings.passes)
         plan = planned.plan
@@ -249,7 +253,7 @@ class CompiledModel:
 
         def executor() -> Executor:
             if not made:
-                runtime.reserve(plan.memory.device_peak_nbytes)
+                runtime.accounting.reserve(plan.memory.device_peak_nbytes)
                 static = static_slots(plan.layout, plan.program("forward").entry.resident)
 
                 def make(store: ChunkStore) -> Executor:

@@ -53,7 +53,7 @@ def check_model(model: nn.Module) -> None:
         lambda p: bool(p._backward_hooks or p._post_accumulate_grad_hooks),
     )
     _refuse(params, "hold gradients; step or zero them first", lambda p: p.grad is not None)
-    _refuse_shared_memory(params)
+    _refuse_shared_memory(model, params)
 
 
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:
@@ -63,22 +63,25 @@ def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> No
         raise ChunkcError(f"parameters {', '.join(found[:5])}{more} {rule}")
 
 
-def _refuse_shared_memory(params: dict[nn.Parameter, list[str]]) -> None:
-    """Two parameters over the same bytes would come apart silently; tied ones are one parameter with two names."""
+def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]]) -> None:
+    """A parameter and another tensor over the same bytes would come apart silently; tied parameters are one with two
+    names."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
-    for param, names in params.items():
+    named: list[tuple[torch.Tensor, str]] = [(p, f"parameter {names[0]}") for p, names in params.items()]
+    named += [(b, f"buffer {name}") for name, b in model.named_buffers() if b.layout is torch.strided and not b.is_meta]
+    for param, name in named:
         if param.numel():
             start = param.data_ptr()
             reach = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
             end = start + reach * param.element_size()
-            spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, end, names[0]))
+            spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, end, name))
     for found in spans.values():
         found.sort()
         for (_, end, first), (start, _, second) in pairwise(found):
-            if start < end:
+            if start < end and "parameter" in first + second:
                 raise ChunkcError(
-                    f"parameters {first} and {second} are different parameters over the same memory, which training "
-                    f"would separate; tie them by assigning one to the other (`b.weight = a.weight`)"
+                    f"{first} and {second} are different tensors over the same memory, which training would separate; "
+                    "tie parameters by assigning one to the other (`b.weight = a.weight`), and clone buffers"
                 )
 
 

@@ -18,6 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkc._torch_compat import pytree
+from chunkc.errors import CaptureError
 from chunkc.ir.plan import Segment
 
 
@@ -119,6 +120,7 @@ def _segment(
     sources = [a for n in nodes for a in n.all_input_nodes if a not in inside]
     inputs = [n for n in dict.fromkeys(sources) if n.op != "get_attr"]
     outputs = [n for n in nodes if n.name in needed_at_end or last_use.get(n.name, -1) > position]
+    _check_outputs(name, outputs, _storages(module.graph.find_nodes(op="placeholder"), params))
     graph = _copy(module, nodes, inputs, outputs)
     sub = GraphModule(_attributes(module, graph), graph, class_name="Segment")
     examples = tuple(n.meta.get("val") for n in inputs)
@@ -137,6 +139,24 @@ def _segment(
         examples=examples,
         key=_key(sub, examples),
     )
+
+
+def _storages(placeholders: Sequence[Node], params: Mapping[str, int]) -> dict[int, str]:
+    """Names of parameter placeholders by the identity of their memory."""
+    values = [(n.name, n.meta.get("val")) for n in placeholders if n.name in params]
+    return {v.untyped_storage()._cdata: name for name, v in values if isinstance(v, torch.Tensor)}
+
+
+def _check_outputs(name: str, outputs: Sequence[Node], payloads: Mapping[int, str]) -> None:
+    """No value that leaves a segment may share memory with a payload, whose slot is reused."""
+    for node in outputs:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in payloads:
+                raise CaptureError(
+                    f"{node.name} ({node.target}) leaves segment {name} as a view of a parameter "
+                    f"({payloads[value.untyped_storage()._cdata]}), which moves between devices; use a clone of the "
+                    "view in the model"
+                )
 
 
 def _copy(module: GraphModule, nodes: Sequence[Node], inputs: Sequence[Node], outputs: Sequence[Node]) -> Graph:

@@ -30,10 +30,12 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
     bundles: list[Bundle] = []
     chain: list[Node] = []
     for node in list(graph.nodes):
-        if node.op in ("placeholder", "get_attr", "output") or node.target is operator.getitem:
+        if node.op in ("placeholder", "get_attr", "output"):
             continue
         if node in cone:
             chain.append(node)
+            continue
+        if node.target is operator.getitem:
             continue
         unpacked = _unpacking(node)
         for position, item in enumerate(unpacked):

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
-from chunkc.capture.partition import sink_cone
+from chunkc.capture.partition import param_cone, sink_cone
 from chunkc.capture.workspace import workspace_nbytes
+from chunkc.errors import CaptureError
 from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
 
 
@@ -67,6 +70,7 @@ def build(
         infos: all parameters of the model.
     """
     fwd = _graph(forward, forward_params, {})
+    separate_gradients(backward, gradients)
     made = _gradient_nodes(backward, gradients)
     bwd = _graph(backward, forward_params, made)
     outputs = [n for n in _outputs(forward) if isinstance(n, Node)]
@@ -76,6 +80,10 @@ def build(
     timeline = Timeline(values, back, {key for key, _ in storages(_param_inputs(fwd, bwd))})
     live = timeline.live_bytes()
     split = len(fwd.bundles)
+    computed = {n.name for b in bwd.bundles for n in b.nodes}
+    dropped = [infos[param].name for name, param in made.items() if name not in computed]
+    if dropped:
+        raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
         forward=GraphSchedule("forward", _operators(fwd, live[:split])),
@@ -96,6 +104,27 @@ def _graph(module: GraphModule, params: Mapping[str, int], gradients: Mapping[st
 
 def _outputs(module: GraphModule) -> list[Any]:
     return list(pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0]))
+
+
+def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -> None:
+    """Give every gradient of a parameter a node of its own, that computes and that nothing else needs.
+
+    Autograd may hand out a tangent itself, or one tensor as the gradient of several inputs. Each such output becomes a
+    clone, so that a gradient can land in its chunk and leave, whatever the others do.
+    """
+    output = backward.graph.find_nodes(op="output")[0]
+    entries = list(output.args[0])
+    uses = Counter(n for n in entries if isinstance(n, Node))
+    placeholders = backward.graph.find_nodes(op="placeholder")
+    payloads_and_views = param_cone(backward.graph, placeholders)
+    for position, (node, param) in enumerate(zip(entries, gradients, strict=True)):
+        if param is None or not isinstance(node, Node):
+            continue
+        if uses[node] > 1 or node in payloads_and_views:
+            with backward.graph.inserting_before(output):
+                entries[position] = backward.graph.call_function(torch.ops.aten.clone.default, (node,))
+            entries[position].meta = {**node.meta, "val": node.meta["val"].clone()}
+    output.args = (type(output.args[0])(entries),)
 
 
 def _gradient_nodes(backward: GraphModule, gradients: Sequence[int | None]) -> dict[str, int]:

@@ -9,6 +9,7 @@ by slots.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -16,23 +17,30 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkc._torch_compat import min_cut_partition, tag_must_recompute
+from chunkc._torch_compat import OpOverload, min_cut_partition, tag_must_recompute
 from chunkc.errors import CaptureError
 
 aten = torch.ops.aten
-_CONE_PACKETS = frozenset(
-    {
-        aten.t, aten.transpose, aten.permute, aten.view, aten._unsafe_view, aten.reshape, aten.alias, aten.detach,
-        aten.squeeze, aten.unsqueeze, aten.expand, aten.slice, aten.select, aten.as_strided, aten._to_copy,
-        torch.ops.prims.convert_element_type,
-    }
-)  # fmt: skip
+_CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
+_UNDECLARED_VIEWS = frozenset(
+    {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk, aten._reshape_alias}
+)
+"""Operators whose results share memory with their input although their schemas do not say so."""
 
 
 def extends_cone(node: Node, cone: Collection[Node]) -> bool:
-    """Whether ``node`` is a view or a cast of something in ``cone``, and of nothing else."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return node.op == "call_function" and packet in _CONE_PACKETS and bool(node.args) and node.args[0] in cone
+    """Whether ``node`` is a view or a cast of something in ``cone``, or one of several such views."""
+    if node.op != "call_function" or not node.args or node.args[0] not in cone:
+        return False
+    return node.target is operator.getitem or _is_view_or_cast(node.target)
+
+
+def _is_view_or_cast(target: object) -> bool:
+    if not isinstance(target, OpOverload):
+        return False
+    if target.overloadpacket in _CASTS | _UNDECLARED_VIEWS:
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:

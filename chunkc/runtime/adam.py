@@ -87,14 +87,14 @@ class Scratch:
     """Working memory of an update (1.3 MB); updates that never run at the same time may share one."""
 
     def __init__(self) -> None:
-        self.gradient = torch.empty(TILE_NUMEL)
-        self.step = torch.zeros((), dtype=torch.float64)
-        self._rows = torch.empty(4, GATHER_NUMEL)
+        self.gradient = torch.empty(TILE_NUMEL, dtype=torch.float32, device="cpu")
+        self.step = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._rows = torch.empty(4, GATHER_NUMEL, dtype=torch.float32, device="cpu")
 
     def rows(self, numel: int) -> Tensor:
         """Four rows of ``numel`` elements: param32, gradient, momentum, variance."""
         if numel > self._rows.shape[1]:
-            self._rows = torch.empty(4, numel)
+            self._rows = torch.empty(4, numel, dtype=torch.float32, device="cpu")
         return self._rows[:, :numel]
 
 

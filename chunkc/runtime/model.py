@@ -11,8 +11,9 @@ the parameters of the last finished step.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,19 +22,19 @@ from torch.autograd.graph import Node
 
 from chunkc._torch_compat import swap_tensors
 from chunkc.errors import AccumulationError, ChunkcError
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Phase
 from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.adam import Hyper
 from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
+from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
-from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.staging import StagingStore, keep_master
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import ChunkValues
-
-logger = logging.getLogger("chunkc")
 
 
 class ModelRuntime:
@@ -44,6 +45,7 @@ class ModelRuntime:
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         num_forwards: compiled forwards so far.
+        accounting: reservation on the device and what was measured of it.
     """
 
     def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
@@ -52,19 +54,19 @@ class ModelRuntime:
         self.owners: dict[int, object] = {}
         self.device = device
         self.num_forwards = 0
-        self.held_nbytes = 0
-        self._measured_peak_nbytes = 0
+        self.accounting = Accounting(device)
         self._handed_dtypes = [p.dtype for p in params]
         self._phase: Phase = "cold"
         self._consumed = False
         self._closed = False
-        self._num_asked_syncs = 0
+        self._broken = False
+        self._entered: set[int] = set()
+        self._zeroed: set[int] = set()
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
         self._executor: Executor | None = None
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
-        self._reserved_nbytes = 0
         self._staging = StagingStore([p.detach() for p in params])
         self.params = tuple(params)
         self._manage_all()
@@ -100,6 +102,22 @@ class ModelRuntime:
         """Autograd's version of the parameter: every write and every update raises it."""
         return self.params[index]._version
 
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Within the block this thread may flatten parameters: it calls this model's own compiled code."""
+        thread = threading.get_ident()
+        before = thread in self._entered
+        self._entered.add(thread)
+        try:
+            yield
+        finally:
+            if not before:
+                self._entered.discard(thread)
+
+    def is_entered(self) -> bool:
+        """Whether the calling thread is inside ``entering``."""
+        return threading.get_ident() in self._entered
+
     def read_param(self, index: int) -> torch.Tensor:
         """A copy in compute dtype."""
         return self.read_exact(index).to(self.params[index].dtype)
@@ -107,18 +125,19 @@ class ModelRuntime:
     def read_exact(self, index: int) -> torch.Tensor:
         """A copy in the dtype that the parameter was handed over in, from param32 where there is one."""
         self.drain()
-        if self._values is None:
+        if self._values is None or self._staging.holds(index):
             return self._staging.value(index).detach().clone()
         return self._values.read_param(index).to(self._handed_dtypes[index])
 
     def write_param(self, index: int, value: torch.Tensor) -> None:
         """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
         self.drain()
-        if self._values is None:
+        if self._values is None or self._staging.holds(index):
             self._staging.write(index, value)
         else:
             self._abandon()
-            self._values.write_param(index, value, payload=self._phase != "graded")
+            exact = keep_master(self._values.read_param(index), value)
+            self._values.write_param(index, exact, payload=self._phase != "graded")
         self._raise_versions([index])
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
@@ -130,6 +149,13 @@ class ModelRuntime:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
         self._chunk_values().write_gradient(index, value)
+
+    def zero_grad(self, index: int, stamp: int) -> None:
+        """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
+        if self._phase == "graded" and stamp == self._stamp:
+            self.drain()
+            self._chunk_values().write_gradient(index, torch.zeros(self.infos[index].shape))
+        self._zeroed.add(index)
 
     def _require_gradient(self, index: int, stamp: int) -> None:
         if self._phase != "graded" or stamp != self._stamp:
@@ -167,9 +193,15 @@ class ModelRuntime:
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program and raise the autograd version of every parameter that it changes."""
-        self._running().step(hypers, steps)
-        self._raise_versions(hypers)
+        executor = self._running()
         self._phase, self._consumed = "cold", True
+        self._raise_versions(hypers)
+        try:
+            with deferred_interrupt():
+                executor.step(hypers, steps)
+        except BaseException:
+            self._broken = True
+            raise
 
     def _raise_versions(self, indexes: Iterable[int]) -> None:
         """Tell autograd that these parameters changed: graphs that saved them refuse to run backward."""
@@ -192,11 +224,12 @@ class ModelRuntime:
         """Replace moments and, if given, param32."""
         self.drain()
         if self._values is None:
-            self._staging.write_state(param, exp_avg, exp_avg_sq)
-        elif not self._values.is_trained(param):
+            self._staging.write_state(param, exp_avg, exp_avg_sq, param32)
+            self._raise_versions([param])
+            return
+        if not self._values.is_trained(param):
             raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
-        else:
-            self._values.write_moments(param, exp_avg, exp_avg_sq)
+        self._values.write_moments(param, exp_avg, exp_avg_sq)
         if param32 is not None:
             self.write_param(param, param32)
 
@@ -218,11 +251,10 @@ class ModelRuntime:
 
     def adopt(self, executor_of: Callable[[ChunkStore], Executor], layout: Layout, static: dict[str, int]) -> Executor:
         """Make the executor of a captured graph; before the first one the chunks, which consume the staging store."""
-        if self._store is None:
-            store = ChunkStore(layout, self.device)
-            values = ChunkValues(store, static)
-            values.load(self._staging)
-            self._store, self._values = store, values
+        if self._store is None or self._values is None:
+            self._store = ChunkStore(layout, self.device)
+            self._values = ChunkValues(self._store, static)
+        self._values.load(self._staging)
         return executor_of(self._store)
 
     def before_forward(self) -> None:
@@ -232,9 +264,14 @@ class ModelRuntime:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
             ChunkcError: when a parameter has hooks.
         """
+        if self._broken:
+            raise ChunkcError(
+                "an update failed halfway through the last step(), so some parameters have taken it and others have "
+                "not; load a checkpoint into a newly compiled model"
+            )
         self._check_hooks()
         if self._phase == "graded":
-            waiting = [i for i, p in enumerate(self.params) if p.grad is not None]
+            waiting = [i for i, p in enumerate(self.params) if p.grad is not None and i not in self._zeroed]
             if waiting:
                 raise AccumulationError(
                     f"gradients of {self._names(waiting)} were neither stepped nor zeroed before the next forward, "
@@ -254,10 +291,9 @@ class ModelRuntime:
             if self._executor is not None:
                 self._executor.join()
             self._executor = executor
-        self.device.start_reading()
-        self.held_nbytes = held_nbytes
+        self.accounting.start(held_nbytes)
         outputs = self._guarded(executor, lambda: executor.forward(args))
-        self._measure()
+        self.accounting.measure(self.layout)
         self._phase = "saved"
         self.num_forwards += 1
         return outputs
@@ -266,7 +302,7 @@ class ModelRuntime:
         """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient."""
         self._check_backward(executor)
         outputs = self._guarded(executor, lambda: executor.backward(args))
-        self._measure()
+        self.accounting.measure(self.layout)
         self._phase, self._consumed = "graded", False
         self._hand_out_gradients(executor.graded_params)
         return outputs
@@ -274,6 +310,7 @@ class ModelRuntime:
     def _hand_out_gradients(self, indexes: Iterable[int]) -> None:
         """Set ``param.grad`` to new handles; those of earlier backwards that the user kept know that they are old."""
         self._stamp += 1
+        self._zeroed.clear()
         for index in indexes:
             self._grads[index] = self._make_grad(index)
             self.params[index].grad = self._grads[index]
@@ -300,7 +337,7 @@ class ModelRuntime:
                 "backward was called for a forward whose parameters were meanwhile replaced by gradients or by another "
                 "graph: one backward per forward, in the order F B, and accumulation must be declared"
             )
-        waiting = [i for i in executor.graded_params if self.params[i].grad is not None]
+        waiting = [i for i in executor.graded_params if self.params[i].grad is not None and i not in self._zeroed]
         if waiting:
             raise AccumulationError(
                 f"{self._names(waiting)} still hold gradients (already stepped, or not from this model's backward); "
@@ -330,12 +367,8 @@ class ModelRuntime:
                 f"the compiled model of {self.name_of(0)} was deleted and its memory given back; keep it to read it"
             )
         if self._executor is not None:
-            self._num_asked_syncs += 1
+            self.accounting.num_asked_syncs += 1
             self.device.synchronize()
-
-    def num_unasked_syncs(self) -> int:
-        """How often the host has waited for the device without anyone having asked to see a value."""
-        return self.device.num_host_syncs() - self._num_asked_syncs
 
     def watch(self, outputs: Any) -> None:
         """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
@@ -345,47 +378,22 @@ class ModelRuntime:
             wanted = {i: self.params[i] for i in executor.graded_params if i not in self._accumulators}
             self._accumulators |= find_accumulators(outputs, wanted)
 
-    def measured_peak_nbytes(self) -> int:
-        """Arena plus the highest reading of non-model bytes from the latest forward to the end of its backward."""
-        return self._measured_peak_nbytes
-
-    def _measure(self) -> None:
-        arena = 0 if self._store is None else self._store.layout.arena_nbytes
-        self._measured_peak_nbytes = arena + self.held_nbytes + self.device.read_nonmodel_nbytes()
-
     def close(self) -> None:
         """Give all memory back; values can no longer be read."""
         self.drain()
         if self._store is not None:
             self._store.close()
-        self.device.unreserve(self._reserved_nbytes)
-        self._reserved_nbytes = 0
+        self.accounting.unreserve()
         self._closed = True
-
-    def others_device_nbytes(self) -> int:
-        """Bytes of the device that other models have reserved."""
-        device = self.device
-        return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
-
-    def others_host_nbytes(self) -> int:
-        """Bytes of the device's host budget that homes of other models hold."""
-        own = 0 if self._store is None else self._store.layout.host_nbytes()
-        return self.device.host_budget_nbytes - self.device.free_host_nbytes() - own
-
-    def reserve(self, nbytes: int) -> None:
-        """Make the model's device reservation at least ``nbytes``."""
-        if nbytes > self._reserved_nbytes:
-            self.device.reserve(nbytes - self._reserved_nbytes)
-            self._reserved_nbytes = nbytes
 
     def _running(self) -> Executor:
         if self._executor is None:
-            raise ChunkcError("the model has not run a compiled forward yet")
+            raise _not_run()
         return self._executor
 
     def _chunk_values(self) -> ChunkValues:
         if self._values is None:
-            raise ChunkcError("the model has not run a compiled forward yet")
+            raise _not_run()
         return self._values
 
     def _names(self, indexes: Sequence[int], most: int = 5) -> str:
@@ -393,8 +401,5 @@ class ModelRuntime:
         return names + (f" and {len(indexes) - most} more" if len(indexes) > most else "")
 
 
-def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Slots of the payloads and triples that live on the device."""
-    fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
-    fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
-    return {target: slot for target, slot in resident if target in fixed}
+def _not_run() -> ChunkcError:
+    return ChunkcError("the model has not run a compiled forward yet")

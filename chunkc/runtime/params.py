@@ -31,6 +31,7 @@ from chunkc.ir.schedule import ParamInfo
 Role = Literal["param", "grad", "view"]
 aten = torch.ops.aten
 _NO_VERSION = -1
+_ZEROING = frozenset({aten.zero_.default, aten._foreach_zero_.default})
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
@@ -38,12 +39,14 @@ class ParamStore(Protocol):
     """Where values of parameters and gradients are read and written; a read drains pending updates."""
 
     def name_of(self, index: int) -> str: ...
+    def is_entered(self) -> bool: ...
     def version_of(self, index: int) -> int: ...
     def read_param(self, index: int) -> torch.Tensor: ...
     def read_exact(self, index: int) -> torch.Tensor: ...
     def write_param(self, index: int, value: torch.Tensor) -> None: ...
     def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
+    def zero_grad(self, index: int, stamp: int) -> None: ...
 
 
 class ManagedTensor(torch.Tensor):
@@ -74,6 +77,13 @@ class ManagedTensor(torch.Tensor):
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
+        runtime = self._chunkc_runtime
+        if runtime is not None and not runtime.is_entered():
+            raise ChunkcError(
+                f"{_describe(self)} is used inside another torch.compile, or inside a compiled model that it is no "
+                "parameter of; compiled code would read memory that is not there. Do this in eager mode, or on a copy "
+                "(`param.detach().clone()`)"
+            )
         return ["_inner"], (self._role, self._chunkc_index)
 
     @staticmethod
@@ -131,6 +141,18 @@ class ManagedTensor(torch.Tensor):
 
     def __dlpack__(self, **_: object) -> NoReturn:
         _refuse_memory(self, "DLPack export")
+
+    def apply_(self, function: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "apply_()")
+
+    def map_(self, *_: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "map_()")
+
+    def map2_(self, *_: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "map2_()")
 
     def register_hook(self, hook: Any) -> Any:
         """Refused for parameters: their gradients do not pass through autograd."""
@@ -251,6 +273,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
                 f"{func} writes in place to {_describe(tensor)}, a view of a copy, which would be lost; write to the "
                 "whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
             )
+    if func is aten.copy_.default and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
+        return _copy_exactly(args[0], args[1])
+    if func in _ZEROING and all(t._role == "grad" for t in managed):
+        for tensor in managed:
+            _runtime(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
+        return args[0] if func is aten.zero_.default else None
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
         if _place(tensor) not in values:
@@ -270,6 +298,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
         return pytree.tree_map_only(torch.Tensor, wrap, out)
     return out
+
+
+def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
+    """``target.copy_(source)`` without rounding to compute dtype on the way to param32."""
+    value = _read(source) if isinstance(source, ManagedTensor) else source
+    _runtime(target).write_param(target._chunkc_index, value.expand(target.shape))
+    return target
 
 
 def _place(tensor: ManagedTensor) -> object:

@@ -6,7 +6,7 @@ All functions assume that nothing is pending: the caller has drained the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,12 +25,15 @@ class ChunkValues:
         self._static = static_slots
 
     def load(self, staging: StagingStore) -> None:
-        """Move all parameters out of ``staging`` into chunks, one by one."""
+        """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
         for index in range(len(self._layout.params)):
-            value, state = staging.take(index)
-            self.write_param(index, value, payload=True)
+            if not staging.holds(index):
+                continue
+            self.write_param(index, staging.exact(index), payload=True)
+            state = staging.state(index)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+            staging.forget(index)
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has an optimizer state."""
@@ -106,3 +109,10 @@ class ChunkValues:
 def _flat(dense: torch.Tensor) -> torch.Tensor:
     """The elements of a dense tensor in the order of its memory."""
     return dense.as_strided((dense.numel(),), (1,))
+
+
+def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Slots of the payloads and triples that live on the device."""
+    fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
+    fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
+    return {target: slot for target, slot in resident if target in fixed}

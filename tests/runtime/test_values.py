@@ -94,9 +94,11 @@ def test_strides_survive() -> None:
 
 def test_staging_forgets_what_it_handed_over() -> None:
     staging = StagingStore([torch.ones(2)])
-    staging.write_state(0, torch.full((2,), 3.0), torch.full((2,), 4.0))
-    value, state = staging.take(0)
+    staging.write_state(0, torch.full((2,), 3.0), torch.full((2,), 4.0), None)
+    state = staging.state(0)
     assert state is not None and torch.equal(state.exp_avg, torch.full((2,), 3.0))
-    assert torch.equal(value, torch.ones(2)) and staging.state(0) is None
+    assert torch.equal(staging.exact(0), torch.ones(2))
+    staging.forget(0)
+    assert staging.state(0) is None and not staging.holds(0)
     with pytest.raises(KeyError, match="left the staging store"):
         staging.value(0)

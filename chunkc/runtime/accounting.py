@@ -1,0 +1,59 @@
+"""What one model takes of a device that others may share, and what was measured of it."""
+
+from __future__ import annotations
+
+from chunkc.ir.layout import Layout
+from chunkc.runtime.device import Device
+
+
+class Accounting:
+    """Reservation and readings of one model on its device.
+
+    Attributes:
+        held_nbytes: bytes of inputs and buffers that were alive before the latest forward, which a reading that starts
+            with it does not see.
+        measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to the end of its backward.
+        num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.held_nbytes = 0
+        self.measured_peak_nbytes = 0
+        self.num_asked_syncs = 0
+        self._device = device
+        self._reserved_nbytes = 0
+
+    def start(self, held_nbytes: int) -> None:
+        """A forward begins."""
+        self._device.start_reading()
+        self.held_nbytes = held_nbytes
+
+    def measure(self, layout: Layout | None) -> None:
+        """A program has ended."""
+        arena = 0 if layout is None else layout.arena_nbytes
+        self.measured_peak_nbytes = arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
+
+    def num_unasked_syncs(self) -> int:
+        """How often the host has waited for the device without anyone having asked to see a value."""
+        return self._device.num_host_syncs() - self.num_asked_syncs
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the model's device reservation at least ``nbytes``."""
+        if nbytes > self._reserved_nbytes:
+            self._device.reserve(nbytes - self._reserved_nbytes)
+            self._reserved_nbytes = nbytes
+
+    def unreserve(self) -> None:
+        """Give the reservation back."""
+        self._device.unreserve(self._reserved_nbytes)
+        self._reserved_nbytes = 0
+
+    def others_device_nbytes(self) -> int:
+        """Bytes of the device that other models have reserved."""
+        device = self._device
+        return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
+
+    def others_host_nbytes(self, layout: Layout | None) -> int:
+        """Bytes of the device's host budget that homes of other models hold."""
+        own = 0 if layout is None else layout.host_nbytes()
+        return self._device.host_budget_nbytes - self._device.free_host_nbytes() - own
