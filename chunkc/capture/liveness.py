@@ -4,12 +4,15 @@ Storages are counted once, whatever views they have; sizes come from the fake te
 one timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs,
 buffers, outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final
 gradient is counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
+
+What backward computes again has the fake tensor that it had in forward, but memory of its own: in backward a value is
+in the storage of an input of its operator, if it has the same, and otherwise in a new one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,15 +49,29 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
                 yield storage._cdata, int(storage.nbytes())
 
 
+def _backward_storages(backward: GraphValues) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
+    """Storages of all values that backward computes; those of its inputs keep their identity."""
+    found: dict[Node, list[tuple[Hashable, int]]] = {}
+    for node in (n for bundle in backward.bundles for n in bundle.nodes):
+        aliased: dict[int, Hashable] = {}
+        for source in node.all_input_nodes:
+            raw = list(storages((source,)))
+            named = found.get(source, raw)
+            aliased |= {identity: key for (identity, _), (key, _) in zip(raw, named, strict=True)}
+        found[node] = [(aliased.get(key, (node.name, key)), nbytes) for key, nbytes in storages((node,))]
+    return found
+
+
 class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
     def __init__(self, forward: GraphValues, backward: GraphValues, params: Collection[int]) -> None:
         """``params`` are storage identities of parameter payloads: model data, not counted here."""
-        self._sizes: dict[int, int] = {}
-        self._birth: dict[int, int] = {}
-        self._death: dict[int, int] = {}
+        self._sizes: dict[Hashable, int] = {}
+        self._birth: dict[Hashable, int] = {}
+        self._death: dict[Hashable, int] = {}
         self._ignored = set(params)
+        self._renamed = _backward_storages(backward)
         self._num_forward = len(forward.bundles)
         self._num_operators = end = self._num_forward + len(backward.bundles)
         held = (*forward.inputs, *forward.user_outputs)
@@ -69,11 +86,14 @@ class Timeline:
         self._touch(held, end)
         self._touch(forward.saved_outputs, self._num_forward)
 
+    def _storages(self, node: Node) -> Iterable[tuple[Hashable, int]]:
+        return self._renamed[node] if node in self._renamed else storages((node,))
+
     def _total(self, nodes: Iterable[Node]) -> int:
         return sum(dict(s for s in storages(nodes) if s[0] not in self._ignored).values())
 
     def _touch(self, nodes: Iterable[Node], position: int) -> None:
-        for key, nbytes in storages(nodes):
+        for key, nbytes in (s for n in nodes for s in self._storages(n)):
             if key not in self._ignored:
                 self._sizes[key] = max(nbytes, self._sizes.get(key, 0))
                 self._birth.setdefault(key, position)
