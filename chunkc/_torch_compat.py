@@ -22,6 +22,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -41,6 +42,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "RecompileLimitHit",
+    "StorageWeakRef",
     "aot_backend",
     "call_plain",
     "capture_settings",

@@ -192,7 +192,8 @@ def _fake_input(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Ten
     def make(value: torch.Tensor) -> torch.Tensor:
         wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
         if id(value) not in made:
-            made[id(value)] = torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
+            empty = torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
+            made[id(value)] = empty.requires_grad_(value.requires_grad)
         return made[id(value)]
 
     return make

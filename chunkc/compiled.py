@@ -101,6 +101,7 @@ class CompiledModel:
         self._warm: Counts | None = None
         self.is_open = False
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
+        cast_ids = self._cast_ids = set[int]()
         on_capture = weakref.WeakMethod(self._on_capture)  # Dynamo keeps backends for as long as the process lives
 
         def captured(iteration: Captured) -> Compiled:
@@ -113,6 +114,7 @@ class CompiledModel:
             index_of=lambda value: by_id.get(id(value)),
             infos=runtime.infos,
             on_capture=captured,
+            is_cast=lambda value: id(value) in cast_ids,
             **settings.backend_options,
         )
 
@@ -140,8 +142,12 @@ class CompiledModel:
         self._check_params()
         if not torch.is_grad_enabled():
             return self._gathered(args, kwargs)
+        given = pytree.tree_leaves((args, kwargs))
         if self.settings.cast_inputs is not None:
             args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
+        pairs = zip(given, pytree.tree_leaves((args, kwargs)), strict=True)
+        self._cast_ids.clear()
+        self._cast_ids.update(id(cast) for value, cast in pairs if cast is not value)
         self.runtime.before_forward()
         before = self.runtime.num_forwards
         if before == 1 and self._warm is None:
@@ -175,7 +181,7 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
-                raise inner from None
+                raise inner.with_traceback(None) from None
             raise
         except RecompileLimitHit as error:
             raise ShapeLimitError(

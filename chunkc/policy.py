@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
@@ -36,6 +37,7 @@ def check_model(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc.compile takes an nn.Module, found {type(model).__name__}")
+    _refuse_modules(model)
     params = unique_params(model)
     if not any(p.numel() for p in params):
         raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
@@ -54,6 +56,18 @@ def check_model(model: nn.Module) -> None:
     )
     _refuse(params, "hold gradients; step or zero them first", lambda p: p.grad is not None)
     _refuse_shared_memory(model, params)
+
+
+def _refuse_modules(model: nn.Module) -> None:
+    """Modules whose parameters or gradients are of a kind that cannot stand in chunks, by name."""
+    for name, module in model.named_modules():
+        where = f"{name or 'the model'} ({type(module).__name__})"
+        if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
+            raise ChunkcError(f"{where} is lazy: run one forward in plain PyTorch first, so that its parameters exist")
+        if isinstance(module, nn.RNNBase):
+            raise ChunkcError(f"{where} is not captured by torch.compile; write the recurrence with cells, nn.LSTMCell")
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ChunkcError(f"{where} makes sparse gradients, which do not land in chunks; use sparse=False")
 
 
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:

@@ -45,6 +45,8 @@ class CaptureBackend:
         infos: all parameters of the model by index.
         on_capture: makes the callables for one captured iteration.
         decompositions: operator decompositions for AOTAutograd, or None.
+        prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
+        is_cast: whether a tensor is a copy in compute dtype of what the caller handed in.
     """
 
     index_of: Callable[[Any], int | None]
@@ -52,11 +54,12 @@ class CaptureBackend:
     on_capture: Callable[[Captured], Compiled]
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
+    is_cast: Callable[[Any], bool] = lambda value: False
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
         examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
-        capture = _GraphCapture(self, [self.index_of(e) for e in examples])
+        capture = _GraphCapture(self, [self.index_of(e) for e in examples], [self.is_cast(e) for e in examples])
         compiled: Callable[..., Any] = aot_backend(
             fw_compiler=capture.compile_forward,
             bw_compiler=capture.compile_backward,
@@ -70,9 +73,12 @@ class CaptureBackend:
 class _GraphCapture:
     """One graph on its way through AOTAutograd."""
 
-    def __init__(self, backend: CaptureBackend, input_params: Sequence[int | None]) -> None:
+    def __init__(
+        self, backend: CaptureBackend, input_params: Sequence[int | None], input_is_cast: Sequence[bool]
+    ) -> None:
         self._backend = backend
         self._input_params = input_params
+        self._input_is_cast = input_is_cast
         self._backward: GraphModule | None = None
         self._names: dict[str, int] = {}
         self._compiled: Compiled | None = None
@@ -115,6 +121,11 @@ class _GraphCapture:
         )
 
     def _refuse_broken_rules(self) -> None:
+        if any(self._input_is_cast[i] for i in mutated_inputs() if i < len(self._input_is_cast)):
+            raise CaptureError(
+                "forward changes a floating-point input in place, but mixed precision hands it a copy in compute "
+                "dtype; clone the input in the model, hand it over in compute dtype, or compile with dtype=torch.float32"
+            )
         for rule, positions in (("mutates", mutated_inputs()), ("returns", outputs_aliasing_inputs())):
             params = [self._input_params[i] for i in positions if i < len(self._input_params)]
             names = [self._backend.infos[p].name for p in params if p is not None]

@@ -1,11 +1,26 @@
 """How many bytes an operator's kernel may allocate while it runs, beyond its inputs and outputs.
 
 The plan states this allowance per segment, so that a measured peak can be held against it. The rules follow what the
-CPU kernels of PyTorch do (packed or reordered copies for matrix products and convolutions, per-thread accumulators for
-attention, index sorting for embeddings); CUDA kernels need less for the same operators.
+CPU kernels of PyTorch do, measured operator by operator with malloc's own count (torch 2.13, 2 and 8 threads); CUDA
+kernels need less for the same operators.
+
+    operator                     what its kernel allocates
+    matrix product, fp32         nothing: MKL reads transposed operands in place
+    matrix product, 16 bits      packed copies of the operands and an fp32 result: at most all operands and the result
+    convolution                  oneDNN's blocked copies of the weight and of the larger of input and output, with
+                                 channels padded to its block of 16
+    its backward                 blocked copies of gradient and input (strided: of both input-shaped tensors) and of the
+                                 weight, and fp32 weight gradients of several threads, at most as much as is read; in 16
+                                 bits copies of everything at once
+    flash attention              per-thread score blocks, fp32 copies of queries and values in 16 bits
+    norms, softmax               contiguous copies of operands that are not
+    everything                   64 KiB (convolution 256 KiB) for thread-local and allocator bytes
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node
@@ -14,8 +29,22 @@ from chunkc._torch_compat import pytree
 
 aten = torch.ops.aten
 _BASE_NBYTES = 64 << 10
+_CONVOLUTION_BASE_NBYTES = 256 << 10
+_CHANNEL_BLOCK = 16
+_NUM_THREADS = 8  # that sum weight gradients of a convolution apart
 _PACKING = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
-_REORDERING = frozenset({aten.convolution, aten.convolution_backward})
+_CONTIGUOUS = frozenset(
+    {
+        aten.native_layer_norm,
+        aten.native_layer_norm_backward,
+        aten.native_group_norm,
+        aten.native_group_norm_backward,
+        aten._softmax,
+        aten._softmax_backward_data,
+        aten._log_softmax,
+        aten._log_softmax_backward_data,
+    }
+)
 
 
 def workspace_nbytes(node: Node) -> int:
@@ -24,16 +53,39 @@ def workspace_nbytes(node: Node) -> int:
     inputs = [n.meta.get("val") for n in node.all_input_nodes]
     outputs = pytree.tree_leaves(node.meta.get("val"))
     tensors = [t for t in (*inputs, *outputs) if isinstance(t, torch.Tensor)]
-    if packet in _REORDERING:
-        return _BASE_NBYTES + sum(_nbytes(t) for t in tensors)
+    if packet in (aten.convolution, aten.convolution_backward):
+        operands = [a.meta["val"] for a in node.args if isinstance(a, Node)]
+        if packet is aten.convolution:
+            return _CONVOLUTION_BASE_NBYTES + _convolution_nbytes(operands[0], operands[1], outputs[0])
+        return _CONVOLUTION_BASE_NBYTES + _convolution_backward_nbytes(*operands[:3])
     if packet in _PACKING:
         return _BASE_NBYTES + (sum(_nbytes(t) for t in tensors) if _is_narrow(tensors) else 0)
+    if packet in _CONTIGUOUS:
+        return _BASE_NBYTES + sum(_nbytes(t) for t in tensors if not t.is_contiguous())
     if packet is not None and "attention" in str(packet):
         return _BASE_NBYTES + 2 * max((_nbytes(t) for t in tensors), default=0)
     return _BASE_NBYTES
 
 
-def _is_narrow(tensors: list[torch.Tensor]) -> bool:
+def _convolution_nbytes(value: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:
+    return _nbytes(weight) + max(_blocked_nbytes(value), _blocked_nbytes(output))
+
+
+def _convolution_backward_nbytes(gradient: torch.Tensor, value: torch.Tensor, weight: torch.Tensor) -> int:
+    outer, inner, weights = _blocked_nbytes(gradient), _blocked_nbytes(value), _nbytes(weight)
+    sums = min(_NUM_THREADS * weight.numel() * 4, outer + inner)
+    if _is_narrow([value]):
+        return 2 * inner + outer + 2 * weights + sums
+    return max(2 * inner, inner + outer) + weights + sums
+
+
+def _blocked_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor (batch, channels, ...) whose channels are padded to whole blocks."""
+    channels = tensor.shape[1]
+    return _nbytes(tensor) // max(channels, 1) * math.ceil(channels / _CHANNEL_BLOCK) * _CHANNEL_BLOCK
+
+
+def _is_narrow(tensors: Sequence[torch.Tensor]) -> bool:
     return any(t.dtype in (torch.bfloat16, torch.float16) for t in tensors)
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from chunkc._torch_compat import StorageWeakRef
 from chunkc.ir.layout import Layout
 from chunkc.runtime.device import Device
 
@@ -10,8 +16,8 @@ class Accounting:
     """Reservation and readings of one model on its device.
 
     Attributes:
-        held_nbytes: bytes of inputs and buffers that were alive before the latest forward, which a reading that starts
-            with it does not see.
+        held_nbytes: bytes of inputs, buffers and outputs of the forward before it that were alive before the latest
+            forward, which a reading that starts with it does not see.
         measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to the end of its backward.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
     """
@@ -22,11 +28,18 @@ class Accounting:
         self.num_asked_syncs = 0
         self._device = device
         self._reserved_nbytes = 0
+        self._outputs: dict[StorageWeakRef, int] = {}
 
     def start(self, held_nbytes: int) -> None:
-        """A forward begins."""
+        """A forward begins; ``held_nbytes`` are bytes of its inputs and buffers."""
         self._device.start_reading()
-        self.held_nbytes = held_nbytes
+        outputs_nbytes = sum(nbytes for storage, nbytes in self._outputs.items() if not storage.expired())
+        self.held_nbytes = held_nbytes + outputs_nbytes
+
+    def watch(self, outputs: Sequence[Any]) -> None:
+        """A forward gave these; what of them is alive when the next one begins was held by the user."""
+        storages = [value.untyped_storage() for value in outputs if isinstance(value, torch.Tensor)]
+        self._outputs = {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
     def measure(self, layout: Layout | None) -> None:
         """A program has ended."""

@@ -294,6 +294,7 @@ class ModelRuntime:
         self.accounting.start(held_nbytes)
         outputs = self._guarded(executor, lambda: executor.forward(args))
         self.accounting.measure(self.layout)
+        self.accounting.watch(outputs)
         self._phase = "saved"
         self.num_forwards += 1
         return outputs
