@@ -124,7 +124,7 @@ class _GraphCapture:
         if any(self._input_is_cast[i] for i in mutated_inputs() if i < len(self._input_is_cast)):
             raise CaptureError(
                 "forward changes a floating-point input in place, but mixed precision hands it a copy in compute "
-                "dtype; clone the input in the model, hand it over in compute dtype, or compile with dtype=torch.float32"
+                "dtype; clone it in the model, hand it over in compute dtype, or compile with dtype=torch.float32"
             )
         for rule, positions in (("mutates", mutated_inputs()), ("returns", outputs_aliasing_inputs())):
             params = [self._input_params[i] for i in positions if i < len(self._input_params)]

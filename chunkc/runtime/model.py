@@ -20,7 +20,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from chunkc._torch_compat import swap_tensors
 from chunkc.errors import AccumulationError, ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Phase
@@ -31,7 +30,7 @@ from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.interrupt import deferred_interrupt
-from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
+from chunkc.runtime.params import ManagedTensor, inner_of, manage_all, storage_less
 from chunkc.runtime.staging import StagingStore, keep_master
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import ChunkValues
@@ -69,24 +68,9 @@ class ModelRuntime:
         self._values: ChunkValues | None = None
         self._staging = StagingStore([p.detach() for p in params])
         self.params = tuple(params)
-        self._manage_all()
+        manage_all(self.params, self.infos, self)
         self._stamp = 0
         self._grads = [self._make_grad(i) for i in range(len(self.params))]
-
-    def _manage_all(self) -> None:
-        """All parameters become managed, or none."""
-        done: list[tuple[nn.Parameter, nn.Parameter]] = []
-        for index, (param, info) in enumerate(zip(self.params, self.infos, strict=True)):
-            try:
-                done.append((param, manage(param, info, index, self)))
-            except RuntimeError as error:
-                for swapped, original in done:
-                    swap_tensors(swapped, original)
-                raise ChunkcError(
-                    f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of "
-                    "an earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the "
-                    f"model is used ({error})"
-                ) from error
 
     def _make_grad(self, index: int) -> ManagedTensor:
         shell = storage_less(self.infos[index], self.params[index].device)

@@ -353,6 +353,26 @@ def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: Para
     return managed
 
 
+def manage_all(params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore) -> None:
+    """All parameters become managed, or none.
+
+    Raises:
+        ChunkcError: naming the first that cannot.
+    """
+    done: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
+    for index, (param, info) in enumerate(zip(params, infos, strict=True)):
+        try:
+            done.append((param, manage(param, info, index, runtime)))
+        except RuntimeError as error:
+            for swapped, original in done:
+                swap_tensors(swapped, original)
+            raise ChunkcError(
+                f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of an "
+                "earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the model is "
+                f"used ({error})"
+            ) from error
+
+
 def inner_of(param: torch.Tensor) -> torch.Tensor:
     """The storage-less tensor that stands for a managed parameter inside compiled graphs."""
     if not isinstance(param, ManagedTensor):
