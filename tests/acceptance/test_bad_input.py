@@ -59,7 +59,7 @@ BAD_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "double": (lambda: changed(exact=nn.Parameter(torch.randn(3, dtype=torch.double))), r"exact \(torch.float64"),
     "sparse": (lambda: changed(table=nn.Parameter(torch.eye(4).to_sparse())), r"table .* sparse"),
     "meta": (lambda: changed(ghost=nn.Parameter(torch.empty(3, device="meta"))), r"ghost .* meta device"),
-    "overlap": (overlapping, "one and two are different parameters over the same memory"),
+    "overlap": (overlapping, "one and parameter two are different tensors over the same memory"),
     "gradients": (with_gradient, r"first\.weight .* hold gradients"),
     "hook": (hooked("register_hook"), r"second\.weight .* gradient hooks"),
     "accumulation hook": (hooked("register_post_accumulate_grad_hook"), r"second\.weight .* gradient hooks"),
