@@ -12,7 +12,7 @@ import torch
 from models import NUM_BATCHES
 from placements import smallest
 from rig import GetRig, Rig
-from training import SEMANTICS, GetPlain, assert_same_gradients, largest_error, largest_loss_error
+from training import SEMANTICS, GetPlain, Trained, assert_same_gradients, largest_error, largest_loss_error
 
 GRADIENT_TOLERANCE = 2.0**-7
 ERROR_RATIO = 1.5
@@ -34,19 +34,26 @@ def test_bf16_is_as_good_as_plain_bf16_under_inductor(
 
 def _check(rig: Rig, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
     """Errors are means over several orders of the batches: after twenty steps of Adam the largest error of one run is
-    that of the one element whose gradient happened to be near zero, a matter of luck on both sides."""
+    that of the one element whose gradient happened to be near zero, a matter of luck on both sides. Gradients of two
+    right runs in bf16 may lie on either side of the exact ones, so only the first run is held to plain bf16 itself."""
     setup, errors = smallest(rig), []
     for first_batch in range(NUM_BATCHES):
         recipe = replace(SEMANTICS, first_batch=first_batch)
-        found, exact, plain = (
-            rig.train(setup, recipe),
-            plain_of(rig.case.name, recipe),
-            plain_16_of(rig.case.name, recipe),
-        )
+        exact, plain = plain_of(rig.case.name, recipe), plain_16_of(rig.case.name, recipe)
+        found = rig.train(setup, recipe)
         assert all(g.dtype is torch.bfloat16 for g in found.gradients.values())
-        assert_same_gradients(found.gradients, plain.gradients, GRADIENT_TOLERANCE)
-        for run in (found, plain):
-            errors.append((largest_error(run.params, exact.params), largest_loss_error(run.losses, exact.losses)))
-    for kind, values in zip(("parameters", "losses"), zip(*errors, strict=True), strict=True):
+        if first_batch == 0:
+            assert_same_gradients(found.gradients, plain.gradients, GRADIENT_TOLERANCE)
+        errors += [_errors(found, exact), _errors(plain, exact)]
+    for kind, values in zip(("gradients", "parameters", "losses"), zip(*errors, strict=True), strict=True):
         error, allowed = (sum(values[which::2]) / NUM_BATCHES for which in (0, 1))
         assert 0 < error <= ERROR_RATIO * allowed, f"{kind} are off by {error:.3g}, plain bf16 by {allowed:.3g}"
+
+
+def _errors(found: Trained, exact: Trained) -> tuple[float, float, float]:
+    """Largest errors of any first gradient, parameter and loss."""
+    return (
+        largest_error(found.gradients, exact.gradients),
+        largest_error(found.params, exact.params),
+        largest_loss_error(found.losses, exact.losses),
+    )
