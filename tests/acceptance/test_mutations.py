@@ -67,7 +67,7 @@ class StaleLearningRate(FaithfulRuntime):
 
 
 MUTANTS = (DroppedChunk, NoBiasCorrection, NoWeightDecay, StaleLearningRate)
-MODELS = ("odd", "llama")
+MODELS = ("odd", pytest.param("llama", marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -13,34 +13,45 @@ from rig import GetRig, Rig
 from training import PLACEMENT, assert_same_bits
 
 FP32, BF16 = torch.float32, torch.bfloat16
+CORE = ("gpt2", "llama", "t5", "vit", "odd")
+OTHERS = ("bert", "albert", "mixtral", "resnet")
+SLOW = pytest.mark.slow
+
 EAGER = [
-    *((name, FP32) for name in ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral", "resnet", "odd")),
-    *((name, BF16) for name in ("gpt2", "t5", "odd")),
+    *((name, FP32, placement) for name in CORE for placement in PLACEMENTS),
+    *((name, FP32, placement) for name in OTHERS for placement in ("smallest", "half_evicted")),
+    *((name, BF16, placement) for name in ("gpt2", "odd") for placement in PLACEMENTS),
     *(
-        pytest.param(name, BF16, marks=pytest.mark.slow)
-        for name in ("llama", "bert", "albert", "vit", "mixtral", "resnet_bf16")
+        pytest.param(name, FP32, placement, marks=SLOW)
+        for name in OTHERS
+        for placement in ("all_on_host", "all_on_device")
+    ),
+    *(
+        pytest.param(name, BF16, placement, marks=SLOW)
+        for name in ("llama", "t5", "vit", "bert", "albert", "mixtral", "resnet_bf16")
+        for placement in PLACEMENTS
     ),
 ]
 INDUCTOR = [
-    *((name, dtype) for name in ("odd", "gpt2_small") for dtype in (FP32, BF16)),
+    *((name, dtype, placement) for name, dtype in (("odd", FP32), ("odd", BF16)) for placement in PLACEMENTS),
+    *(("gpt2_small", FP32, placement) for placement in PLACEMENTS),
     *(
-        pytest.param(name, dtype, marks=pytest.mark.slow)
+        pytest.param(name, dtype, placement, marks=SLOW)
         for name in ("gpt2", "llama", "t5", "vit")
         for dtype in (FP32, BF16)
+        for placement in PLACEMENTS
     ),
 ]
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("name", "dtype"), EAGER)
+@pytest.mark.parametrize(("name", "dtype", "placement"), EAGER)
 def test_placement_changes_no_bit(
     name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
 ) -> None:
     _check(rig_of(name, dtype), placement, identities)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize(("name", "dtype"), INDUCTOR)
+@pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
 def test_placement_changes_no_bit_under_inductor(
     name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
 ) -> None:
