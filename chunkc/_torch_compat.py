@@ -42,7 +42,6 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "RecompileLimitHit",
-    "StorageWeakRef",
     "aot_backend",
     "call_plain",
     "capture_settings",
@@ -59,6 +58,7 @@ __all__ = [
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
+    "outlives",
     "outputs_aliasing_inputs",
     "pytree",
     "skipped_by_dynamo",
@@ -79,6 +79,12 @@ def engine_runs(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """A function that says whether the memory behind tensors is still alive, without keeping it so."""
+    reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return lambda: not reference.expired()  # type: ignore[no-untyped-call]
 
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from chunkc._torch_compat import StorageWeakRef
+from chunkc._torch_compat import outlives
 from chunkc.ir.layout import Layout
 from chunkc.runtime.device import Device
 
@@ -28,21 +28,34 @@ class Accounting:
         self.num_asked_syncs = 0
         self._device = device
         self._reserved_nbytes = 0
-        self._outputs: dict[StorageWeakRef, int] = {}
+        self._outputs: list[tuple[Callable[[], bool], int]] = []
 
     def start(self, held_nbytes: int) -> None:
         """A forward begins; ``held_nbytes`` are bytes of its inputs and buffers."""
         self._device.start_reading()
-        outputs_nbytes = sum(nbytes for storage, nbytes in self._outputs.items() if not storage.expired())
-        self.held_nbytes = held_nbytes + outputs_nbytes
+        self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
 
-    def watch(self, outputs: Sequence[Any]) -> None:
-        """A forward gave these; what of them is alive when the next one begins was held by the user."""
-        storages = [value.untyped_storage() for value in outputs if isinstance(value, torch.Tensor)]
-        self._outputs = {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+    def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
+        """A forward gave ``outputs``; what of them is alive when the next one begins is held by the user.
 
-    def measure(self, layout: Layout | None) -> None:
-        """A program has ended."""
+        After the first forward of a graph torch makes its backward when that is called, and what the host takes for
+        that (together with what the user takes in between, this once) is no device memory.
+        """
+        self._measure(layout)
+        storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in outputs if isinstance(v, torch.Tensor)}
+        self._outputs = [(outlives(storage), storage.nbytes()) for storage in storages.values()]
+        if is_first:
+            self._device.pause_reading()
+
+    def begin_backward(self) -> None:
+        """Go on reading."""
+        self._device.resume_reading()
+
+    def end_backward(self, layout: Layout | None) -> None:
+        """The gradients have landed."""
+        self._measure(layout)
+
+    def _measure(self, layout: Layout | None) -> None:
         arena = 0 if layout is None else layout.arena_nbytes
         self.measured_peak_nbytes = arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
 

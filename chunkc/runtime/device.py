@@ -108,6 +108,14 @@ class Device(Protocol):
         """From here on the non-model bytes of the calling process are read against this moment's level."""
         ...
 
+    def pause_reading(self) -> None:
+        """What the process takes from here to ``resume_reading`` is no non-model data."""
+        ...
+
+    def resume_reading(self) -> None:
+        """Go on after ``pause_reading``; nothing otherwise."""
+        ...
+
     def read_nonmodel_nbytes(self) -> int:
         """Highest level of non-model bytes since ``start_reading``; sampled at calls and inside long work."""
         ...

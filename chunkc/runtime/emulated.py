@@ -340,6 +340,14 @@ class EmulatedDevice:
             )
         self.meter.start()
 
+    def pause_reading(self) -> None:
+        """What the process takes from here to `resume_reading` is no non-model data."""
+        self.meter.pause()
+
+    def resume_reading(self) -> None:
+        """Go on after `pause_reading`; nothing otherwise."""
+        self.meter.resume()
+
     def read_nonmodel_nbytes(self) -> int:
         """Highest non-model bytes since `start_reading`; 0 where ``meter.available`` is False."""
         self.meter.sample()

@@ -116,6 +116,14 @@ class NonModelMeter:
     def held_nbytes(self, nbytes: int) -> None:
         self._level.hold(nbytes)
 
+    def pause(self) -> None:
+        """Keep the level of now until `resume`: what is taken meanwhile becomes held bytes."""
+        self._level.pause()
+
+    def resume(self) -> None:
+        """Go on; nothing without a pause before."""
+        self._level.resume()
+
     def long_work(self) -> LongWork:
         """``with meter.long_work():`` samples at both ends and, by the thread, in between; may nest and overlap.
 
@@ -140,16 +148,29 @@ class _Level:
         with self._lock:
             self.held_nbytes = 0
             self.peak_nbytes = 0
+            self._paused_nbytes: int | None = None
             self._baseline_nbytes = self.read() if self.read is not None else 0
 
     def hold(self, nbytes: int) -> None:
         with self._lock:
             self.held_nbytes = nbytes
 
+    def pause(self) -> None:
+        with self._lock:
+            self._paused_nbytes = None if self.read is None else self.read()
+
+    def resume(self) -> None:
+        with self._lock:
+            if self.read is not None and self._paused_nbytes is not None:
+                self.held_nbytes += self.read() - self._paused_nbytes
+            self._paused_nbytes = None
+
     def sample(self) -> int | None:
         if self.read is None:
             return None
         with self._lock:
+            if self._paused_nbytes is not None:
+                return max(0, self._paused_nbytes - self._baseline_nbytes - self.held_nbytes)
             nbytes = max(0, self.read() - self._baseline_nbytes - self.held_nbytes)
             self.peak_nbytes = max(self.peak_nbytes, nbytes)
             return nbytes

@@ -44,6 +44,7 @@ class ModelRuntime:
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         num_forwards: compiled forwards so far.
+        executors: of every captured graph, by a key of its own.
         accounting: reservation on the device and what was measured of it.
     """
 
@@ -63,6 +64,7 @@ class ModelRuntime:
         self._zeroed: set[int] = set()
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
+        self.executors: dict[object, Executor] = {}
         self._executor: Executor | None = None
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
@@ -233,13 +235,13 @@ class ModelRuntime:
         """The executor of the latest compiled forward."""
         return self._executor
 
-    def adopt(self, executor_of: Callable[[ChunkStore], Executor], layout: Layout, static: dict[str, int]) -> Executor:
-        """Make the executor of a captured graph; before the first one the chunks, which consume the staging store."""
+    def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
+        """The chunks; made at the first call, when they consume the staging store."""
         if self._store is None or self._values is None:
             self._store = ChunkStore(layout, self.device)
             self._values = ChunkValues(self._store, static)
         self._values.load(self._staging)
-        return executor_of(self._store)
+        return self._store
 
     def before_forward(self) -> None:
         """Check what must hold before a training forward; nothing has changed when this raises.
@@ -275,10 +277,10 @@ class ModelRuntime:
             if self._executor is not None:
                 self._executor.join()
             self._executor = executor
+        is_first = executor.num_actions == 0
         self.accounting.start(held_nbytes)
         outputs = self._guarded(executor, lambda: executor.forward(args))
-        self.accounting.measure(self.layout)
-        self.accounting.watch(outputs)
+        self.accounting.end_forward(self.layout, outputs, is_first=is_first)
         self._phase = "saved"
         self.num_forwards += 1
         return outputs
@@ -286,8 +288,9 @@ class ModelRuntime:
     def backward(self, executor: Executor, args: list[Any]) -> list[Any]:
         """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient."""
         self._check_backward(executor)
+        self.accounting.begin_backward()
         outputs = self._guarded(executor, lambda: executor.backward(args))
-        self.accounting.measure(self.layout)
+        self.accounting.end_backward(self.layout)
         self._phase, self._consumed = "graded", False
         self._hand_out_gradients(executor.graded_params)
         return outputs
@@ -364,8 +367,17 @@ class ModelRuntime:
             self._accumulators |= find_accumulators(outputs, wanted)
 
     def close(self) -> None:
-        """Give all memory back; values can no longer be read."""
+        """Give all memory back; values can no longer be read.
+
+        Gradients and accumulators are let go by hand: autograd holds them where the garbage collector cannot look.
+        """
         self.drain()
+        for param, grad in zip(self.params, self._grads, strict=True):
+            if param.grad is grad:
+                param.grad = None
+        self._grads.clear()
+        self._accumulators.clear()
+        self.executors.clear()
         if self._store is not None:
             self._store.close()
         self.accounting.unreserve()
