@@ -27,8 +27,8 @@ from training import (
 import chunkc
 from chunkc.runtime.emulated import EmulationSettings
 
-RECIPE = replace(SEMANTICS, num_steps=10)
-SLOW = EmulationSettings(poison=True, max_delay_ms=0.5, seed=5)
+RECIPE = replace(SEMANTICS, num_steps=6)
+SLOW = EmulationSettings(poison=True, max_delay_ms=0.1, seed=5)
 PAIRS = [(chunkc.AdamW, torch.optim.AdamW), (chunkc.Adam, torch.optim.Adam)]
 NAME = "odd"
 

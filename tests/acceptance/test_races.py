@@ -51,7 +51,7 @@ def test_many_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -
 def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_of: GetRig) -> None:
     """An embedding over many chunks, whose gradient lands piece by piece while later pieces are still fetched."""
     rig = rig_of("bert")
-    setup, settings = smallest(rig), EmulationSettings(poison=True, max_delay_ms=0.3, seed=seed)
+    setup, settings = smallest(rig), EmulationSettings(poison=True, max_delay_ms=0.2, seed=seed)
     found = rig.train(replace(setup, settings=settings), RECIPE)
     assert max(p.num_chunks for p in rig.plan.layout.placements) > 3
     assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))

@@ -98,17 +98,17 @@ def bert() -> nn.Module:
     """Token types, and a tied decoder with a bias of its own."""
     return transformers.BertForMaskedLM(
         transformers.BertConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCABULARY,
             max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
 
 
 def albert() -> nn.Module:
-    """One layer's weights used three times in forward and in backward."""
+    """One layer's weights used twice in forward and in backward."""
     return transformers.AlbertForMaskedLM(
         transformers.AlbertConfig(
-            hidden_size=32, embedding_size=16, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+            hidden_size=32, embedding_size=16, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
             vocab_size=VOCABULARY, max_position_embeddings=16, hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
@@ -129,7 +129,7 @@ def vit() -> nn.Module:
     """Float inputs, a convolution and learned positions."""
     return transformers.ViTForImageClassification(
         transformers.ViTConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=8,
+            hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=8,
             patch_size=4, num_labels=5, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )
     )  # fmt: skip
@@ -139,7 +139,7 @@ def mixtral() -> nn.Module:
     """Experts, of which each token uses two."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
             num_local_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY, max_position_embeddings=16,
         )
     )  # fmt: skip
