@@ -41,7 +41,6 @@ from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
 
@@ -252,27 +251,28 @@ class CompiledModel:
     def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:
         """Executors take memory, so they are made at the first call and not while torch is tracing.
 
-        What is returned lives as long as Dynamo's compiled code, so it must not hold on to the model.
+        What is returned lives as long as the process, in Dynamo's tables, so it must not hold on to the model's memory.
         """
-        runtime, held_nbytes = self.runtime, captured.held_at_start_nbytes
-        made: list[Executor] = []
+        runtime_of, held_nbytes, key = weakref.ref(self.runtime), captured.held_at_start_nbytes, object()
 
-        def executor() -> Executor:
-            if not made:
+        def ready() -> tuple[ModelRuntime, Executor]:
+            runtime = runtime_of()
+            if runtime is None:
+                raise ChunkcError("the compiled model was deleted before its forward or backward ran")
+            if key not in runtime.executors:
                 runtime.accounting.reserve(plan.memory.device_peak_nbytes)
                 static = static_slots(plan.layout, plan.program("forward").entry.resident)
-
-                def make(store: ChunkStore) -> Executor:
-                    return Executor(plan, store, runtime.device, *compiled)
-
-                made.append(runtime.adopt(make, plan.layout, static))
-            return made[0]
+                store = runtime.adopt(plan.layout, static)
+                runtime.executors[key] = Executor(plan, store, runtime.device, *compiled)
+            return runtime, runtime.executors[key]
 
         def forward(args: list[Any]) -> list[Any]:
-            return runtime.forward(executor(), args, held_nbytes)
+            runtime, executor = ready()
+            return runtime.forward(executor, args, held_nbytes)
 
         def backward(args: list[Any]) -> list[Any]:
-            return runtime.backward(executor(), args)
+            runtime, executor = ready()
+            return runtime.backward(executor, args)
 
         return Compiled(forward, backward)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -80,7 +79,6 @@ def measure(graph: CapturedGraph, args: list[Any], counted: list[torch.Tensor]) 
         for source in [*node.all_input_nodes, node]:
             if last_use.get(source, node) is node and source in env:
                 del env[source]
-        gc.collect()
         found[node.name] = live_storage_nbytes(alive)
     return [found[name] for name in last_names]
 
