@@ -367,10 +367,7 @@ class ModelRuntime:
             self._accumulators |= find_accumulators(outputs, wanted)
 
     def close(self) -> None:
-        """Give all memory back; values can no longer be read.
-
-        Gradients and accumulators are let go by hand: autograd holds them where the garbage collector cannot look.
-        """
+        """Give all memory back. What autograd holds, where the garbage collector cannot look, is let go by hand."""
         self.drain()
         for param, grad in zip(self.params, self._grads, strict=True):
             if param.grad is grad:
