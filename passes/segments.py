@@ -106,17 +106,18 @@ def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, i
     """``(live_nbytes, workspace_nbytes)`` of each segment: operators' non-model bytes and gradients not landed yet.
 
     Gradients that became final before an operator count unless they landed at the end of an earlier segment; those of
-    the segment itself stay until its end, where they are alive while they are stashed.
+    the segment itself stay until its end, where they are alive while they are stashed. The workspace is what kernels
+    take the segment's peak above that.
     """
     result = []
     pending = 0
     for first, end in ranges(starts, len(costs.live)):
-        live = workspace = 0
+        live = peak = 0
         for index in range(first, end):
             live = max(live, costs.live[index] + pending)
-            workspace = max(workspace, costs.workspace[index])
+            peak = max(peak, costs.live[index] + pending + costs.workspace[index])
             pending += costs.made[index]
         live = max(live, costs.live_after[end - 1] + pending)
         pending -= sum(costs.landed[first:end])
-        result.append((live, workspace))
+        result.append((live, max(peak - live, 0)))
     return result
