@@ -205,7 +205,9 @@ def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alias(tensor: ManagedTensor) -> ManagedTensor:
-    return _like(tensor, tensor._inner.detach())
+    """Another handle on the same place; an ordinary tensor in inference mode too, as autograd asks of a detach."""
+    with torch.inference_mode(False):
+        return _like(tensor, tensor._inner.detach())
 
 
 def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:

@@ -242,3 +242,12 @@ def test_two_compiled_models_do_not_meet() -> None:
         second.train(seed + 10)
     first.check()
     second.check()
+
+
+def test_state_dict_under_inference_mode(pair: Pair) -> None:
+    with torch.inference_mode():
+        state = pair.model.state_dict()
+    for name, value in pair.plain.state_dict().items():
+        torch.testing.assert_close(state[name].clone(), value, rtol=0, atol=1e-5)
+    pair.train(5)
+    pair.check()
