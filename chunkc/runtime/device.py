@@ -96,6 +96,10 @@ class Device(Protocol):
         """
         ...
 
+    def check_usable(self) -> None:
+        """Raise where nothing can be launched and memory may be gone: on a closed device or in a forked child."""
+        ...
+
     def freed(self, memory: torch.Tensor) -> None:
         """``memory`` (uint8, device) holds nothing now; debug settings fill it with NaN. Called in ``work``."""
         ...

@@ -323,6 +323,14 @@ class EmulatedDevice:
         """
         return self._streams.launch(stream, label, waits, work)
 
+    def check_usable(self) -> None:
+        """Raise where nothing can be launched.
+
+        Raises:
+            ChunkcError: on a closed device or in a forked child.
+        """
+        self._streams.check_usable()
+
     def freed(self, memory: torch.Tensor) -> None:
         """``memory`` holds nothing from here on: NaN in every floating dtype, when the settings ask for poison."""
         if self.settings.poison:

@@ -333,6 +333,7 @@ class ModelRuntime:
             )
 
     def _guarded(self, executor: Executor, run: Callable[[], list[Any]]) -> list[Any]:
+        self.device.check_usable()
         try:
             return run()
         except BaseException:

@@ -222,7 +222,7 @@ class Streams:
             ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
                 synchronous mode for events that are not done.
         """
-        self._check_usable()
+        self.check_usable()
         self.failures.raise_untold()
         completions = tuple(self._own(event, label) for event in waits)
         if stream is Stream.COMPUTE or self._synchronous:
@@ -234,7 +234,7 @@ class Streams:
 
     def synchronize(self) -> None:
         """Wait for everything launched; raise the first failure the host was not told, after which all is clear."""
-        self._check_usable()
+        self.check_usable()
         self.num_synchronizes += 1
         marks = []
         for worker in list(self._workers.values()):
@@ -280,7 +280,7 @@ class Streams:
         if worker is not None:
             return worker
         with self._lock:
-            self._check_usable()
+            self.check_usable()
             if stream not in self._workers:
                 self._workers[stream] = _Worker(
                     self._name, stream, self.failures, self._delays[stream], self._long_work
@@ -294,7 +294,8 @@ class Streams:
             )
         return event
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raise after `close` and in a forked child."""
         if self._is_closed:
             raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
         if os.getpid() != self._pid:
