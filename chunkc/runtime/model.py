@@ -138,8 +138,8 @@ class ModelRuntime:
 
     def zero_grad(self, index: int, stamp: int) -> None:
         """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
-        if self._phase == "graded" and stamp == self._stamp:
-            self.drain()
+        if self._phase == "graded" or stamp != self._stamp:
+            self._require_gradient(index, stamp)
             self._chunk_values().write_gradient(index, torch.zeros(self.infos[index].shape))
         self._zeroed.add(index)
 

@@ -13,15 +13,19 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from models import CASES
+from safetensors.torch import load_file, save_file
 from small import PHASES, TOLERANCE, Small, Twins, twins_at
 from torch import nn
 from torch.nn.utils import get_total_norm, parameters_to_vector
 
+import chunkc
 from chunkc import ChunkcError
 
 
@@ -247,6 +251,28 @@ def test_sixteen_bit_models_show_parameters_in_their_dtype_and_keep_them_in_fp32
     for other in (copy.deepcopy(twins.model), pickle.loads(pickle.dumps(twins.model))):
         assert torch.equal(other.second.weight, master)
     assert saved(weights(twins)[0]).dtype is torch.float32
+
+
+def test_hugging_face_saves_and_loads_a_compiled_model(tmp_path: Path) -> None:
+    """``save_pretrained`` and safetensors of a model with tied embeddings, after a step: true values, tied once."""
+    case = CASES["gpt2"]
+    model, batch = (
+        chunkc.compile(case.build(), "emulated-64m-64m", dtype=torch.float32, backend="eager"),
+        case.batches()[0],
+    )
+    model(**batch).loss.backward()
+    chunkc.AdamW(model.parameters(), lr=1e-2).step()
+    state = model.state_dict()
+    assert not torch.equal(state["lm_head.weight"], case.build().lm_head.weight), "the step was made"
+    assert state["lm_head.weight"].data_ptr() == state["transformer.wte.weight"].data_ptr(), "tied in the state dict"
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.transformer.wte.weight
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, state[key]), key
+    save_file(model.transformer.h.state_dict(), tmp_path / "part.safetensors")
+    for key, value in load_file(tmp_path / "part.safetensors").items():
+        assert torch.equal(value, state[f"transformer.h.{key}"]), key
 
 
 CRASHES = """
