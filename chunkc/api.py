@@ -160,10 +160,11 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
         return call_plain(model, args, kwargs)
 
     infos = param_infos(model, dtype)
+    dtypes = {p: getattr(torch, i.dtype) for p, i in zip(unique_params(model), infos, strict=True)}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if isinstance(tensor, nn.Parameter) and dtype is not None else tensor.dtype
+        wanted = dtypes.get(tensor, tensor.dtype)
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 

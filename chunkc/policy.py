@@ -17,6 +17,7 @@ from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
 
 
@@ -130,10 +131,15 @@ def check_trainable_dtypes(infos: Sequence[ParamInfo]) -> None:
 
 
 def param_infos(model: nn.Module, dtype: torch.dtype | None) -> list[ParamInfo]:
-    """Facts of every parameter by index, in compute dtype."""
+    """Facts of every parameter by index, in compute dtype.
+
+    Parameters of batch normalisation keep their dtype: its kernels want them in the dtype of the running statistics,
+    which are buffers and keep theirs.
+    """
+    kept = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters(recurse=False)}
     infos = []
     for param, names in unique_params(model).items():
-        computed = param.dtype if dtype is None else dtype
+        computed = param.dtype if dtype is None or param in kept else dtype
         dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         infos.append(
             ParamInfo(
