@@ -160,7 +160,9 @@ def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: A
         return call_plain(model, args, kwargs)
 
     infos = param_infos(model, dtype)
-    dtypes = {p: getattr(torch, i.dtype) for p, i in zip(unique_params(model), infos, strict=True)}
+    dtypes: dict[torch.Tensor, torch.dtype] = {
+        p: getattr(torch, i.dtype) for p, i in zip(unique_params(model), infos, strict=True)
+    }
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
