@@ -34,7 +34,6 @@ EAGER = [
 ]
 INDUCTOR = [
     *((name, dtype, placement) for name, dtype in (("odd", FP32), ("odd", BF16)) for placement in PLACEMENTS),
-    *(("gpt2_small", FP32, placement) for placement in PLACEMENTS),
     *(
         pytest.param(name, dtype, placement, marks=SLOW)
         for name in ("gpt2", "llama", "t5", "vit")

@@ -36,6 +36,14 @@ def smallest_plan(rig: Rig) -> Plan:
     return rig.plans["smallest"]
 
 
+def coarse(rig: Rig) -> Setup:
+    """The least memory that works with chunks of a quarter of the model: few segments, quickly compiled."""
+    numel = sum(info.numel for info in rig.captured.schedule.params)
+    options = Options(chunk_numel=numel // 4)
+    device_nbytes, host_nbytes = rig.smallest(options)
+    return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+
+
 def half_evicted(rig: Rig) -> Setup:
     """States on the host, and half of the payload slots that everything would take, or the fewest that work."""
     tight = smallest_plan(rig)

@@ -8,11 +8,12 @@ the same captured graphs. Parameter objects, autograd, the wrapper and the optim
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from models import Case, loss_of
+from models import Case
 from torch import nn
 from training import AfterStep, Recipe, Trained, train
 
@@ -47,8 +48,12 @@ class Setup:
     make_runtime: MakeRuntime = ModelRuntime
 
 
+class OnlyCapturedError(RuntimeError):
+    """The forward was called before there was a plan for the captured graphs."""
+
+
 class ReplannedModel(CompiledModel):
-    """A compiled model whose captured graphs can be planned anew."""
+    """A compiled model that captures without planning, and whose graphs can then be planned any number of times."""
 
     def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
         super().__init__(model, runtime, settings)
@@ -57,7 +62,6 @@ class ReplannedModel(CompiledModel):
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.captured = captured
-        self._current = super()._on_capture(captured)
         return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
 
     def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
@@ -71,7 +75,7 @@ class ReplannedModel(CompiledModel):
 
     def _now(self) -> Compiled:
         if self._current is None:
-            raise RuntimeError("nothing is planned")
+            raise OnlyCapturedError("nothing is planned")
         return self._current
 
 
@@ -87,7 +91,15 @@ class Rig:
         made = self.model._compiled_call_impl
         self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
         self.model._compiled_call_impl = self.compiled
-        loss_of(self.model(**self.batches[0]))
+        with suppress(OnlyCapturedError):
+            self.model(**self.batches[0])
+
+    @property
+    def captured(self) -> Captured:
+        """Both graphs and their schedule."""
+        if self.compiled.captured is None:
+            raise RuntimeError("nothing was captured")
+        return self.compiled.captured
 
     @property
     def plan(self) -> Plan:
