@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -28,14 +28,13 @@ from chunkc._torch_compat import (
     skipped_by_dynamo,
 )
 from chunkc.capture.backend import CaptureBackend, Compiled
-from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
-from chunkc.devices import check_free_memory
 from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
 from chunkc.ir.plan import Plan
-from chunkc.ir.verify import verify
-from chunkc.passes import Options, Planned, Target, make_plan
-from chunkc.passes.lower import LoweredGraph, lower
+from chunkc.ir.schedule import GraphKind
+from chunkc.passes import Options, Planned, Target
+from chunkc.planning import Request, build
 from chunkc.policy import check_trainable_dtypes
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
@@ -218,10 +217,9 @@ class CompiledModel:
         )
 
     def _on_capture(self, captured: Captured) -> Compiled:
-        started = time.perf_counter()
         schedule, settings = captured.schedule, self.settings
         num_ops = sum(len(g.operators) for g in schedule.graphs)
-        logger.info("captured %d operators in %.1f s", num_ops, started - self._capture_started_s)
+        logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
         trained = {p for op in schedule.backward.operators for p in op.grads}
         check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
         target = replace(
@@ -230,25 +228,16 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes
             - self.runtime.accounting.others_host_nbytes(self.runtime.layout),
         )
-        planned = make_plan(schedule, target, settings.options, layout=self.runtime.layout, passes=settings.passes)
-        plan = planned.plan
-        verify(plan)
-        check_free_memory(plan, self.runtime.staged_nbytes())
-        logger.info("planned %s in %.1f s", plan.digest(), time.perf_counter() - started)
-        started = time.perf_counter()
-        graphs = [_lower(captured.forward, plan, "forward"), _lower(captured.backward, plan, "backward")]
-        compiled = [
-            CompiledGraph(low, settings.compiler.compile(low), graph.gradients)
-            for low, graph in zip(graphs, (captured.forward, captured.backward), strict=True)
-        ]
-        num = len(plan.segments)
-        logger.info("compiled %d segments in %.1f s", num, time.perf_counter() - started)
-        self.planned.append(planned)
-        code = {segment.name: segment.module.code.strip() for graph in graphs for segment in graph.segments}
-        explain(ReportedPlan.of(plan), plan.stages, code)
-        return self._callables(plan, compiled, captured)
+        request = Request(
+            target, settings.options, settings.passes, self.runtime.layout, held_nbytes=self.runtime.staged_nbytes()
+        )
+        built = build(captured, request, settings.compiler)
+        plan = built.planned.plan
+        self.planned.append(built.planned)
+        explain(ReportedPlan.of(plan), plan.stages, built.code)
+        return self._callables(plan, built.graphs, captured)
 
-    def _callables(self, plan: Plan, compiled: list[CompiledGraph], captured: Captured) -> Compiled:
+    def _callables(self, plan: Plan, graphs: Mapping[GraphKind, CompiledGraph], captured: Captured) -> Compiled:
         """Executors take memory, so they are made at the first call and not while torch is tracing.
 
         What is returned lives as long as the process, in Dynamo's tables, so it must not hold on to the model's memory.
@@ -263,7 +252,7 @@ class CompiledModel:
                 runtime.accounting.reserve(plan.memory.device_peak_nbytes)
                 static = static_slots(plan.layout, plan.program("forward").entry.resident)
                 store = runtime.adopt(plan.layout, static)
-                runtime.executors[key] = Executor(plan, store, runtime.device, *compiled)
+                runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
             return runtime, runtime.executors[key]
 
         def forward(args: list[Any]) -> list[Any]:
@@ -275,11 +264,6 @@ class CompiledModel:
             return runtime.backward(executor, args)
 
         return Compiled(forward, backward)
-
-
-def _lower(graph: CapturedGraph, plan: Plan, kind: Any) -> LoweredGraph:
-    operators = [b.nodes for b in graph.bundles]
-    return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
