@@ -16,6 +16,7 @@ from chunkc.passes.chunk_size import ChunkSizePass
 from chunkc.passes.communication import CommunicationPass
 from chunkc.passes.contract import Check, Pass, PassOrderError, check_order, run_passes
 from chunkc.passes.draft import Draft, Options, Target, decided
+from chunkc.passes.evaluate import EvaluatePass
 from chunkc.passes.liveness import LivenessPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
@@ -33,6 +34,7 @@ __all__ = [
     "Target",
     "assemble",
     "check_order",
+    "make_evaluation_plan",
     "make_plan",
     "run_passes",
 ]
@@ -87,6 +89,35 @@ def make_plan(
     start = Draft(schedule, target, options, fixed_layout=layout)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)
+
+
+def make_evaluation_plan(
+    schedule: Schedule,
+    target: Target,
+    options: Options = Options(),  # noqa: B008 - frozen
+    *,
+    layout: Layout,
+    passes: Sequence[Pass] | None = None,
+    check: Check | None = None,
+) -> Planned:
+    """Plan one forward without gradients beside the training programs of ``layout``.
+
+    The passes are those of training with ``evaluate`` in place of the one that decides the programs.
+
+    Args:
+        schedule: the forward as captured; its backward graph is empty.
+        Others as for ``make_plan``.
+
+    Raises:
+        BudgetError: when its activations do not fit beside the arena; it says what would.
+        PlanError: when it reads parameters that ``layout`` keeps off the device.
+        ValueError: when ``schedule`` has gradients.
+    """
+    if not schedule.is_evaluation:
+        raise ValueError(f"an evaluation has no backward graph, found {len(schedule.backward.operators)} operators")
+    found = PIPELINE if passes is None else passes
+    swapped = [EvaluatePass() if "programs" in p.provides else p for p in found]
+    return make_plan(schedule, target, options, layout=layout, passes=swapped, check=check)
 
 
 def _check_request(schedule: Schedule, target: Target, options: Options, layout: Layout | None) -> None:

@@ -132,6 +132,8 @@ def units_of(layout: Layout) -> Units:
 def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:
     """Check that ``layout``, made for another shape of the model, serves ``schedule`` too.
 
+    An evaluation trains nothing and may read what is trained elsewhere.
+
     Raises:
         PlanError: naming a parameter whose list differs.
     """
@@ -142,9 +144,8 @@ def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> Non
         if not place.num_chunks:
             continue
         kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
-        if (place.param in trained) != (kind is ChunkList.TRAINED) or (
-            place.param in used and kind is ChunkList.UNUSED
-        ):
+        is_strange = (place.param in trained) != (kind is ChunkList.TRAINED) and not schedule.is_evaluation
+        if is_strange or (place.param in used and kind is ChunkList.UNUSED):
             raise PlanError(
                 f"{name!r} stands in a chunk of {kind} parameters, but the graphs of this shape use it otherwise; "
                 "give every shape the same trained parameters, or compile the model again for it"

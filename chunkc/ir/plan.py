@@ -18,8 +18,12 @@ from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
 
 FORMAT_VERSION = 1
 
-Role = Literal["forward", "backward", "step", "transition"]
-ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t"}
+Role = Literal["forward", "backward", "step", "transition", "evaluate"]
+ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
+ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
+"""The graph whose segments a program of that role runs."""
+REPEATED_PROGRAMS = ("forward", "backward", "step", "evaluate")
+"""What runs in every iteration, or in every evaluation."""
 Phase = Literal["cold", "saved", "graded"]
 
 
@@ -126,7 +130,8 @@ class Plan:
         segments: of the forward graph, then of the backward graph.
         programs: ``forward``, ``backward``, ``step``; ``restore`` (role ``step``: param16 from param32 instead of an
             update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold). A transition
-            ends with all streams joined.
+            ends with all streams joined. A plan for evaluation has one program, ``evaluate``, from cold to cold and
+            joined like a transition, over the segments of its only graph, which is a forward graph.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
     """
@@ -139,6 +144,16 @@ class Plan:
     programs: tuple[Program, ...]
     memory: Memory
     stages: tuple[StageRecord, ...] = field(default=(), compare=False)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether this is a forward without gradients, not a training iteration."""
+        return any(p.role == "evaluate" for p in self.programs)
+
+    @property
+    def cold(self) -> State:
+        """The canonical state: what stands on the device before the first program."""
+        return self.program("evaluate" if self.is_evaluation else "forward").entry
 
     def program(self, name: str) -> Program:
         """The program called ``name``.
@@ -162,10 +177,10 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that one iteration (forward, backward, step) moves over ``h2d`` or ``d2h``."""
+        """Bytes that one iteration (forward, backward, step), or one evaluation, moves over ``h2d`` or ``d2h``."""
         total = 0
-        for name in ("forward", "backward", "step"):
-            for action in self.program(name).actions:
+        for program in (p for p in self.programs if p.name in REPEATED_PROGRAMS):
+            for action in program.actions:
                 if action.stream is stream and action.op in (Op.FETCH, Op.EVICT):
                     total += self.layout.chunks[action.index].used_nbytes
                 elif action.stream is stream and action.op in (Op.LOAD, Op.STORE):

@@ -102,7 +102,7 @@ class GraphSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One iteration: the parameters, the forward graph and the backward graph.
+    """One iteration: the parameters, the forward graph and the backward graph (without operators in an evaluation).
 
     ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
     ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs).
@@ -112,6 +112,11 @@ class Schedule:
     forward: GraphSchedule
     backward: GraphSchedule
     held_nbytes: int = 0
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether there is nothing to train: a forward without gradients."""
+        return not self.backward.operators
 
     @property
     def graphs(self) -> tuple[GraphSchedule, GraphSchedule]:

@@ -113,7 +113,7 @@ class _Walk:
             if handler is not None:
                 handler(self, action)
         self._label, self._action = "end", None
-        if program.role in ("forward", "transition"):
+        if program.role in ("forward", "transition", "evaluate"):
             for payload in self.changes:
                 if self._state(payload) is TensorState.HOLD_AFTER_FWD:
                     self._move(payload, TensorState.HOLD)

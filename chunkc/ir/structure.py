@@ -8,7 +8,7 @@ from itertools import pairwise
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.ir.plan import ROLE_LETTER, Phase, Plan, Program, Role, State
+from chunkc.ir.plan import ROLE_GRAPH, ROLE_LETTER, Phase, Plan, Program, Role, State
 
 PROGRAM_ROLES: dict[str, Role] = {
     "forward": "forward",
@@ -17,12 +17,14 @@ PROGRAM_ROLES: dict[str, Role] = {
     "restore": "step",
     "abandon": "transition",
 }
+EVALUATION_ROLES: dict[str, Role] = {"evaluate": "evaluate"}
 _PHASES: dict[str, tuple[Phase, Phase]] = {
     "forward": ("cold", "saved"),
     "backward": ("saved", "graded"),
     "step": ("graded", "cold"),
     "restore": ("graded", "cold"),
     "abandon": ("saved", "cold"),
+    "evaluate": ("cold", "cold"),
 }
 _MOVES = frozenset(
     {Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE, Op.GROW, Op.SHRINK}
@@ -33,6 +35,7 @@ _ALLOWED: dict[str, frozenset[Op]] = {
     "step": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
+    "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
 }
 
 
@@ -44,10 +47,11 @@ def check_structure(plan: Plan) -> None:
     """
     _check_layout(plan.layout)
     _check_segments(plan)
-    _check_gradients(plan)
     _check_memory(plan)
     _check_programs(plan)
-    _check_lengths(plan.program("step"), plan.program("restore"))
+    if not plan.is_evaluation:
+        _check_gradients(plan)
+        _check_lengths(plan.program("step"), plan.program("restore"))
     lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in plan.programs}
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
@@ -57,8 +61,12 @@ def check_structure(plan: Plan) -> None:
             )
             if problem is not None:
                 raise PlanError(f"{program.name} {program.label(position)} `{action}`: {problem}")
-    _check_restore(plan)
-    _check_states(plan)
+    _check_phases(plan)
+    if plan.is_evaluation:
+        _check_evaluation(plan.layout, plan.program("evaluate"))
+    else:
+        _check_restore(plan)
+        _check_states(plan)
 
 
 def _check_layout(layout: Layout) -> None:
@@ -140,6 +148,8 @@ def _check_gradients(plan: Plan) -> None:
 
 
 def _check_segments(plan: Plan) -> None:
+    if plan.is_evaluation and plan.graph_segments("backward"):
+        raise PlanError("an evaluation has no backward graph, but the plan has segments of one")
     for graph in ("forward", "backward"):
         for position, segment in enumerate(s for s in plan.segments if s.graph == graph):
             if segment.index != position:
@@ -166,17 +176,18 @@ def _check_memory(plan: Plan) -> None:
 
 def _check_programs(plan: Plan) -> None:
     names = [p.name for p in plan.programs]
-    if sorted(names) != sorted(PROGRAM_ROLES):
-        raise PlanError(f"a plan has the programs {', '.join(PROGRAM_ROLES)}; found {', '.join(names)}")
+    roles = EVALUATION_ROLES if plan.is_evaluation else PROGRAM_ROLES
+    if sorted(names) != sorted(roles):
+        raise PlanError(f"a plan has the programs {', '.join(roles)}; found {', '.join(names)}")
     for program in plan.programs:
-        if program.role != PROGRAM_ROLES[program.name]:
-            raise PlanError(f"program {program.name} has role {program.role}, not {PROGRAM_ROLES[program.name]}")
+        if program.role != roles[program.name]:
+            raise PlanError(f"program {program.name} has role {program.role}, not {roles[program.name]}")
 
 
 def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: Program, action: Action) -> str | None:
     if action.op not in _ALLOWED[program.name]:
         return f"{action.op} has no place in program {program.name}"
-    runs = action.op is Op.RUN and (action.target, program.role) not in segments
+    runs = action.op is Op.RUN and (action.target, ROLE_GRAPH.get(program.role)) not in segments
     if runs or not _target_exists(layout, action):
         return f"the {program.name} of this plan has no {action.target}"
     if action.source is not None and (action.source, program.role) not in segments:
@@ -224,14 +235,23 @@ def _static(layout: Layout) -> Iterator[str]:
             yield f"os{chunk.index}"
 
 
-def _check_states(plan: Plan) -> None:
-    for name, (entry, exit_phase) in _PHASES.items():
-        program = plan.program(name)
+def _check_phases(plan: Plan) -> None:
+    for program in plan.programs:
+        entry, exit_phase = _PHASES[program.name]
         if (program.entry.phase, program.exit.phase) != (entry, exit_phase):
             raise PlanError(
-                f"program {name} leads from {program.entry.phase} to {program.exit.phase}, not from {entry} to "
+                f"program {program.name} leads from {program.entry.phase} to {program.exit.phase}, not from {entry} to "
                 f"{exit_phase}"
             )
+
+
+def _check_evaluation(layout: Layout, evaluate: Program) -> None:
+    if set(evaluate.entry.resident) != set(evaluate.exit.resident):
+        raise PlanError(f"{_difference(evaluate.entry, evaluate.exit)} before and after evaluate")
+    _check_cold(layout, evaluate.entry)
+
+
+def _check_states(plan: Plan) -> None:
     forward, backward, step = (plan.program(n) for n in ("forward", "backward", "step"))
     restore, abandon = plan.program("restore"), plan.program("abandon")
     links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore)]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.happens_before import Event
 from chunkc.ir.moves import MOVES
-from chunkc.ir.plan import Program
+from chunkc.ir.plan import ROLE_GRAPH, Program
 from chunkc.ir.replay import Machine, Payload
 
 
@@ -217,8 +217,9 @@ def finish(machine: Machine, program: Program) -> str | None:
     """What ``program`` has left undone at its end, if anything; starts the bookkeeping of the next one."""
     iteration, facts = machine.iteration, machine.facts
     refuse_unlanded(machine)
-    if program.role in ("forward", "backward"):
-        due = sum(s.graph == program.role for s in facts.segments.values())
+    graph = ROLE_GRAPH.get(program.role)
+    if graph is not None:
+        due = sum(s.graph == graph for s in facts.segments.values())
         if iteration.next_segment != due:
             return f"{iteration.next_segment} of {due} segments ran"
     if program.role == "step":

@@ -9,7 +9,7 @@ way, come after.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
-transition joins all streams at its end: what follows it runs as from a cold start.
+transition joins all streams at its end: what follows it runs as from a cold start. An evaluation begins and ends so.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from chunkc.ir.states import payload_states
 from chunkc.ir.structure import check_structure
 from chunkc.ir.training import EFFECTS, finish
 
-_PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon"}
+_PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon", "E": "evaluate"}
 SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR FA F".replace(" ", "")
 """Every legal pair of programs after each legal predecessor, from a cold start."""
+EVALUATIONS = "EEE"
+"""The same for a plan of an evaluation."""
 
 
 def verify(plan: Plan) -> None:
@@ -41,12 +43,34 @@ def verify(plan: Plan) -> None:
     check_structure(plan)
     facts = Facts(plan)
     moments = {p.name: _moments(p) for p in plan.programs}
-    machine = Machine(facts, plan.program("forward").entry)
+    sequence = EVALUATIONS if plan.is_evaluation else SEQUENCE
+    machine = Machine(facts, plan.program(_PROGRAMS[sequence[0]]).entry)
     order = HappensBefore()
-    for letter in SEQUENCE:
+    for letter in sequence:
         program = plan.program(_PROGRAMS[letter])
         _replay(program, moments[program.name], machine, order)
-    payload_states(plan, ("forward", "backward", "step", "forward", "backward", "restore", "forward", "abandon"))
+    if plan.is_evaluation:
+        payload_states(plan, ("evaluate", "evaluate"))
+    else:
+        payload_states(plan, ("forward", "backward", "step", "forward", "backward", "restore", "forward", "abandon"))
+
+
+def verify_beside(evaluation: Plan, training: Plan) -> None:
+    """Prove that two verified plans of one model may run by turns: the first leaves the cold state as the second found
+    it, and the second begins in it.
+
+    An evaluation writes to no home and to no static resident (``verify`` allows it neither), and both its ends are
+    joined. So equal layouts and equal cold states suffice, for every program of the other that begins or ends cold.
+
+    Raises:
+        PlanError: naming what differs.
+    """
+    if evaluation.layout != training.layout:
+        raise PlanError("the evaluation was planned for another layout than the training programs")
+    found, wanted = (set(p.cold.resident) for p in (evaluation, training))
+    if found != wanted:
+        differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(found ^ wanted))
+        raise PlanError(f"the cold states of evaluation and training differ: {differing}")
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:
@@ -57,7 +81,7 @@ def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order:
     if left_undone is not None:
         raise PlanError(f"{program.name}, at its end: {left_undone}")
     _check_exit(program, machine)
-    if program.role == "transition":
+    if program.role in ("transition", "evaluate"):
         order.join()
 
 

@@ -11,11 +11,10 @@ from tabulate import tabulate
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.report.moments import moved_nbytes
-from chunkc.report.units import Unit, percent, plural, ranges, unit_of
+from chunkc.report.units import Unit, percent, plural, ranges, repeated, unit_of
 
-_STEP_PROGRAMS = ("forward", "backward", "step")
 _TRIPLE = ("param32", "momentum", "variance")
 _FP32_NBYTES = 4
 
@@ -31,7 +30,7 @@ def summarize(plan: Plan) -> str:
         _table(("memory", "planned", "budget", "share", "where"), _memory(plan, unit)),
         _table(("model data", "elements", unit.name, stored, "always on device"), _model_data(layout, unit)),
         _table(("chunks", "dtype", "count", "elements each", unit.name, "utilisation", "home"), _chunks(layout, unit)),
-        _table(("moved per step", "stream", "copies", unit.name), _moved(plan, unit)),
+        _table((f"moved per {repeated(plan)}", "stream", "copies", unit.name), _moved(plan, unit)),
         "\n".join(_notes(plan, unit)),
     ]
     return "\n\n".join(parts)
@@ -40,8 +39,8 @@ def summarize(plan: Plan) -> str:
 def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Text cells left, numbers (already formatted) right."""
     cells = list(rows)
-    left = {"memory", "where", "model data", "chunks", "dtype", "home", "moved per step", "stream"}
-    align = ["left" if header in left else "right" for header in headers]
+    left = {"memory", "where", "model data", "chunks", "dtype", "home", "stream"}
+    align = ["left" if header in left or header.startswith("moved") else "right" for header in headers]
     return tabulate(cells, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
@@ -135,7 +134,7 @@ def _held_numel(layout: Layout) -> list[int]:
 
 def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     """Copies over the link in one iteration, by action; the totals are `Plan.moved_nbytes`."""
-    actions = [action for name in _STEP_PROGRAMS for action in plan.program(name).actions]
+    actions = [action for p in plan.programs if p.name in REPEATED_PROGRAMS for action in p.actions]
     kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
     for op, noun in kinds:
         copies = [a for a in actions if a.op is op]
@@ -158,7 +157,7 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
     counts = f"{plural(len(payloads), 'chunk')}, {plural(len(triples), 'state')}"
     yield f"residents (never moved): {counts}{': ' if names else ''}{names}"
     always = {*(f"c{c}" for c in payloads), *(f"os{c}" for c in triples)}
-    kept = [target for target, _ in plan.program("forward").entry.resident if target not in always]
+    kept = [target for target, _ in plan.cold.resident if target not in always]
     if kept:
         yield f"also on the device when a step begins: {' '.join(kept)}"
     used = unit.named(plan.memory.device_budget_nbytes - plan.memory.device_peak_nbytes)

@@ -16,7 +16,7 @@ from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import Unit, percent, plural, ranges, shorten, unit_of
+from chunkc.report.units import Unit, percent, plural, ranges, repeated, shorten, unit_of
 
 MAX_COLUMNS = 100
 MAX_PROGRAM_LINES = 9
@@ -27,6 +27,7 @@ _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an a
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
     "restore": ", in place of step: gradients are given up, nothing is updated",
+    "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",
 }
 _LEGEND = (
@@ -193,7 +194,7 @@ def _targets(name: str, actions: Sequence[Action]) -> str:
 
 def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
     to_device, to_host = plan.moved_nbytes(Stream.H2D), plan.moved_nbytes(Stream.D2H)
-    yield f"moved per step: {unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
+    yield f"moved per {repeated(plan)}: {unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
     resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
     triples = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
     if not resident and not triples:

@@ -44,6 +44,11 @@ def unit_of(plan: Plan) -> Unit:
     return unit_for(plan.memory.device_peak_nbytes)
 
 
+def repeated(plan: Plan) -> str:
+    """What the programs of ``plan`` make up, over and over."""
+    return "evaluation" if plan.is_evaluation else "step"
+
+
 def percent(part: float, whole: float) -> str:
     """``part`` of ``whole`` as a percentage with one decimal; ``-`` of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
