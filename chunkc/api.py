@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,25 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import (
-    BackendCompilerFailed,
-    CaptureFailed,
-    FakeTensorMode,
-    call_plain,
-    capture_settings,
-    fresh_code,
-    pytree,
-)
-from chunkc.capture.backend import CaptureBackend, Compiled
-from chunkc.capture.graphs import Captured
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.devices import HardwareLike, device_for
-from chunkc.errors import CaptureError, ChunkcError, PlanNotReadyError
+from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
-from chunkc.ir.verify import verify
-from chunkc.passes import Options, Pass, Planned, Target, make_plan
-from chunkc.policy import check_model, check_trainable_dtypes, compute_dtype, param_infos, unique_params
+from chunkc.passes import Options, Pass, Target
+from chunkc.planahead import plan_ahead, swapped_tensors
+from chunkc.policy import (
+    check_model,
+    check_plannable,
+    check_trainable_dtypes,
+    compute_dtype,
+    is_mixed,
+    param_infos,
+    unique_params,
+)
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
@@ -80,7 +77,7 @@ def compile(  # the name that torch.compile taught users
     computed = compute_dtype(dtype, params, machine)
     infos = param_infos(model, computed)
     check_trainable_dtypes(infos)
-    mixed = computed is not None and any(p.dtype is not computed for p in params)
+    mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
     target = Target(
@@ -126,7 +123,10 @@ def plan(
 
     Raises:
         BudgetError: when the model does not fit; it says what would.
+        CaptureError: when its forward is no single graph that can be trained.
+        ChunkcError: for a model or an option that cannot be honoured.
     """
+    check_plannable(model)
     machine = Hardware.of(hw)
     ranks = machine.num_gpus if world_size is None else world_size
     target = Target(
@@ -136,90 +136,15 @@ def plan(
         host_budget_nbytes=machine.host_nbytes_per_rank,
         world_size=ranks,
     )
-    computed = compute_dtype(dtype, list(unique_params(model)), machine)
-    captured = _capture_fake(model, computed, example_inputs, backend)
-    options = Options(chunk_numel=_chunk_numel(chunk_size))
-    planned: Planned = make_plan(captured.schedule, target, options, passes=passes)
-    verify(planned.plan)
-    return Plan.of(planned.plan)
-
-
-class _CaptureDone(Exception):
-    def __init__(self, captured: Captured) -> None:
-        super().__init__("captured")
-        self.captured = captured
-
-
-def _capture_fake(model: nn.Module, dtype: torch.dtype | None, example_inputs: Any, backend: Backend) -> Captured:
-    """Capture one iteration over fake tensors."""
-
-    def done(captured: Captured) -> Compiled:
-        raise _CaptureDone(captured)
-
-    def enter(*args: Any, **kwargs: Any) -> Any:
-        return call_plain(model, args, kwargs)
-
-    infos = param_infos(model, dtype)
-    dtypes: dict[torch.Tensor, torch.dtype] = {
-        p: getattr(torch, i.dtype) for p, i in zip(unique_params(model), infos, strict=True)
-    }
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = dtypes.get(tensor, tensor.dtype)
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-    with mode, swapped_tensors(model, fake):
-        by_id = {id(p): i for i, p in enumerate(unique_params(model))}
-        capture = CaptureBackend(lambda v: by_id.get(id(v)), infos, done, **backend_options(backend))
-        inputs = pytree.tree_map_only(torch.Tensor, _fake_input(dtype), example_inputs)
-        run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)
-        try:
-            with capture_settings():
-                run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, _CaptureDone):
-                return error.inner_exception.captured
-            if isinstance(error.inner_exception, ChunkcError):
-                raise error.inner_exception from None
-            raise
-        except CaptureFailed as error:
-            raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
-    raise CaptureError(f"{type(model).__name__} was not captured: its forward has nothing to train")
-
-
-def _fake_input(dtype: torch.dtype | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    made: dict[int, torch.Tensor] = {}  # the same tensor given twice is one input
-
-    def make(value: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
-        if id(value) not in made:
-            empty = torch.empty_strided(value.shape, value.stride(), dtype=wanted, device="cpu")
-            made[id(value)] = empty.requires_grad_(value.requires_grad)
-        return made[id(value)]
-
-    return make
-
-
-@contextmanager
-def swapped_tensors(
-    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
-) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Within the block, ``model`` holds ``make(t)`` instead of every parameter (and buffer) ``t``; ties are kept."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    try:
-        for module in model.modules():
-            for table in (module._parameters, module._buffers) if buffers else (module._parameters,):
-                before.append((table, dict(table)))
-                for key, tensor in table.items():
-                    if tensor is not None:
-                        table[key] = made[tensor] = made[tensor] if tensor in made else make(tensor)  # type: ignore
-        yield made
-    finally:
-        for table, original in before:
-            table.update(original)
+    return plan_ahead(
+        model,
+        target,
+        Options(chunk_numel=_chunk_numel(chunk_size)),
+        example_inputs=example_inputs,
+        dtype=compute_dtype(dtype, list(unique_params(model)), machine),
+        backend=backend,
+        passes=passes,
+    )
 
 
 def plan_of(model: nn.Module) -> Plan:

@@ -29,25 +29,36 @@ def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     return names
 
 
+def check_plannable(model: nn.Module) -> None:
+    """Refuse what no plan can be made for.
+
+    Raises:
+        TypeError: when ``model`` is no module.
+        ChunkcError: naming the modules or parameters that break a rule.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
+    _refuse_modules(model)
+    params = unique_params(model)
+    if not any(p.numel() for p in params):
+        raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
+    _refuse(params, "are sparse or not strided", lambda p: p.layout is not torch.strided)
+    _refuse(params, f"are not {', '.join(DTYPE_NBYTES)}", lambda p: p.dtype not in _DTYPES)
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse what cannot be trained as a compiled model.
 
     Raises:
         TypeError: when ``model`` is no module.
-        ChunkcError: naming the parameters that break a rule.
+        ChunkcError: naming the modules, parameters or buffers that break a rule.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"chunkc.compile takes an nn.Module, found {type(model).__name__}")
-    _refuse_modules(model)
+    check_plannable(model)
     params = unique_params(model)
-    if not any(p.numel() for p in params):
-        raise ChunkcError(f"{type(model).__name__} has no parameters: there is nothing to place or to train")
     if any(hasattr(p, "_chunkc_runtime") for p in params):
         raise ChunkcError(
             f"{type(model).__name__} is compiled already; chunkc.compile works in place and takes a model once"
         )
-    _refuse(params, "are sparse or not strided", lambda p: p.layout is not torch.strided)
-    _refuse(params, f"are not {', '.join(DTYPE_NBYTES)}", lambda p: p.dtype not in _DTYPES)
     _refuse(params, "are on the meta device; materialise them first", lambda p: p.is_meta)
     _refuse(params, "are not in host memory; hand the model over on the CPU", lambda p: p.device.type != "cpu")
     _refuse(
@@ -114,6 +125,11 @@ def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: 
     if dtype not in _DTYPES:
         raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(DTYPE_NBYTES)}")
     return dtype  # type: ignore[return-value]
+
+
+def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
+    """Whether some parameter is computed in another dtype than it has; floating-point inputs are then cast too."""
+    return dtype is not None and any(p.dtype is not dtype for p in params)
 
 
 def check_trainable_dtypes(infos: Sequence[ParamInfo]) -> None:

@@ -46,7 +46,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
     **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling"), "hardware"),
-    **dict.fromkeys(("compiled", "debug", "devices", "planning", "policy", "segments"), "api"),
+    **dict.fromkeys(("compiled", "debug", "devices", "planahead", "planning", "policy", "segments"), "api"),
     "__main__": "cli",
 }
 

@@ -7,8 +7,9 @@ decided by the ``on_capture`` that the caller injects: plan and run it, or only 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -23,6 +24,7 @@ from chunkc._torch_compat import (
 from chunkc.capture.graphs import Captured, build
 from chunkc.capture.partition import partition
 from chunkc.errors import CaptureError
+from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
@@ -82,14 +84,23 @@ class _GraphCapture:
         self._backward: GraphModule | None = None
         self._names: dict[str, int] = {}
         self._compiled: Compiled | None = None
+        self._stages: list[StageRecord] = []
+        self._stage_began_s = time.perf_counter()
+
+    def _end_stage(self, name: str, note: str) -> None:
+        now = time.perf_counter()
+        self._stages.append(StageRecord(name, 1e3 * (now - self._stage_began_s), note))
+        self._stage_began_s = now
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
+        self._end_stage("aot_autograd", f"a joint graph of {len(joint.graph.nodes)} nodes")
         placeholders = joint.graph.find_nodes(op="placeholder")
         self._names = self._params_by_name(placeholders)
         params = [n for n in placeholders if n.name in self._names]
         if self._backend.prepare_joint is not None:
             self._backend.prepare_joint(joint)
         forward, self._backward = partition(joint, inputs, params, **options)
+        self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
         return forward, self._backward
 
     def _params_by_name(self, placeholders: Sequence[Node]) -> dict[str, int]:
@@ -104,6 +115,8 @@ class _GraphCapture:
         num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
         gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
         captured = build(module, self._backward, self._names, gradients, num_forward_outputs(), self._backend.infos)
+        self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")
+        captured = replace(captured, stages=tuple(self._stages))
         self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]
         self._compiled = self._backend.on_capture(captured)
         return boxed(self._compiled.forward)

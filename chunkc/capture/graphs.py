@@ -18,6 +18,7 @@ from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
 from chunkc.capture.partition import param_cone, sink_cone
 from chunkc.capture.workspace import workspace_nbytes
 from chunkc.errors import CaptureError
+from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
 
 
@@ -43,13 +44,14 @@ class Captured:
     """Both graphs of one iteration and their schedule.
 
     ``held_at_start_nbytes`` are bytes of the inputs and buffers that are alive before forward begins: a meter that
-    starts there does not see them.
+    starts there does not see them. ``stages`` say what capture did, and how long each part took.
     """
 
     forward: CapturedGraph
     backward: CapturedGraph
     schedule: Schedule
     held_at_start_nbytes: int
+    stages: tuple[StageRecord, ...] = ()
 
 
 def build(

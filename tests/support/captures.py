@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from chunkc.api import _capture_fake
 from chunkc.capture.graphs import Captured
+from chunkc.planahead import capture_ahead
 
 
 def capture_once(model: nn.Module, *inputs: Any) -> Captured:
     """One iteration of ``model`` as the compiler sees it, for the eager backend."""
-    return _capture_fake(model, None, inputs, "eager")
+    return capture_ahead(model, None, inputs, "eager")

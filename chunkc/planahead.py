@@ -1,0 +1,193 @@
+"""Planning ahead: capture one iteration of a model on fake tensors, and plan it for a machine that need not be there.
+
+The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the same backend and passes), so the plan is the one that a
+run makes. Only the tensors differ: every parameter, buffer and input is replaced by a fake CPU tensor of the same
+shape, strides, storage and dtype, wherever the model was built, on the meta device too. Nothing of it takes memory, and
+the capture ends as soon as both graphs are known, before anything runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc._torch_compat import (
+    BackendCompilerFailed,
+    CaptureFailed,
+    FakeTensorMode,
+    call_plain,
+    capture_settings,
+    fresh_code,
+    pytree,
+)
+from chunkc.capture.backend import CaptureBackend, Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.errors import CaptureError, ChunkcError
+from chunkc.ir.plan import StageRecord
+from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.verify import verify
+from chunkc.passes import Options, Pass, Target, make_plan
+from chunkc.policy import is_mixed, param_infos, unique_params
+from chunkc.report import Plan
+from chunkc.segments import Backend, backend_options
+
+logger = logging.getLogger("chunkc")
+
+
+def plan_ahead(
+    model: nn.Module,
+    target: Target,
+    options: Options,
+    *,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    dtype: torch.dtype | None,
+    backend: Backend,
+    passes: Sequence[Pass] | None = None,
+) -> Plan:
+    """The verified plan of one iteration of ``model``, with what capture and verifier took among its stages.
+
+    Args:
+        dtype: what fp32 parameters are computed in, or None to leave all as they are.
+
+    Raises:
+        BudgetError: when the model does not fit ``target``.
+        CaptureError: when its forward is no single graph that can be trained.
+    """
+    started = time.perf_counter()
+    captured = capture_ahead(model, dtype, example_inputs, backend)
+    captured_at = time.perf_counter()
+    num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
+    logger.info("captured %d operators in %.1f s", num_ops, captured_at - started)
+    plan = make_plan(captured.schedule, target, options, passes=passes).plan
+    planned_at = time.perf_counter()
+    verify(plan)
+    finished = time.perf_counter()
+    logger.info("planned %s in %.1f s", plan.digest(), finished - captured_at)
+    capture_ms = 1e3 * (captured_at - started)
+    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
+    verified = StageRecord("verify", 1e3 * (finished - planned_at), "safe in every interleaving")
+    return Plan.of(replace(plan, stages=(dynamo, *captured.stages, *plan.stages, verified)))
+
+
+class _CaptureDone(Exception):
+    """Ends a capture from inside torch.compile, with what was captured."""
+
+    def __init__(self, captured: Captured) -> None:
+        super().__init__("captured")
+        self.captured = captured
+
+
+def capture_ahead(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    backend: Backend,
+) -> Captured:
+    """One iteration of ``model`` as the compiler sees it; the model stays as it is.
+
+    Raises:
+        CaptureError: when its forward is no single graph that can be trained.
+    """
+
+    def done(captured: Captured) -> Compiled:
+        raise _CaptureDone(captured)
+
+    def enter(*args: Any, **kwargs: Any) -> Any:
+        return call_plain(model, args, kwargs)
+
+    params = list(unique_params(model))
+    fakes = _Fakes(dict(zip(params, param_infos(model, dtype), strict=True)))
+    with FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):
+        by_id = {id(p): i for i, p in enumerate(unique_params(model))}
+        inputs = pytree.tree_map_only(torch.Tensor, fakes.of, example_inputs)
+        if is_mixed(params, dtype):
+            inputs = pytree.tree_map_only(torch.Tensor, lambda value: fakes.cast(value, dtype), inputs)
+        capture = CaptureBackend(
+            index_of=lambda value: by_id.get(id(value)),
+            infos=list(fakes.infos.values()),
+            on_capture=done,
+            is_cast=lambda value: id(value) in fakes.cast_from,
+            **backend_options(backend),
+        )
+        run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)
+        try:
+            with capture_settings(), torch.enable_grad():
+                run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, _CaptureDone):
+                return error.inner_exception.captured
+            if isinstance(error.inner_exception, ChunkcError):
+                raise error.inner_exception from None
+            raise
+        except CaptureFailed as error:
+            raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
+    raise CaptureError(f"{type(model).__name__} was not captured: its forward has nothing to train")
+
+
+@dataclass(slots=True)
+class _Fakes:
+    """Fake CPU tensors for real and meta ones, to be made inside a ``FakeTensorMode``.
+
+    Attributes:
+        infos: facts of the model's own parameters, in compute dtype.
+        cast_from: by the identity of a fake that was cast to compute dtype, the fake that it was cast from.
+    """
+
+    infos: Mapping[torch.Tensor, ParamInfo]
+    cast_from: dict[int, torch.Tensor] = field(default_factory=dict)
+    _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """For a parameter or a buffer of the model."""
+        info = self.infos.get(tensor)
+        if info is None:
+            return self.of(tensor)
+        empty = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device="cpu")
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+
+    def of(self, value: torch.Tensor) -> torch.Tensor:
+        """With the same strides over as many bytes; the same tensor twice, and views of one storage, stay that."""
+        if id(value) not in self._made:
+            storage = value.untyped_storage()
+            if storage._cdata not in self._storages:
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
+                self._storages[storage._cdata] = memory.untyped_storage()
+            made = torch.empty(0, dtype=value.dtype, device="cpu")
+            made.set_(self._storages[storage._cdata], value.storage_offset(), value.shape, value.stride())
+            self._made[id(value)] = made.requires_grad_(value.requires_grad)
+        return self._made[id(value)]
+
+    def cast(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """A floating-point input in compute dtype; itself where it has that already."""
+        made = value.detach().to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+        if made is not value:
+            self.cast_from[id(made)] = value
+        return made.requires_grad_(value.requires_grad)
+
+
+@contextmanager
+def swapped_tensors(
+    model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
+) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Within the block, ``model`` holds ``make(t)`` instead of every parameter (and buffer) ``t``; ties are kept."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    try:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers) if buffers else (module._parameters,):
+                before.append((table, dict(table)))
+                for key, tensor in table.items():
+                    if tensor is not None:
+                        table[key] = made[tensor] = made[tensor] if tensor in made else make(tensor)  # type: ignore
+        yield made
+    finally:
+        for table, original in before:
+            table.update(original)
