@@ -2,7 +2,7 @@
 
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed and its residency planned; the
-least bytes moved win, then the least waste, then the fewest chunks.
+least bytes moved by all ranks together win (all must choose alike), then the least waste, then the fewest chunks.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Op
     if home is Home.HOST:
         places = available_places(sizes, demand, target, options)
         if places >= demand.min_places:
-            moved = moved_nbytes(layout, demand, plan_stays(layout, demand, places))
+            moved = moved_nbytes(layout, demand, plan_stays(layout, demand, places), all_ranks=True)
     return Candidate(numel, layout, demand, sizes, moved)
 
 

@@ -113,3 +113,8 @@ def synchronise(
     analysis.run("forward", forward)
     found.append(analysis.run("transition", abandon))
     return tuple(found)
+
+
+def joined(items: Sequence[Item]) -> tuple[Action, ...]:
+    """The actions of a transition that begins when all streams are idle, with their waits for each other."""
+    return Analysis().run("transition", items)

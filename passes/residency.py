@@ -49,12 +49,12 @@ def landed_chunks(layout: Layout, demand: Demand, stays: Iterable[Stay]) -> list
     return result
 
 
-def moved_nbytes(layout: Layout, demand: Demand, stays: tuple[Stay, ...]) -> int:
-    """Bytes that this rank copies in both directions in one iteration."""
+def moved_nbytes(layout: Layout, demand: Demand, stays: tuple[Stay, ...], *, all_ranks: bool = False) -> int:
+    """Bytes that this rank (or all of them together) copies in both directions in one iteration."""
     total = 0
     for stay, landed in zip(stays, landed_chunks(layout, demand, stays), strict=True):
         for chunk in unit_chunks(layout, demand, stay.unit):
-            if layout.owner(chunk) == layout.rank:
+            if all_ranks or layout.owner(chunk) == layout.rank:
                 total += layout.chunks[chunk].used_nbytes * (2 if chunk in landed else 1)
     return total
 

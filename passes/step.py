@@ -2,7 +2,8 @@
 
 Updates come in the order in which the next forward first uses the chunks, so that it can start before the last update
 has ended. ``restore`` repeats the step action for action without updating, so that labels agree whichever ran.
-``abandon`` leads from the end of forward back to the cold state.
+``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
+backward that comes after something else ran.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Phase, Program, State
 from chunkc.passes.communication import Writer, home_name, slot_name
 from chunkc.passes.draft import Draft, Item, Liveness, decided
-from chunkc.passes.hazards import synchronise
+from chunkc.passes.hazards import joined, synchronise
 from chunkc.passes.os_placement import os_slot
 
 
@@ -69,6 +70,18 @@ def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int])
     return writer.take()
 
 
+def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[Item, ...]:
+    """Fetch what forward leaves on the device beyond the static residents."""
+    writer = Writer(layout, slot_of=dict(static))
+    own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
+    for chunk in own:
+        if chunk not in static:
+            writer.fetch(chunk, where[chunk])
+    for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
+        writer.gather(group)
+    return writer.take()
+
+
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
     """Own payloads (chunk -> slot) that never move, and them with their triples as a state lists them."""
     payloads = {c.index: c.index for c in layout.owned() if c.home is Home.DEVICE}
@@ -78,7 +91,7 @@ def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, i
 
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``: forward, backward, step, restore and abandon with all waits."""
+    """Decides ``programs``: forward, backward, step, restore, abandon and resume with all waits."""
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "actions"})
@@ -93,6 +106,7 @@ class StepPass:
         saved = standing(forward, static, layout)
         abandon = abandon_items(layout, saved, static)
         actions = synchronise(forward, backward, step, abandon)
+        resume = joined(resume_items(layout, saved, static))
 
         def state(phase: Phase, where: dict[int, int]) -> State:
             return State(phase, (*((f"c{c}", s) for c, s in sorted(where.items())), *triples))
@@ -105,6 +119,7 @@ class StepPass:
             Program("step", "step", graded, cold, actions[2]),
             Program("restore", "step", graded, cold, restores),
             Program("abandon", "transition", between, cold, actions[3]),
+            Program("resume", "transition", cold, between, resume),
         )
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         return replace(draft, programs=programs, note=f"{len(step)} updates on the {home}, {waits} waits")

@@ -129,9 +129,10 @@ class Plan:
         layout: mapping, homes, arena.
         segments: of the forward graph, then of the backward graph.
         programs: ``forward``, ``backward``, ``step``; ``restore`` (role ``step``: param16 from param32 instead of an
-            update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold). A transition
-            ends with all streams joined. A plan for evaluation has one program, ``evaluate``, from cold to cold and
-            joined like a transition, over the segments of its only graph, which is a forward graph.
+            update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold) and
+            ``resume`` (from cold to there, for a backward after something else ran; it also begins with all streams
+            joined). A transition ends with all streams joined. A plan for evaluation has one program, ``evaluate``,
+            from cold to cold and joined like a transition, over the segments of its only graph, a forward graph.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
     """

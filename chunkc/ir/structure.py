@@ -16,6 +16,7 @@ PROGRAM_ROLES: dict[str, Role] = {
     "step": "step",
     "restore": "step",
     "abandon": "transition",
+    "resume": "transition",
 }
 EVALUATION_ROLES: dict[str, Role] = {"evaluate": "evaluate"}
 _PHASES: dict[str, tuple[Phase, Phase]] = {
@@ -24,6 +25,7 @@ _PHASES: dict[str, tuple[Phase, Phase]] = {
     "step": ("graded", "cold"),
     "restore": ("graded", "cold"),
     "abandon": ("saved", "cold"),
+    "resume": ("cold", "saved"),
     "evaluate": ("cold", "cold"),
 }
 _MOVES = frozenset(
@@ -35,6 +37,7 @@ _ALLOWED: dict[str, frozenset[Op]] = {
     "step": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
+    "resume": _MOVES,
     "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
 }
 
@@ -52,9 +55,9 @@ def check_structure(plan: Plan) -> None:
     if not plan.is_evaluation:
         _check_gradients(plan)
         _check_lengths(plan.program("step"), plan.program("restore"))
-    lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in plan.programs}
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
+        lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in (*plan.programs, program)}
         for position, action in enumerate(program.actions):
             problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(
                 program, position, action, lengths
@@ -253,9 +256,9 @@ def _check_evaluation(layout: Layout, evaluate: Program) -> None:
 
 def _check_states(plan: Plan) -> None:
     forward, backward, step = (plan.program(n) for n in ("forward", "backward", "step"))
-    restore, abandon = plan.program("restore"), plan.program("abandon")
-    links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore)]
-    links += [(before, forward) for before in (step, restore, abandon)]
+    restore, abandon, resume = (plan.program(n) for n in ("restore", "abandon", "resume"))
+    links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore), (resume, backward)]
+    links += [(before, after) for before in (step, restore, abandon) for after in (forward, resume)]
     for before, after in links:
         if set(before.exit.resident) != set(after.entry.resident):
             raise PlanError(f"{_difference(before.exit, after.entry)} between {before.name} and {after.name}")

@@ -9,7 +9,8 @@ way, come after.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
-transition joins all streams at its end: what follows it runs as from a cold start. An evaluation begins and ends so.
+transition joins all streams at its end: what follows it runs as from a cold start. ``resume`` and an evaluation also
+begin so.
 """
 
 from __future__ import annotations
@@ -25,8 +26,16 @@ from chunkc.ir.states import payload_states
 from chunkc.ir.structure import check_structure
 from chunkc.ir.training import EFFECTS, finish
 
-_PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon", "E": "evaluate"}
-SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR FA F".replace(" ", "")
+_PROGRAMS = {
+    "F": "forward",
+    "B": "backward",
+    "S": "step",
+    "R": "restore",
+    "A": "abandon",
+    "U": "resume",
+    "E": "evaluate",
+}
+SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR UBR FA UBS UBS FA F".replace(" ", "")
 """Every legal pair of programs after each legal predecessor, from a cold start."""
 EVALUATIONS = "EEE"
 """The same for a plan of an evaluation."""
@@ -52,7 +61,7 @@ def verify(plan: Plan) -> None:
     if plan.is_evaluation:
         payload_states(plan, ("evaluate", "evaluate"))
     else:
-        payload_states(plan, ("forward", "backward", "step", "forward", "backward", "restore", "forward", "abandon"))
+        payload_states(plan, [_PROGRAMS[letter] for letter in "FBSFBRFAUBS"])
 
 
 def verify_beside(evaluation: Plan, training: Plan) -> None:
@@ -74,6 +83,8 @@ def verify_beside(evaluation: Plan, training: Plan) -> None:
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:
+    if program.name == "resume":
+        order.join()
     order.begin(program)
     for position, action in enumerate(program.actions):
         EFFECTS[action.op](machine, order.issue(program, position, moments[position]))
@@ -107,5 +118,5 @@ def _moments(program: Program) -> tuple[str, ...]:
 
 
 def replayed_pairs() -> frozenset[str]:
-    """The pairs of programs that are replayed, as two letters (F, B, S, R, A)."""
+    """The pairs of programs that are replayed, as two letters (F, B, S, R, A, U)."""
     return frozenset(a + b for a, b in pairwise(SEQUENCE))

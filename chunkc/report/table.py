@@ -29,6 +29,7 @@ _MEANINGS = {
     "restore": ", in place of step: gradients are given up, nothing is updated",
     "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",
+    "resume": ", before a backward that does not directly follow its forward",
 }
 _LEGEND = (
     "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",

@@ -245,7 +245,7 @@ STRUCTURE: list[Mutation] = [
     (
         "a program missing",
         lambda: evicting().but(changes={"programs": evicting().build().programs[:4]}),
-        ("forward, backward, step, restore, abandon; found forward, backward, step, restore",),
+        ("forward, backward, step, restore, abandon, resume; found forward, backward, step, restore",),
     ),
     (
         "gradient in the forward graph",

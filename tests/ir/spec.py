@@ -26,6 +26,7 @@ ROLES: dict[str, Role] = {
     "step": "step",
     "restore": "step",
     "abandon": "transition",
+    "resume": "transition",
 }
 
 
@@ -82,7 +83,16 @@ class PlanSpec:
     def texts(self) -> dict[str, tuple[str, ...]]:
         step = self.programs["step"]
         restore = tuple(t.replace("update", "restore", 1) for t in step)
-        return {"restore": restore, **self.programs}
+        return {"restore": restore, "resume": self._resume(), **self.programs}
+
+    def _resume(self) -> tuple[str, ...]:
+        """What ``abandon`` lets go of comes back: own chunks first, then their groups."""
+        abandon = [t.split(" after ")[0] for t in self.programs["abandon"]]
+        drops = [t for t in abandon if t.startswith("drop")]
+        fetches = [t.replace("drop", "fetch").replace("<-", "->").replace("@compute", "@h2d") for t in drops]
+        after = f" after t{len(fetches) - 1}" if fetches else ""
+        groups = [t.split()[1] for t in abandon if t.startswith("release")]
+        return (*fetches, *(f"gather {g} @comm{after}" for g in groups))
 
     def build(self) -> Plan:
         layout = self.layout()
@@ -97,6 +107,7 @@ class PlanSpec:
             "step": ("graded", "cold"),
             "restore": ("graded", "cold"),
             "abandon": ("saved", "cold"),
+            "resume": ("cold", "saved"),
         }
         texts = self.texts()
         programs = tuple(

@@ -20,8 +20,8 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import ROLE_LETTER, Plan
 
-PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon"}
-SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRFAFBS"
+PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon", "U": "resume"}
+SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRUBRFAUBSUBSFAFBS"
 STREAMS = tuple(Stream)
 
 Location = tuple[str, int]
@@ -186,6 +186,8 @@ class Lowered:
         barrier: list[int] = []
         for instance, letter in enumerate(sequence):
             program = self.plan.program(PROGRAMS[letter])
+            if program.name == "resume":
+                barrier = list(range(len(self.tasks)))
             current = latest[ROLE_LETTER[program.role]] = []
             for position, action in enumerate(program.actions):
                 waits = [latest[w[0]][int(w[1:])] for w in action.waits if w[0] in latest]

@@ -80,7 +80,7 @@ def test_lookup_by_name() -> None:
     assert plan.program("step").role == "step"
     assert plan.segment("bwd.1").lands == (2,)
     assert [s.name for s in plan.graph_segments("forward")] == ["fwd.0", "fwd.1", "fwd.2"]
-    with pytest.raises(KeyError, match="forward, backward, step, restore, abandon"):
+    with pytest.raises(KeyError, match="forward, backward, step, restore, abandon, resume"):
         plan.program("eval")
     with pytest.raises(KeyError, match=r"fwd\.9"):
         plan.segment("fwd.9")

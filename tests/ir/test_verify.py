@@ -29,7 +29,7 @@ def test_plan_read_from_text_is_accepted() -> None:
 
 
 def test_every_legal_pair_of_programs_is_replayed() -> None:
-    assert replayed_pairs() == {"FB", "FA", "BS", "BR", "SF", "RF", "AF"}
+    assert replayed_pairs() == {"FB", "FA", "BS", "BR", "SF", "RF", "AF", "AU", "SU", "RU", "UB"}
 
 
 def test_three_thousand_actions_take_less_than_two_seconds() -> None:

@@ -189,6 +189,10 @@ class TestOracle:
             "RF",
             "FA",
             "AF",
+            "AU",
+            "SU",
+            "RU",
+            "UB",
         }
         assert SEQUENCE.endswith("S")
 

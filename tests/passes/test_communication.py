@@ -58,7 +58,7 @@ def test_all_ranks_carry_out_the_same_collectives(request: tuple[Schedule, Targe
     for rank in range(where.world_size):
         other = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
         assert other.layout.placements == mine.layout.placements
-        for name in ("forward", "backward", "step", "abandon"):
+        for name in ("forward", "backward", "step", "abandon", "resume"):
             kinds = (Op.GATHER, Op.RELEASE, Op.REDUCE)
             calls = [[(a.op, a.target) for a in p.program(name).actions if a.op in kinds] for p in (mine, other)]
             assert calls[0] == calls[1]

@@ -115,6 +115,7 @@ def _programs(num_layers: int) -> tuple[Program, ...]:
         Program("step", "step", graded, cold, _actions(step)),
         Program("restore", "step", graded, cold, _actions(restore)),
         Program("abandon", "transition", saved, cold, _actions(["drop c0 <- d0 @compute"])),
+        Program("resume", "transition", cold, saved, _actions(["fetch c0 -> d0 @h2d"])),
     )
 
 
