@@ -46,17 +46,22 @@ def test_every_plan_is_accepted_by_the_verifier(request: Request) -> None:
 @given(requests())
 def test_bytes_moved_equal_an_independent_recount(request: Request) -> None:
     """The note of ``residency`` counts stays; this counts actions, chunk by chunk."""
-    result = planned_somewhere(*request)
-    plan = result.plan
-    counted = 0
-    for name in ("forward", "backward", "step"):
-        for action in plan.program(name).actions:
-            if action.op in (Op.FETCH, Op.EVICT):
-                chunk = plan.layout.chunks[action.index]
-                counted += chunk.used_numel * (4 if chunk.dtype == "float32" else 2)
-    assert counted == plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
-    note = next(s.note for s in plan.stages if s.name == "chunk_size")
-    assert f" {counted} bytes moved" in note
+    found, where, options = request
+    mine = planned_somewhere(found, where, options).plan
+    budgets = (mine.memory.device_budget_nbytes, mine.memory.host_budget_nbytes)
+    all_ranks = 0
+    for rank in range(where.world_size):
+        plan = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
+        counted = 0
+        for name in ("forward", "backward", "step"):
+            for action in plan.program(name).actions:
+                if action.op in (Op.FETCH, Op.EVICT):
+                    chunk = plan.layout.chunks[action.index]
+                    counted += chunk.used_numel * (4 if chunk.dtype == "float32" else 2)
+        assert counted == plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
+        all_ranks += counted
+    note = next(s.note for s in mine.stages if s.name == "chunk_size")
+    assert f" {all_ranks} bytes moved" in note
 
 
 @given(schedules())
