@@ -20,7 +20,6 @@ from torch import nn
 from chunkc._torch_compat import (
     BackendCompilerFailed,
     CaptureFailed,
-    RecompileLimitHit,
     call_plain,
     capture_settings,
     fresh_code,
@@ -30,7 +29,7 @@ from chunkc._torch_compat import (
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
-from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
+from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes import Options, Planned, Target
@@ -42,6 +41,7 @@ from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
+from chunkc.shapes import ShapeTable, signature_of
 
 logger = logging.getLogger("chunkc")
 
@@ -86,6 +86,7 @@ class CompiledModel:
     """The implementation behind a compiled module's ``__call__``.
 
     Attributes:
+        shapes: training programs by the signature of a call; ``shapes.max_programs`` bounds them.
         is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
     """
 
@@ -116,15 +117,16 @@ class CompiledModel:
             **settings.backend_options,
         )
 
-        def enter(*args: Any, **kwargs: Any) -> Any:
-            return call_plain(model, args, kwargs)
+        def make_run() -> Callable[..., Any]:
+            def enter(*args: Any, **kwargs: Any) -> Any:
+                return call_plain(model, args, kwargs)
 
-        self._enter: Callable[..., Any] = torch.compile(
-            fresh_code(enter),
-            backend=backend,
-            fullgraph=True,
-            dynamic=False,
-        )
+            compiled: Callable[..., Any] = torch.compile(
+                fresh_code(enter), backend=backend, fullgraph=True, dynamic=False
+            )
+            return compiled
+
+        self.shapes = ShapeTable(make_run)
 
     @skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +134,8 @@ class CompiledModel:
 
         Raises:
             CaptureError: when the forward cannot be captured as one graph, with the source line that breaks it.
-            BudgetError: on the first call, when the model does not fit.
+            BudgetError: on the first call of a shape, when the model does not fit.
+            ShapeLimitError: when the call needs a program of its own and ``shapes.max_programs`` are made.
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
@@ -175,16 +178,12 @@ class CompiledModel:
         self._capture_started_s = time.perf_counter()
         try:
             with capture_settings(), self.runtime.entering():
-                return self._enter(*args, **kwargs)
+                return self.shapes.call(signature_of(self._model, args, kwargs), args, kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
                 raise inner.with_traceback(None) from None
             raise
-        except RecompileLimitHit as error:
-            raise ShapeLimitError(
-                "more input shapes than one model may have programs in this release; pad the inputs to few lengths"
-            ) from error
         except CaptureFailed as error:
             raise CaptureError(
                 f"the forward of {type(self._model).__name__} breaks into several graphs, which is not built yet; the "
@@ -217,6 +216,7 @@ class CompiledModel:
         )
 
     def _on_capture(self, captured: Captured) -> Compiled:
+        self.shapes.check_room()
         schedule, settings = captured.schedule, self.settings
         num_ops = sum(len(g.operators) for g in schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
@@ -234,6 +234,7 @@ class CompiledModel:
         built = build(captured, request, settings.compiler)
         plan = built.planned.plan
         self.planned.append(built.planned)
+        self.shapes.captured()
         explain(ReportedPlan.of(plan), plan.stages, built.code)
         return self._callables(plan, built.graphs, captured)
 

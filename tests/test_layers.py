@@ -46,7 +46,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
     **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling"), "hardware"),
-    **dict.fromkeys(("compiled", "debug", "devices", "planahead", "planning", "policy", "segments"), "api"),
+    **dict.fromkeys(
+        ("compiled", "debug", "devices", "evaluation", "planahead", "planning", "policy", "segments", "shapes"), "api"
+    ),
     "__main__": "cli",
 }
 

@@ -1,0 +1,203 @@
+"""The shapes that one model meets: a table from the signature of a call to an entry with a code object of its own.
+
+Dynamo counts its recompile limit per code object and, where it is exceeded, gives up. With an entry for each signature
+an entry sees few guards fail, so that the bound on programs is ours, per model, and no process-wide setting is touched.
+Dynamo's guards stay in charge inside an entry: what a signature does not know of (attributes of the model, contents of
+arguments of other kinds) makes a further program there.
+
+A signature holds no tensor and no object of the user's, only what describes them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc._torch_compat import RecompileLimitHit
+from chunkc.errors import ShapeLimitError
+
+MAX_PROGRAMS = 64
+"""Programs that one model may have for training, and as many for evaluation: ``ShapeTable.max_programs``."""
+
+_NUM_NAMED = 3
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+_SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
+_TENSORS = (torch.Tensor, nn.Parameter)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What tells two calls apart.
+
+    Attributes:
+        key: equal for calls that may share a program.
+        shapes: of all tensors, in order.
+        frame: the key without shapes and strides.
+        is_plain: whether all arguments are tensors, numbers, strings, None, or containers of these.
+    """
+
+    key: Hashable
+    shapes: tuple[Shape, ...]
+    frame: Hashable
+    is_plain: bool
+
+    def continues(self, earlier: Signature) -> bool:
+        """Whether this is the call after ``earlier`` in a loop whose inputs grow by one: token after token."""
+        if self.frame != earlier.frame or self.shapes == earlier.shapes:
+            return False
+        return all(_is_next(shape, before) for shape, before in zip(self.shapes, earlier.shapes, strict=True))
+
+
+def _is_next(shape: Shape, before: Shape) -> bool:
+    grown = [now - then for now, then in zip(shape, before, strict=True) if now != then]
+    return grown in ([], [1])
+
+
+class _Reader:
+    """Reads one call's arguments into a signature."""
+
+    def __init__(self) -> None:
+        self.frame: list[Hashable] = []
+        self.sizes: list[Hashable] = []
+        self.shapes: list[Shape] = []
+        self.is_plain = True
+        self._seen: dict[int, int] = {}
+
+    def read(self, value: Any) -> None:
+        kind = type(value)
+        if kind in _TENSORS and value.layout is torch.strided:
+            self._tensor(value)
+        elif kind in _SCALARS:
+            self.frame.append((kind, value))
+        elif kind in (float, complex):
+            self.frame.append((kind, repr(value)))  # a NaN equals nothing, and zeros have signs
+        elif kind in (dict, OrderedDict):
+            self.frame.append((kind, len(value)))
+            for key, item in value.items():
+                self.read(key)
+                self.read(item)
+        elif kind in (tuple, list, torch.Size) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            self.frame.append((_name(kind), len(value)))
+            for item in value:
+                self.read(item)
+        else:
+            self.is_plain = False
+            self.frame.append(_name(kind))
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        first = self._seen.setdefault(id(tensor), len(self._seen))
+        self.frame.append(
+            (first, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference())
+        )
+        shape = tuple(tensor.shape)
+        self.shapes.append(shape)
+        self.sizes.append((shape, tensor.stride()))
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """The signature of ``model(*args, **kwargs)`` as torch's modes are now."""
+    reader = _Reader()
+    reader.read(args)
+    reader.read(kwargs)
+    autocast = tuple(
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None for device in _AUTOCAST_DEVICES
+    )
+    modes = (model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    frame = (modes, tuple(reader.frame))
+    return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One signature's way into torch.compile, and how many programs it has led to."""
+
+    run: Callable[..., Any]
+    num_programs: int = 0
+
+
+class ShapeTable:
+    """Entries by signature, no more programs than ``max_programs``.
+
+    Attributes:
+        max_programs: the bound. Programs made stay when it is lowered.
+        num_programs: calls that made a program (the graphs of one call count once).
+    """
+
+    def __init__(self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS) -> None:
+        """``make_run`` makes the compiled function of one entry, over a code object of its own."""
+        self.max_programs = max_programs
+        self.num_programs = 0
+        self._make_run = make_run
+        self._entries: dict[Hashable, Entry] = {}
+        self._newest: deque[tuple[Shape, ...]] = deque(maxlen=_NUM_NAMED)
+        self._calling: tuple[Shape, ...] = ()
+        self._num_captured = 0
+
+    def __contains__(self, signature: Signature) -> bool:
+        """Whether calls with ``signature`` have led to a program."""
+        return signature.key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def call(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the entry of ``signature``, a new one if there is none.
+
+        Raises:
+            ShapeLimitError: when it needs a program and ``max_programs`` are made; nothing has changed then.
+        """
+        self._calling, self._num_captured = signature.shapes, 0
+        entry = self._entries.get(signature.key)
+        if entry is None:
+            self.check_room()
+            entry = self._entries[signature.key] = Entry(self._make_run())
+        try:
+            return self._run(entry, args, kwargs)
+        finally:
+            if self._num_captured:
+                entry.num_programs += 1
+                self.num_programs += 1
+                self._newest.append(signature.shapes)
+            if not entry.num_programs:
+                self._entries.pop(signature.key, None)
+
+    def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return entry.run(*args, **kwargs)
+        except RecompileLimitHit:  # raised in place of running, for what the signature does not know of
+            entry.run = self._make_run()
+            return entry.run(*args, **kwargs)
+
+    def captured(self) -> None:
+        """The backend has made a program for the call under way."""
+        self._num_captured += 1
+
+    def check_room(self) -> None:
+        """Check that one more program may be made, before it is.
+
+        Raises:
+            ShapeLimitError: when ``max_programs`` are made.
+        """
+        if self.num_programs >= self.max_programs:
+            newest = "; ".join(map(_shown, self._newest))
+            raise ShapeLimitError(
+                f"this call, with inputs of shapes {_shown(self._calling)}, needs a program of its own, and "
+                f"{self.num_programs} are made, the most that a model may have (the newest for {newest}). Pad inputs "
+                "to few lengths, and keep numbers that change from call to call in tensors"
+            )
+
+
+def _shown(shapes: tuple[Shape, ...]) -> str:
+    shown = ", ".join(str(list(shape)) for shape in shapes[:4])
+    return (shown or "no tensor") + (", ..." if len(shapes) > 4 else "")

@@ -1,0 +1,113 @@
+"""ACCEPTANCE 17: many shapes in one run are exact, one program each, up to a bound of ours and not of Dynamo's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from training import assert_close_elements
+
+import chunkc
+from chunkc.shapes import MAX_PROGRAMS
+
+NUM_LENGTHS = 20
+OPTIONS = {"lr": 1e-2, "eps": 1e-4}
+
+
+class Reader(nn.Module):
+    """Embedding, a mixed layer, a head; small, since every length compiles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.mix = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 50)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.mix(self.embed(tokens)).cumsum(1))
+        return nn.functional.cross_entropy(self.head(hidden)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@dataclass
+class Twins:
+    """The model under chunkc, too small a device for all of it, and in plain PyTorch."""
+
+    model: nn.Module
+    plain: nn.Module
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def train(self, length: int) -> None:
+        """One step of both, whose losses agree."""
+        tokens = torch.randint(50, (2, length), generator=torch.Generator().manual_seed(length))
+        losses = [model(tokens) for model in (self.model, self.plain)]
+        for loss in losses:
+            loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+
+    def check(self) -> None:
+        """Every element within a thousandth of one update."""
+        assert_close_elements(self.model.state_dict(), self.plain.state_dict(), 1e-3 * OPTIONS["lr"], "parameters")
+
+
+@pytest.fixture
+def twins() -> Twins:
+    torch.manual_seed(0)
+    plain = Reader()
+    model = chunkc.compile(copy.deepcopy(plain), "emulated-176k-16m", dtype=torch.float32, backend="eager")
+    optimizers = [chunkc.AdamW(model.parameters(), **OPTIONS), torch.optim.AdamW(plain.parameters(), **OPTIONS)]
+    return Twins(model, plain, optimizers)
+
+
+def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
+    shapes = twins.model._compiled_call_impl.shapes
+    layouts = []
+    for length in range(NUM_LENGTHS + 1, 1, -1):
+        twins.train(length)
+        layouts.append(chunkc.plan_of(twins.model).layout)
+    assert shapes.num_programs == NUM_LENGTHS > torch._dynamo.config.recompile_limit
+    assert all(layout == layouts[0] for layout in layouts), "all shapes share one layout"
+    before = chunkc.stats(twins.model)
+    assert before["h2d_nbytes"] > 0, "the budget is meant to force moves"
+    for length in (3, 21, 11):
+        twins.train(length)
+    assert chunkc.stats(twins.model)["num_compiles"] == before["num_compiles"]
+    assert chunkc.stats(twins.model)["num_slot_allocations"] == 0
+    twins.check()
+
+
+def test_training_past_the_bound_is_refused_before_anything_changes(twins: Twins) -> None:
+    shapes = twins.model._compiled_call_impl.shapes
+    assert shapes.max_programs == MAX_PROGRAMS == 64
+    shapes.max_programs = 3
+    for length in (12, 8, 10):
+        twins.train(length)
+    saved = twins.model.state_dict()
+    with pytest.raises(chunkc.ShapeLimitError, match=r"\[2, 9\].*3 are made.*\[2, 12\]; \[2, 8\]; \[2, 10\].*Pad"):
+        twins.model(torch.zeros(2, 9, dtype=torch.int64))
+    assert all(torch.equal(value, saved[name]) for name, value in twins.model.state_dict().items())
+    for length in (8, 12):
+        twins.train(length)
+    twins.check()
+
+
+def test_a_refused_shape_does_not_count(twins: Twins) -> None:
+    """Activations that do not fit beside the arena: numbers, nothing changed, and room for shapes that do."""
+    shapes = twins.model._compiled_call_impl.shapes
+    shapes.max_programs = 2
+    twins.train(12)
+    executor = twins.model._compiled_call_impl.runtime.executor
+    for length in (400, 500):
+        with pytest.raises(chunkc.BudgetError, match=r"another shape of Reader.*needs \d+ bytes") as caught:
+            twins.model(torch.zeros(2, length, dtype=torch.int64))
+        assert caught.value.missing_nbytes == caught.value.min_device_nbytes - (176 << 10) > 0
+    assert twins.model._compiled_call_impl.runtime.executor is executor
+    twins.train(8)
+    twins.train(12)
+    twins.check()
+    assert (shapes.num_programs, len(shapes)) == (2, 2)
