@@ -1,7 +1,7 @@
 """Every private torch API that chunkc uses, in one place, with the versions on which it was seen to work.
 
-Seen on torch 2.13.0. A function here either hides a difference between versions or marks a name without a leading
-promise from torch; the rest of the package imports only from here.
+Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
+without a leading promise from torch; the rest of the package imports only from here.
 """
 
 from __future__ import annotations
@@ -209,12 +209,24 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     return compiled
 
 
+class _IgnoredFunctions(frozenset[Callable[..., Any]]):
+    """Functions, whose deep copy is a list of their names.
+
+    torch 2.11 writes a deep copy of this setting to its compilation metrics as JSON, and logs an error at every capture
+    where that is a set of functions, as its documentation asks for; 2.13 and later leave the setting out.
+    """
+
+    def __deepcopy__(self, memo: object) -> list[str]:
+        return sorted(f.__qualname__ for f in self)
+
+
 @contextmanager
 def capture_settings() -> Iterator[None]:
     """Dynamo settings for one call on this thread: logging inside a forward does not break the graph, and hooks that
     modules are given later make it capture anew instead of being ignored."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
-    ignored = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
+    methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
+    ignored = _IgnoredFunctions(methods)
     with torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False):
         yield

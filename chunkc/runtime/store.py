@@ -41,6 +41,7 @@ class ChunkStore:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout = layout
+        self._nothing = torch.empty(0, dtype=torch.uint8)
         self._device = device
         self.arena = device.allocate_arena(layout.arena_nbytes)
         payloads = [c for c in layout.owned() if c.home is Home.HOST]
@@ -52,15 +53,18 @@ class ChunkStore:
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
-        return self._device.allocate_home(nbytes) if nbytes else torch.empty(0, dtype=torch.uint8)
+        return self._device.allocate_home(nbytes) if nbytes else self._nothing
 
     def close(self) -> None:
-        """Give all memory back; no view may be used afterwards."""
+        """Give all memory back; no view may be used afterwards.
+
+        The garbage collector may call this while torch traces something else, so no operator runs here.
+        """
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
                 self._device.free_home(slab)
         self._device.free_arena(self.arena)
-        self.arena = self._payload_slab = self._triple_slab = torch.empty(0, dtype=torch.uint8)
+        self.arena = self._payload_slab = self._triple_slab = self._nothing
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:
         place = self.layout.placements[index]

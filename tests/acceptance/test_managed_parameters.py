@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from small import PHASES, TOLERANCE, Small, Twins, twins_at
 from torch import nn
 from torch.nn.utils import get_total_norm, parameters_to_vector
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkc
 from chunkc import ChunkcError
@@ -236,6 +237,22 @@ def test_parameters_outlive_their_model_without_a_crash() -> None:
     assert "second.weight" in repr(p)
     close(view.t().detach() + 0, expected)
     close(whole.detach(), expected)
+
+
+def test_collecting_a_model_while_torch_traces_runs_no_operator() -> None:
+    """The garbage collector runs at any time, so also in the middle of a capture, under its modes."""
+    twins = twins_at("pending")
+    p = weights(twins)[0]
+
+    class NoOperators(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError(f"{func} ran")
+
+    with NoOperators():
+        twins.model = twins.optimizer = None  # type: ignore[assignment]
+        gc.collect()
+    with pytest.raises(ChunkcError, match="deleted"):
+        p.sum()
 
 
 def test_sixteen_bit_models_show_parameters_in_their_dtype_and_keep_them_in_fp32() -> None:
