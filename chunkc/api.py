@@ -98,7 +98,7 @@ def compile(  # the name that torch.compile taught users
     compiled = CompiledModel(model, runtime, settings)
     attach(model)
     model._compiled_call_impl = compiled
-    weakref.finalize(model, runtime.close)
+    weakref.finalize(model, device.call_from_host, runtime.close)
     return model
 
 

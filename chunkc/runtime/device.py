@@ -108,6 +108,13 @@ class Device(Protocol):
         """Wait for everything launched, and re-raise the first exception of any stream."""
         ...
 
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which may wait for streams: here, or in a thread of its own where a stream calls this.
+
+        For finalizers: the garbage collector runs on any thread, and a stream must not wait for itself.
+        """
+        ...
+
     def start_reading(self) -> None:
         """From here on the non-model bytes of the calling process are read against this moment's level."""
         ...

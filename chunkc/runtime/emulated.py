@@ -340,6 +340,10 @@ class EmulatedDevice:
         """Wait for everything launched, and re-raise the first exception that the host was not told."""
         self._streams.synchronize()
 
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which may wait for streams: here, or in a thread of its own where a worker calls this."""
+        self._streams.call_from_host(work)
+
     def start_reading(self) -> None:
         """From here on non-model bytes are read against this moment's level; a warning where they cannot be read."""
         if not self.meter.available:

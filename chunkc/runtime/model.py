@@ -369,17 +369,17 @@ class ModelRuntime:
 
     def close(self) -> None:
         """Give all memory back. What autograd holds, where the garbage collector cannot look, is let go by hand."""
-        self.drain()
-        for param, grad in zip(self.params, self._grads, strict=True):
-            if param.grad is grad:
-                param.grad = None
-        self._grads.clear()
-        self._accumulators.clear()
-        self.executors.clear()
-        if self._store is not None:
-            self._store.close()
-        self.accounting.unreserve()
-        self._closed = True
+        try:
+            self.drain()
+        finally:
+            for param, grad in zip(self.params, self._grads, strict=True):
+                param.grad = None if param.grad is grad else param.grad
+            self._grads, self._accumulators = [], {}
+            self.executors.clear()
+            if self._store is not None:
+                self._store.close()
+            self.accounting.unreserve()
+            self._closed = True
 
     def _running(self) -> Executor:
         if self._executor is None:

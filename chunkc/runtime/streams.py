@@ -244,6 +244,13 @@ class Streams:
             mark.join()
         self.failures.raise_untold()
 
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        """Call ``work``; in a thread of its own where a worker calls this, which would wait for itself."""
+        if any(worker.thread is threading.current_thread() for worker in list(self._workers.values())):
+            threading.Thread(target=work, name="chunkc-host").start()
+        else:
+            work()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Finish what was launched and stop the workers; idempotent, without effect in a forked child."""
         if os.getpid() != self._pid:

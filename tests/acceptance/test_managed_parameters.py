@@ -12,6 +12,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkc
 from chunkc import ChunkcError
+from chunkc.ir.actions import Stream
 
 
 @pytest.fixture(scope="module", params=PHASES)
@@ -253,6 +255,32 @@ def test_collecting_a_model_while_torch_traces_runs_no_operator() -> None:
         gc.collect()
     with pytest.raises(ChunkcError, match="deleted"):
         p.sum()
+
+
+@pytest.mark.filterwarnings("ignore:Exception in thread chunkc-host:pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("fails", (False, True))
+def test_a_model_collected_on_a_worker_of_its_device_gives_its_memory_back(fails: bool) -> None:
+    """The garbage collector runs on any thread; nobody waits for itself, and a failure nobody saw keeps no memory."""
+    twins = twins_at("graded")
+    device, held, collected = twins.model._compiled_call_impl.runtime.device, [twins.model], threading.Event()
+    total_nbytes, host_nbytes = device.device_budget_nbytes, device.host_budget_nbytes
+    assert device.free_device_nbytes() < total_nbytes
+    twins.model = twins.optimizer = None  # type: ignore[assignment]
+
+    def collect() -> None:
+        held.clear()
+        gc.collect()
+        collected.set()
+        if fails:
+            raise ValueError("an update failed")  # which the thread that closes the model is told
+
+    done = device.launch(Stream.CPU, "collect", (), collect)
+    assert collected.wait(60), "the worker waits for itself"
+    for thread in threading.enumerate():
+        if thread.name == "chunkc-host":
+            thread.join()
+    assert done.done()
+    assert (device.free_device_nbytes(), device.free_host_nbytes()) == (total_nbytes, host_nbytes)
 
 
 def test_sixteen_bit_models_show_parameters_in_their_dtype_and_keep_them_in_fp32() -> None:
