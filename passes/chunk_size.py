@@ -62,7 +62,8 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
     used = [schedule.params[p] for p in liveness.use_order]
     total = sum(i.numel for i in used)
     wanted = [float(total) / (divisor * world_size) for divisor in DIVISORS]
-    wanted += sorted({i.numel for i in used}, reverse=True)[:NUM_LARGEST]
+    largest = sorted({i.numel for i in used}, reverse=True)[:NUM_LARGEST]
+    wanted += [n / ranks for n in largest for ranks in {1, world_size}]  # alone in a chunk, or alone in a group
     layers: dict[str, int] = {}
     for info in used:
         layer = re.match(r"(?:.*?\.)?\d+(?=\.)", info.name)

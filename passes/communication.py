@@ -101,14 +101,16 @@ class Writer:
 def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
     """The items of forward and backward of a plan with stays."""
     writer = Writer(layout)
+    stays = [stay for line in lines for freed in line.frees for stay in freed]
+    landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
     result = []
     for line in lines:
         for segment, fetched, freed in zip(line.segments, line.fetches, line.frees, strict=True):
             for stay in fetched:
                 _enter(writer, demand, stay)
             writer.run(segment)
-            for stay, landed in zip(freed, landed_chunks(layout, demand, freed), strict=True):
-                _leave(writer, demand, stay, landed)
+            for stay in freed:
+                _leave(writer, demand, stay, landed[stay])
         result.append(writer.take())
     return tuple(result)
 

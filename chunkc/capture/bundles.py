@@ -26,7 +26,7 @@ class Bundle:
 
 def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:
     """The operators of ``graph`` in execution order; call ``sink_cone`` first. Unpacking nodes move to their source."""
-    cone = param_cone(graph, params)
+    params, cone = set(params), param_cone(graph, params)
     bundles: list[Bundle] = []
     chain: list[Node] = []
     for node in list(graph.nodes):

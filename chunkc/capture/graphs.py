@@ -77,7 +77,8 @@ def build(
     bwd = _graph(backward, forward_params, made)
     outputs = [n for n in _outputs(forward) if isinstance(n, Node)]
     user = [n for n in _outputs(forward)[:num_user_outputs] if isinstance(n, Node)]
-    values = GraphValues(fwd.bundles, _other_inputs(fwd), user, [n for n in outputs if n not in user])
+    saved = list(dict.fromkeys(n for n in outputs if n not in user))
+    values = GraphValues(fwd.bundles, _other_inputs(fwd), user, saved)
     back = GraphValues(bwd.bundles, _other_inputs(bwd), (), ())
     timeline = Timeline(values, back, {key for key, _ in storages(_param_inputs(fwd, bwd))})
     live = timeline.live_bytes()

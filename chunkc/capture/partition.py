@@ -75,7 +75,7 @@ def partition(
 
 def _check_saved(forward: GraphModule, param_names: Collection[str]) -> None:
     """Storage identity: no output of forward shares memory with a parameter unless it is the placeholder itself."""
-    placeholders = [n for n in forward.graph.nodes if n.op == "placeholder" and n.name in param_names]
+    placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
     storages = {_storage(p) for p in placeholders}
     for out in forward.graph.find_nodes(op="output")[0].all_input_nodes:

@@ -122,7 +122,7 @@ class Action:
     @property
     def index(self) -> int:
         """The number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``, bytes of ``grow``."""
-        return int(re.sub(r"\D", "", self.target))
+        return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:
         parts = [str(self.op)]
