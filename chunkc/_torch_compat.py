@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo
 import torch._dynamo.exc
+import torch._functorch.config
 import torch._guards
 import torch.fx
 from torch import nn
@@ -45,6 +46,7 @@ __all__ = [
     "aot_backend",
     "call_plain",
     "capture_settings",
+    "current_backward",
     "dynamo_example",
     "engine_runs",
     "foreach_copy_",
@@ -79,6 +81,11 @@ def engine_runs(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return False
+
+
+def current_backward() -> int:
+    """A number of the backward under way on this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
 
 
 def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
@@ -222,11 +229,12 @@ class _IgnoredFunctions(frozenset[Callable[..., Any]]):
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Dynamo settings for one call on this thread: logging inside a forward does not break the graph, and hooks that
-    modules are given later make it capture anew instead of being ignored."""
+    """Settings for one call on this thread: logging inside a forward does not break the graph, hooks that modules are
+    given later make it capture anew instead of being ignored, and a graph may be kept for a second backward."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
-    with torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False):
+    dynamo = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
+    with dynamo, torch._functorch.config.patch(donated_buffer=False):
         yield

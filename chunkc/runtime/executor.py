@@ -26,6 +26,7 @@ class Executor:
     Attributes:
         plan: what it runs.
         graded_params: indexes of the parameters whose gradients land in its backward.
+        used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
         trace: set it to a list to record the text of every action launched.
     """
@@ -37,6 +38,7 @@ class Executor:
         self.num_actions = 0
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
+        self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
         self._device = device
         self._graphs = {"forward": forward, "backward": backward}
         self._frame = Frame()
@@ -70,6 +72,12 @@ class Executor:
     def abandon(self) -> None:
         """From the forward's exit state to cold, joined."""
         self._launch("abandon", {}, {})
+        self.join()
+
+    def resume(self) -> None:
+        """From cold, joined, to the forward's exit state."""
+        self.join()
+        self._launch("resume", {}, {})
         self.join()
 
     def recover(self) -> None:

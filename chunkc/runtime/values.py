@@ -52,6 +52,10 @@ class ChunkValues:
         if payload or not self.is_trained(index):
             self._scatter(index, self._payload, value)
 
+    def restore_payload(self, index: int) -> None:
+        """Write param16 of a trained parameter from its param32, over a gradient."""
+        self._scatter(index, self._payload, self.read_param(index))
+
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of what the payload holds after backward."""
         return self._gather(index, self._payload)

@@ -2,75 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from pair import Pair, batch
 from torch import nn
 
 import chunkc
-
-VOCABULARY = 50
-
-
-class Tower(nn.Module):
-    """A small residual model over tokens; returns the loss."""
-
-    def __init__(self, depth: int = 4, width: int = 48) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            for _ in range(depth)
-        )
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), targets.flatten())
-
-
-def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (2, 4, length), generator=generator)
-    return tokens[0], tokens[1]
-
-
-class Pair:
-    """The same model under chunkc and in plain PyTorch, driven by the same calls."""
-
-    def __init__(self, hw: str = "emulated-640k-16m") -> None:
-        torch.manual_seed(0)
-        model = Tower()
-        self.plain = copy.deepcopy(model)
-        self.model = chunkc.compile(model, hw, dtype=torch.float32, backend="eager")
-        self.optimizer = chunkc.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4)
-        self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, eps=1e-4)
-
-    def both(self, call: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[Any, Any]:
-        return call(self.model, self.optimizer), call(self.plain, self.plain_optimizer)
-
-    def train(self, seed: int, length: int = 8) -> None:
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-            loss = model(*batch(seed, length))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.item()
-
-        ours, plain = self.both(step)
-        assert ours == pytest.approx(plain, rel=1e-5)
-
-    def check(self) -> None:
-        """Every element of every parameter equals plain PyTorch's within a thousandth of one update (lr)."""
-        ours, plain = self.model.state_dict(), self.plain.state_dict()
-        assert list(ours) == list(plain)
-        for name, value in plain.items():
-            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.fixture
@@ -136,6 +75,63 @@ def test_two_forwards_then_the_later_backward(pair: Pair) -> None:
         optimizer.zero_grad()
 
     pair.both(step)
+    pair.check()
+
+
+def test_the_earlier_backward_in_place_of_the_later(pair: Pair) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        first, _ = model(*batch(2)), model(*batch(3))
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(step)
+    pair.check()
+
+
+@pytest.mark.parametrize("length", [8, 6])
+def test_both_backwards_one_after_the_other(pair: Pair, length: int) -> None:
+    """The first gradients are discarded; the second backward finds the parameters again, of either shape."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        first, second = model(*batch(2, length)), model(*batch(3))
+        second.backward()
+        optimizer.zero_grad()
+        first.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(step)
+    pair.check()
+    pair.train(4)
+    pair.check()
+
+
+def test_an_evaluation_between_forward_and_backward(pair: Pair) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(*batch(2))
+        found = evaluate(model, optimizer)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    for _ in range(3):
+        ours, plain = pair.both(step)
+        assert ours == pytest.approx(plain, rel=1e-5)
+    pair.check()
+
+
+@pytest.mark.parametrize("length", [8, 6])
+def test_one_backward_over_two_forwards_is_refused(pair: Pair, length: int) -> None:
+    """It would add up two batches; no gradient of either stays."""
+    pair.train(2, length)
+    with pytest.raises(chunkc.AccumulationError, match="two forwards"):
+        (pair.model(*batch(2)) + pair.model(*batch(3, length))).backward()
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.check()
+    pair.both(lambda model, _: model.zero_grad())
+    pair.train(2, length)
     pair.check()
 
 

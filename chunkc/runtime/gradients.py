@@ -1,0 +1,118 @@
+"""Where the gradients of one model are between its backward and the step, and what ``param.grad`` shows of them.
+
+    landed   in the chunk, over the parameter's payload, where the backward program put it
+    apart    a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
+             or no plan has laid out chunks yet
+
+A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward, so
+that a handle that was kept never shows the gradient of a later one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from chunkc.errors import AccumulationError
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.params import ManagedTensor, ParamStore, storage_less
+
+
+class Gradients:
+    """The gradients of one model's parameters, by index.
+
+    Attributes:
+        landed: parameters whose payload is a gradient.
+        apart: parts of gradients that do not stand in chunks, in compute dtype.
+        zeroed: parameters whose ``grad`` was zeroed in place.
+        stamp: number of the latest backward.
+    """
+
+    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], store: ParamStore) -> None:
+        self.landed: set[int] = set()
+        self.apart: dict[int, torch.Tensor] = {}
+        self.zeroed: set[int] = set()
+        self.stamp = 0
+        self._infos, self._params, self._store = infos, params, store
+        self._handles: dict[int, ManagedTensor] = {}
+        self._backward: int | None = None
+        self._call = -1
+        self._ran: set[object] = set()
+
+    @property
+    def pending(self) -> bool:
+        """Whether some backward's gradients were neither stepped nor discarded."""
+        return bool(self.landed or self.apart)
+
+    def is_handle(self, index: int) -> bool:
+        """Whether ``param.grad`` is what the latest backward handed out."""
+        grad = self._params[index].grad
+        return grad is not None and grad is self._handles.get(index)
+
+    def waiting(self) -> list[int]:
+        """Parameters that show a gradient which nobody has zeroed."""
+        return [i for i, p in enumerate(self._params) if p.grad is not None and i not in self.zeroed]
+
+    def joins(self, backward: int, call: int, graph: object) -> bool:
+        """Whether ``graph``, which ran forward in ``call``, goes on with the backward that landed the latest gradients.
+
+        Raises:
+            AccumulationError: when it belongs to that backward, but would add a second contribution to it.
+        """
+        if not self.pending or backward != self._backward:
+            return False
+        if call != self._call or graph in self._ran:
+            raise AccumulationError(
+                "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
+                "over micro-batches, which was not declared. Call backward() and step() for each loss, or run both "
+                "batches as one. The gradients of this backward are discarded"
+            )
+        return True
+
+    def begin(self, backward: int, call: int) -> None:
+        """A new backward: what earlier ones handed out is old."""
+        self.stamp += 1
+        self.zeroed.clear()
+        self._ran.clear()
+        self._backward, self._call = backward, call
+
+    def land(self, graph: object, indexes: Iterable[int]) -> None:
+        """``graph`` has put the gradients of ``indexes`` into their chunks."""
+        self._ran.add(graph)
+        self.landed.update(indexes)
+
+    def add(self, index: int, part: torch.Tensor) -> None:
+        """One more part that does not stand in a chunk; the tensor itself may be kept."""
+        before = self.apart.get(index)
+        self.apart[index] = part if before is None else before + part
+
+    def hand_out(self, graph: object, indexes: Iterable[int]) -> None:
+        """Set ``param.grad``. A plain gradient that was there (of an eager operator, or assigned) is added, as
+        autograd would do."""
+        self._ran.add(graph)
+        for index in indexes:
+            param = self._params[index]
+            if param.grad is not None and not self.is_handle(index) and index not in self.zeroed:
+                self.add(index, param.grad.detach().clone())
+            shell = storage_less(self._infos[index], param.device)
+            self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
+            param.grad = self._handles[index]
+
+    def forget(self) -> None:
+        """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
+        self.landed.clear()
+        self.apart.clear()
+
+    def take_back(self) -> None:
+        """Gradients are lost: no parameter shows one that this model handed out."""
+        self.forget()
+        for index, handle in self._handles.items():
+            if self._params[index].grad is handle:
+                self._params[index].grad = None
+
+    def close(self) -> None:
+        """Let go of everything, where the garbage collector cannot look."""
+        self.take_back()
+        self._handles.clear()

@@ -1,0 +1,239 @@
+"""What the parameters, gradients and optimizer states of one model are, wherever they stand now.
+
+Before the first plan parameters stand in a staging store, afterwards in chunks. Managed parameters and optimizers read
+and write through here; every observation drains pending updates first. ``model`` adds what runs over this memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from chunkc.errors import ChunkcError
+from chunkc.ir.layout import Layout
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.accounting import Accounting
+from chunkc.runtime.device import Device
+from chunkc.runtime.gradients import Gradients
+from chunkc.runtime.params import inner_of, manage_all
+from chunkc.runtime.staging import StagingStore, keep_master
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.values import ChunkValues
+
+
+class ModelMemory:
+    """Values of one model; see the module docstring.
+
+    Attributes:
+        infos: all parameters by index, in compute dtype.
+        owners: which optimizer steps each parameter (kept by the optimizers).
+        params: the managed parameters by index; the user's module holds the same objects.
+        gradients: of the latest backward.
+        accounting: reservation on the device and what was measured of it.
+    """
+
+    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
+        """``params`` become managed: the same objects afterwards, in compute dtype, with values in a staging store."""
+        self.infos = tuple(infos)
+        self.owners: dict[int, object] = {}
+        self.device = device
+        self.accounting = Accounting(device)
+        self._handed_dtypes = [p.dtype for p in params]
+        self._consumed = False
+        self._closed = False
+        self._entered: set[int] = set()
+        self._store: ChunkStore | None = None
+        self._values: ChunkValues | None = None
+        self._staging = StagingStore([p.detach() for p in params])
+        self.params = tuple(params)
+        manage_all(self.params, self.infos, self)
+        self.gradients = Gradients(self.infos, self.params, self)
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout once there is one."""
+        return None if self._store is None else self._store.layout
+
+    @property
+    def is_sixteen_bit(self) -> bool:
+        """Whether some trained parameter has a master copy that is more precise than itself."""
+        return any(info.dtype != "float32" for info in self.infos if info.trainable)
+
+    def staged_nbytes(self) -> int:
+        """Bytes of the parameters that still wait in the staging store."""
+        return self._staging.nbytes()
+
+    def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
+        """The chunks; made at the first call, when they consume the staging store."""
+        if self._store is None or self._values is None:
+            self._store = ChunkStore(layout, self.device)
+            self._values = ChunkValues(self._store, static)
+        self._values.load(self._staging)
+        return self._store
+
+    def drain(self) -> None:
+        """Finish pending updates; what a worker raised is raised here."""
+        if self._closed:
+            raise ChunkcError(
+                f"the compiled model of {self.name_of(0)} was deleted and its memory given back; keep it to read it"
+            )
+        if self._store is not None:
+            self.accounting.num_asked_syncs += 1
+            self.device.synchronize()
+
+    def to_cold(self) -> None:
+        """Bring every payload home before it is written; what runs over this memory knows how."""
+
+    # Parameters.
+
+    def name_of(self, index: int) -> str:
+        """The parameter's name in the user's model."""
+        return self.infos[index].name
+
+    def version_of(self, index: int) -> int:
+        """Autograd's version of the parameter: every write and every update raises it."""
+        return self.params[index]._version
+
+    @contextmanager
+    def entering(self) -> Iterator[None]:
+        """Within the block this thread may flatten parameters: it calls this model's own compiled code."""
+        thread = threading.get_ident()
+        before = thread in self._entered
+        self._entered.add(thread)
+        try:
+            yield
+        finally:
+            if not before:
+                self._entered.discard(thread)
+
+    def is_entered(self) -> bool:
+        """Whether the calling thread is inside ``entering``."""
+        return threading.get_ident() in self._entered
+
+    def read_param(self, index: int) -> torch.Tensor:
+        """A copy in compute dtype."""
+        return self.read_exact(index).to(self.params[index].dtype)
+
+    def read_exact(self, index: int) -> torch.Tensor:
+        """A copy in the dtype that the parameter was handed over in, from param32 where there is one."""
+        self.drain()
+        if self._values is None or self._staging.holds(index):
+            return self._staging.value(index).detach().clone()
+        return self._values.read_param(index).to(self._handed_dtypes[index])
+
+    def write_param(self, index: int, value: torch.Tensor) -> None:
+        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
+        self.drain()
+        if self._values is None or self._staging.holds(index):
+            self._staging.write(index, value)
+        else:
+            self.to_cold()
+            exact = keep_master(self._values.read_param(index), value)
+            self._values.write_param(index, exact, payload=index not in self.gradients.landed)
+        self._raise_versions([index])
+
+    def _raise_versions(self, indexes: Iterable[int]) -> None:
+        """Tell autograd that these parameters changed: graphs that saved them refuse to run backward."""
+        shells = [tensor for i in indexes for tensor in (self.params[i], inner_of(self.params[i]))]
+        torch.autograd.graph.increment_version(shells)
+
+    # Gradients.
+
+    def read_grad(self, index: int, stamp: int) -> torch.Tensor:
+        """A copy of the gradient of backward number ``stamp``, which must be the last one."""
+        self._require_gradient(index, stamp)
+        return self._gradient(index)
+
+    def _gradient(self, index: int) -> torch.Tensor:
+        apart = self.gradients.apart.get(index)
+        if index not in self.gradients.landed and apart is not None:
+            return apart.clone()
+        landed = self._chunk_values().read_gradient(index)
+        return landed if apart is None else landed.add_(apart)
+
+    def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
+        """Replace a gradient that has not been stepped."""
+        self._require_gradient(index, stamp)
+        if index in self.gradients.landed:
+            self._chunk_values().write_gradient(index, value)
+            self.gradients.apart.pop(index, None)
+        else:
+            self.gradients.apart[index] = value.detach().clone()
+
+    def zero_grad(self, index: int, stamp: int) -> None:
+        """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
+        if self.gradients.pending or stamp != self.gradients.stamp:
+            self.write_grad(index, stamp, torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype))
+        self.gradients.zeroed.add(index)
+
+    def _require_gradient(self, index: int, stamp: int) -> None:
+        self.drain()
+        found = self.gradients
+        if stamp != found.stamp or not (index in found.landed or index in found.apart):
+            reason = "was consumed by step()" if self._consumed else "was discarded"
+            if stamp != found.stamp:
+                reason = "of an earlier backward is gone"
+            raise ChunkcError(
+                f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "
+                "between backward() and step()"
+            )
+
+    def _move_apart(self, indexes: Iterable[int]) -> None:
+        """Free the payloads of these parameters from their gradients, which go on in host memory."""
+        values = self._chunk_values()
+        for index in indexes:
+            self.gradients.add(index, values.read_gradient(index))
+            values.restore_payload(index)
+            self.gradients.landed.discard(index)
+
+    def _move_into_chunks(self) -> None:
+        """Bring together what is apart: afterwards every gradient stands whole in its chunk."""
+        values = self._chunk_values()
+        for index in list(self.gradients.apart):
+            values.write_gradient(index, self._gradient(index))
+            self.gradients.landed.add(index)
+            del self.gradients.apart[index]
+
+    # Optimizer states.
+
+    def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copies of exp_avg, exp_avg_sq and param32."""
+        self.drain()
+        if self._values is None:
+            value = self._staging.value(param)
+            state = self._staging.state(param)
+            moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
+            return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
+        return (*self._values.read_moments(param), self._values.read_param(param).float())
+
+    def write_state(
+        self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
+    ) -> None:
+        """Replace moments and, if given, param32."""
+        self.drain()
+        if self._values is None:
+            self._staging.write_state(param, exp_avg, exp_avg_sq, param32)
+            self._raise_versions([param])
+            return
+        if not self._values.is_trained(param):
+            raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
+        self._values.write_moments(param, exp_avg, exp_avg_sq)
+        if param32 is not None:
+            self.write_param(param, param32)
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter has, or before the first plan may get, an optimizer state."""
+        return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
+
+    def _chunk_values(self) -> ChunkValues:
+        if self._values is None:
+            raise ChunkcError("the model has not run a compiled forward yet")
+        return self._values
+
+    def _names(self, indexes: Sequence[int], most: int = 5) -> str:
+        names = ", ".join(self.name_of(i) for i in indexes[:most])
+        return names + (f" and {len(indexes) - most} more" if len(indexes) > most else "")

@@ -1,0 +1,197 @@
+"""Random orders of what a loop may do: each call gives what plain PyTorch gives, or is refused and changes nothing.
+
+Both sides get the same calls. When chunkc refuses one, plain PyTorch does not get it either, so whatever a refusal had
+changed would show later. When autograd refuses one (a parameter that was saved has changed), it must on both sides.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pair import Pair, batch
+from torch import nn
+
+import chunkc
+
+LENGTHS = (8, 6, 5)
+Call = tuple[str, int]
+calls = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["forward", "train", "train"]), st.integers(0, 8)),
+        st.tuples(st.sampled_from(["backward", "backward twice", "backward of two"]), st.integers(0, 2)),
+        st.tuples(st.sampled_from(["step", "step", "zero_grad", "model.zero_grad"]), st.just(0)),
+        st.tuples(st.sampled_from(["zero in place", "evaluate", "state_dict", "gradients"]), st.integers(0, 2)),
+        st.tuples(st.sampled_from(["write", "assign gradient", "penalty", "thread"]), st.integers(0, 2)),
+    ),
+    min_size=4,
+    max_size=16,
+)
+
+
+class Driver:
+    """Carries out calls on both sides; ``losses`` are forwards whose backward may still come."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.num_refused = 0
+
+    def run(self, name: str, number: int) -> None:
+        getattr(self, name.replace(" ", "_").replace(".", "_"))(number)
+
+    def _both(self, call: Callable[[nn.Module, torch.optim.Optimizer, int], object]) -> tuple[object, object] | None:
+        """What the call gives on both sides; None when it was refused."""
+        pair = self.pair
+        try:
+            ours = call(pair.model, pair.optimizer, 0)
+        except chunkc.ChunkcError:
+            self.num_refused += 1
+            return None
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+            before = [None if p.grad is None else p.grad.clone() for p in pair.plain.parameters()]
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                call(pair.plain, pair.plain_optimizer, 1)
+            for param, grad in zip(pair.plain.parameters(), before, strict=True):
+                param.grad = grad  # autograd has accumulated some before it came to the one that changed
+            return None
+        return ours, call(pair.plain, pair.plain_optimizer, 1)
+
+    def forward(self, number: int) -> None:
+        found = self._both(lambda model, *_: model(*batch(number, LENGTHS[number % 3])))
+        if found is not None:
+            assert found[0].item() == pytest.approx(found[1].item(), rel=1e-4)
+            self.losses.append(found)
+
+    def train(self, number: int) -> None:
+        self.forward(number)
+        if self.losses:
+            self.backward(len(self.losses) - 1)
+        self.step(0)
+        self.zero_grad(0)
+
+    def _take(self, number: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return self.losses.pop(number % len(self.losses)) if self.losses else None
+
+    def backward(self, number: int) -> None:
+        loss = self._take(number)
+        if loss is not None:
+            self._both(lambda model, optimizer, side: loss[side].backward())
+
+    def thread(self, number: int) -> None:
+        """A backward on a thread of its own."""
+        loss = self._take(number)
+        if loss is None:
+            return
+
+        def call(model: nn.Module, optimizer: torch.optim.Optimizer, side: int) -> None:
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                pool.submit(loss[side].backward).result()
+
+        self._both(call)
+
+    def backward_twice(self, number: int) -> None:
+        loss = self._take(number)
+        if loss is not None and self._both(lambda *a: loss[a[2]].backward(retain_graph=True)) is not None:
+            self.model_zero_grad(0)
+            self._both(lambda *a: loss[a[2]].backward())
+
+    def backward_of_two(self, number: int) -> None:
+        first, second = self._take(number), self._take(number)
+        if first is None or second is None:
+            return
+        held = any(p.grad is not None for p in self.pair.model.parameters())
+        found = self._both(lambda *a: (first[a[2]] + second[a[2]]).backward())
+        assert found is None, "two forwards in one backward are accumulation, which was not declared"
+        if not held:
+            self.model_zero_grad(0)
+
+    def step(self, number: int) -> None:
+        self._both(lambda model, optimizer, _: optimizer.step())
+
+    def zero_grad(self, number: int) -> None:
+        self._both(lambda model, optimizer, _: optimizer.zero_grad())
+
+    def model_zero_grad(self, number: int) -> None:
+        self._both(lambda model, *_: model.zero_grad())
+
+    def zero_in_place(self, number: int) -> None:
+        self._both(lambda model, optimizer, _: optimizer.zero_grad(set_to_none=False))
+
+    def evaluate(self, number: int) -> None:
+        def call(model: nn.Module, *_: object) -> float:
+            with torch.no_grad():
+                return model(*batch(90 + number, LENGTHS[number])).item()
+
+        found = self._both(call)
+        assert found is not None
+        assert found[0] == pytest.approx(found[1], rel=1e-4)
+
+    def state_dict(self, number: int) -> None:
+        self.pair.check()
+
+    def gradients(self, number: int) -> None:
+        """Every gradient that both sides show; after a step chunkc's are gone, which it says."""
+        for ours, plain in zip(self.pair.model.parameters(), self.pair.plain.parameters(), strict=True):
+            try:
+                value = None if ours.grad is None else ours.grad.clone()
+            except chunkc.ChunkcError:
+                continue
+            assert (value is None) == (plain.grad is None)
+            if value is not None and plain.grad is not None:
+                torch.testing.assert_close(value, plain.grad, rtol=1e-3, atol=1e-5)
+
+    def write(self, number: int) -> None:
+        def call(model: nn.Module, *_: object) -> None:
+            with torch.no_grad():
+                list(model.parameters())[number].mul_(1.01)
+
+        self._both(call)
+
+    def assign_gradient(self, number: int) -> None:
+        def call(model: nn.Module, *_: object) -> None:
+            param = list(model.parameters())[number]
+            param.grad = torch.full(param.shape, 0.01)
+
+        self._both(call)
+
+    def penalty(self, number: int) -> None:
+        """A gradient that an eager operator makes, alone."""
+        self._both(lambda model, *_: (list(model.parameters())[number] * 0.01).sum().backward())
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return Pair()
+
+
+@settings(max_examples=max(100, settings().max_examples))
+@given(calls)
+def test_random_orders_are_exact_or_refused(pair: Pair, found: list[Call]) -> None:
+    pair.restart()
+    driver = Driver(pair)
+    for call in found:
+        driver.run(*call)
+    pair.check()
+    driver.losses.clear()
+    pair.both(lambda model, _: model.zero_grad())
+    for length in LENGTHS:
+        pair.train(7, length)
+    pair.check()
+    assert driver.num_refused < len(found)
+
+
+def test_a_lost_update_would_show(pair: Pair) -> None:
+    """The driver's own check: one step taken on one side only is found."""
+    pair.restart()
+    driver = Driver(pair)
+    driver.run("forward", 1)
+    driver.run("backward", 0)
+    pair.plain_optimizer.step()
+    with pytest.raises(AssertionError):
+        driver.run("state_dict", 0)
