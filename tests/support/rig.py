@@ -28,6 +28,7 @@ from chunkc.passes import Options
 from chunkc.policy import unique_params
 from chunkc.runtime.device import Device
 from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.model import ModelRuntime
 
 BIG_NBYTES = 1 << 30
@@ -130,6 +131,7 @@ class Rig:
         device = EmulatedDevice(name, setup.device_nbytes, setup.host_nbytes, setup.settings)
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device)
         runtime.params = params
+        runtime.gradients = Gradients(old.infos, params, runtime)
         for p in params:
             p._chunkc_runtime = runtime
         with torch.no_grad():
