@@ -32,26 +32,25 @@ def test_every_legal_pair_of_programs_is_replayed() -> None:
     assert replayed_pairs() == {"FB", "FA", "BS", "BR", "SF", "RF", "AF", "AU", "SU", "RU", "UB"}
 
 
+def seconds_to_verify(plan: Plan) -> float:
+    """Of this thread's processor time, the best of three: a process that has run all other tests collects garbage."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.thread_time()
+        verify(plan)
+        best = min(best, time.thread_time() - start)
+    return best
+
+
 def test_three_thousand_actions_take_less_than_two_seconds() -> None:
     plan = chain(375).build()
     assert sum(len(plan.program(name).actions) for name in ("forward", "backward", "step")) == 3000
-    start = time.process_time()
-    verify(plan)
-    assert time.process_time() - start < 2.0
+    assert seconds_to_verify(plan) < 2.0
 
 
 def test_work_grows_linearly() -> None:
     """Twenty times the actions must not take two hundred times as long (graph reachability would)."""
-
-    def seconds(num_chunks: int) -> float:
-        plan, best = chain(num_chunks).build(), float("inf")
-        for _ in range(3):
-            start = time.process_time()
-            verify(plan)
-            best = min(best, time.process_time() - start)
-        return best
-
-    assert seconds(400) < 60 * seconds(20)
+    assert seconds_to_verify(chain(400).build()) < 60 * seconds_to_verify(chain(20).build())
 
 
 MUTATIONS = [*MOVES, *GRADIENTS, *STEP, *BUDGETS, *COLLECTIVES, *STRUCTURE]
