@@ -57,6 +57,7 @@ __all__ = [
     "inductor_decompositions",
     "inductor_joint_passes",
     "is_capturing",
+    "is_transforming",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
@@ -73,6 +74,12 @@ __all__ = [
 def is_capturing() -> bool:
     """Whether torch.compile is tracing on this thread now."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def is_transforming() -> bool:
+    """Whether a function transform (vmap, grad, ...) or a dispatch mode is active on this thread."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return bool(modes) or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def engine_runs(node: Any) -> bool:

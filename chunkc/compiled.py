@@ -1,8 +1,7 @@
 """A compiled model: ties capture, passes and runtime together behind the user's own module object.
 
 Calls enter through ``CompiledModel.__call__``, which the module's ``__call__`` reaches as its compiled implementation.
-Training forwards go through torch.compile into our backend; forwards without gradients take the gathered path, where
-every parameter is gathered for the operator that reads it.
+Training forwards go through torch.compile into our backend; forwards without gradients are ``chunkc.evaluation``'s.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -22,7 +21,6 @@ from chunkc._torch_compat import (
     CaptureFailed,
     call_plain,
     capture_settings,
-    fresh_code,
     pytree,
     skipped_by_dynamo,
 )
@@ -30,6 +28,7 @@ from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
+from chunkc.evaluation import Evaluator
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes import Options, Planned, Target
@@ -41,7 +40,7 @@ from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
-from chunkc.shapes import ShapeTable, signature_of
+from chunkc.shapes import ShapeTable, entry_maker, signature_of
 
 logger = logging.getLogger("chunkc")
 
@@ -96,7 +95,6 @@ class CompiledModel:
         self.settings = settings
         self._model = model
         self._capture_started_s = 0.0
-        self._has_told_gathered = False
         self._warm: Counts | None = None
         self.is_open = False
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
@@ -117,16 +115,15 @@ class CompiledModel:
             **settings.backend_options,
         )
 
-        def make_run() -> Callable[..., Any]:
-            def enter(*args: Any, **kwargs: Any) -> Any:
-                return call_plain(model, args, kwargs)
+        self.shapes = ShapeTable(entry_maker(model, backend))
+        self.evaluator = self.make_evaluator()
 
-            compiled: Callable[..., Any] = torch.compile(
-                fresh_code(enter), backend=backend, fullgraph=True, dynamic=False
-            )
-            return compiled
-
-        self.shapes = ShapeTable(make_run)
+    def make_evaluator(self) -> Evaluator:
+        """A new evaluator without programs."""
+        settings, cast_ids = self.settings, self._cast_ids
+        return Evaluator(
+            self._model, self, settings.compiler, lambda value: id(value) in cast_ids, settings.backend_options
+        )
 
     @skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +138,9 @@ class CompiledModel:
         if self.is_open:
             return call_plain(self._model, args, kwargs)
         self._check_params()
+        args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():
-            return self._gathered(args, kwargs)
-        given = pytree.tree_leaves((args, kwargs))
-        if self.settings.cast_inputs is not None:
-            args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
-        pairs = zip(given, pytree.tree_leaves((args, kwargs)), strict=True)
-        self._cast_ids.clear()
-        self._cast_ids.update(id(cast) for value, cast in pairs if cast is not value)
+            return self.evaluator(args, kwargs)
         self.runtime.before_forward()
         before = self.runtime.num_forwards
         if before == 1 and self._warm is None:
@@ -169,7 +161,7 @@ class CompiledModel:
 
     def _counts(self) -> Counts:
         return Counts(
-            num_compiles=len(self.planned) + self.settings.compiler.num_compiles,
+            num_compiles=len(self.planned) + len(self.evaluator.planned) + self.settings.compiler.num_compiles,
             num_slot_allocations=self.runtime.device.num_allocations(),
             num_unasked_syncs=self.runtime.accounting.num_unasked_syncs(),
         )
@@ -190,14 +182,21 @@ class CompiledModel:
                 f"first break:\n{error}"
             ) from error
 
-    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the plain forward; parameters gather themselves. Exact, outside of the budget, and slow."""
-        if not self._has_told_gathered:
-            self._has_told_gathered = True
-            logger.info("forward without gradients: parameters are gathered operator by operator, outside the plan")
-        if self.settings.cast_inputs is not None:
-            args, kwargs = _cast((args, kwargs), self.settings.cast_inputs)
-        return call_plain(self._model, args, kwargs)
+    def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs in compute dtype, noting which of them are copies."""
+        self._cast_ids.clear()
+        dtype = self.settings.cast_inputs
+        if dtype is None:
+            return args, kwargs
+
+        def cast(value: torch.Tensor) -> torch.Tensor:
+            found = value.to(dtype) if value.is_floating_point() else value
+            if found is not value:
+                self._cast_ids.add(id(found))
+            return found
+
+        cast_args, cast_kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
+        return cast_args, cast_kwargs
 
     def _check_params(self) -> None:
         """The module must still hold the managed parameters, all of them and no others."""
@@ -215,6 +214,16 @@ class CompiledModel:
             "without assign=True"
         )
 
+    def request(self) -> Request:
+        """What a plan made now is for: the budgets that other models leave, the layout once there is one."""
+        settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
+        target = replace(
+            settings.target,
+            device_budget_nbytes=settings.target.device_budget_nbytes - accounting.others_device_nbytes(),
+            host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
+        )
+        return Request(target, settings.options, settings.passes, layout, held_nbytes=self.runtime.staged_nbytes())
+
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
         schedule, settings = captured.schedule, self.settings
@@ -222,16 +231,7 @@ class CompiledModel:
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
         trained = {p for op in schedule.backward.operators for p in op.grads}
         check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
-        target = replace(
-            settings.target,
-            device_budget_nbytes=settings.target.device_budget_nbytes - self.runtime.accounting.others_device_nbytes(),
-            host_budget_nbytes=settings.target.host_budget_nbytes
-            - self.runtime.accounting.others_host_nbytes(self.runtime.layout),
-        )
-        request = Request(
-            target, settings.options, settings.passes, self.runtime.layout, held_nbytes=self.runtime.staged_nbytes()
-        )
-        built = build(captured, request, settings.compiler)
+        built = build(captured, self.request(), settings.compiler)
         plan = built.planned.plan
         self.planned.append(built.planned)
         self.shapes.captured()
@@ -265,10 +265,3 @@ class CompiledModel:
             return runtime.backward(executor, args)
 
         return Compiled(forward, backward)
-
-
-def _cast(values: Any, dtype: torch.dtype) -> Any:
-    def cast(value: torch.Tensor) -> torch.Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    return pytree.tree_map_only(torch.Tensor, cast, values)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.devices import check_free_memory
@@ -17,7 +17,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Pass, Planned, Target, make_plan
+from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_plan
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.segments import SegmentCompiler
@@ -62,12 +62,11 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
         PlanError: when the verifier refuses the plan.
     """
     started = time.perf_counter()
-    planned = make_plan(
-        captured.schedule, request.target, request.options, layout=request.layout, passes=request.passes
-    )
+    planned = _plan(captured, request)
     plan = planned.plan
     verify(plan)
-    check_free_memory(plan, request.held_nbytes)
+    chunks_nbytes = 0 if request.layout is None else request.layout.arena_nbytes + request.layout.host_nbytes()
+    check_free_memory(plan, request.held_nbytes + chunks_nbytes)
     logger.info("planned %s in %.1f s", plan.digest(), time.perf_counter() - started)
     started = time.perf_counter()
     sources: dict[GraphKind, CapturedGraph] = {"forward": captured.forward, "backward": captured.backward}
@@ -76,6 +75,17 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     logger.info("compiled %d segments in %.1f s", len(plan.segments), time.perf_counter() - started)
     code = {s.name: s.module.code.strip() for low in lowered.values() for s in low.segments}
     return Built(planned, graphs, code)
+
+
+def _plan(captured: Captured, request: Request) -> Planned:
+    schedule, target, options, layout, passes = (
+        captured.schedule, request.target, request.options, request.layout, request.passes
+    )  # fmt: skip
+    if not schedule.is_evaluation:
+        return make_plan(schedule, target, options, layout=layout, passes=passes)
+    if layout is None:
+        raise ValueError("an evaluation is planned in the layout of training, and there is none yet")
+    return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)
 
 
 def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:

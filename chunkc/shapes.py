@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import RecompileLimitHit
+from chunkc._torch_compat import RecompileLimitHit, call_plain, fresh_code
 from chunkc.errors import ShapeLimitError
 
 MAX_PROGRAMS = 64
@@ -116,6 +116,19 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     modes = (model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
     frame = (modes, tuple(reader.frame))
     return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
+
+
+def entry_maker(model: nn.Module, backend: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+    """A function that makes entries to ``model``'s forward by torch.compile, each over a code object of its own."""
+
+    def make_run() -> Callable[..., Any]:
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            return call_plain(model, args, kwargs)
+
+        compiled: Callable[..., Any] = torch.compile(fresh_code(enter), backend=backend, fullgraph=True, dynamic=False)
+        return compiled
+
+    return make_run
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 ``partition_fn`` sees the joint graph, so forward and backward are both known when the forward graph is compiled; the
 lazily called backward compiler only checks that it was handed the same graph. What to do with a captured iteration is
-decided by the ``on_capture`` that the caller injects: plan and run it, or only plan it.
+decided by the ``on_capture`` that the caller injects: plan and run it, or only plan it. A call without gradients has
+one graph, for ``on_evaluation``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from chunkc._torch_compat import (
     num_forward_outputs,
     outputs_aliasing_inputs,
 )
-from chunkc.capture.graphs import Captured, build
-from chunkc.capture.partition import partition
+from chunkc.capture.graphs import Captured, build, build_evaluation
+from chunkc.capture.partition import check_outputs, partition
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo
@@ -46,6 +47,7 @@ class CaptureBackend:
         index_of: parameter index of a live tensor, or None for anything else.
         infos: all parameters of the model by index.
         on_capture: makes the callables for one captured iteration.
+        on_evaluation: makes the callable for a captured forward without gradients; None refuses it.
         decompositions: operator decompositions for AOTAutograd, or None.
         prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
         is_cast: whether a tensor is a copy in compute dtype of what the caller handed in.
@@ -54,6 +56,7 @@ class CaptureBackend:
     index_of: Callable[[Any], int | None]
     infos: Sequence[ParamInfo]
     on_capture: Callable[[Captured], Compiled]
+    on_evaluation: Callable[[Captured], BoxedCallable] | None = None
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     is_cast: Callable[[Any], bool] = lambda value: False
@@ -65,7 +68,7 @@ class CaptureBackend:
         compiled: Callable[..., Any] = aot_backend(
             fw_compiler=capture.compile_forward,
             bw_compiler=capture.compile_backward,
-            inference_compiler=capture.refuse_inference,
+            inference_compiler=capture.compile_inference,
             partition_fn=capture.partition,
             **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
         )(module, example_inputs)
@@ -127,11 +130,22 @@ class _GraphCapture:
             raise CaptureError("the backward graph differs from the one that was planned; please report this")
         return boxed(self._compiled.backward)
 
-    def refuse_inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
-        raise CaptureError(
-            "no output of this forward depends on a trainable parameter, so there is nothing to train: call it under "
-            "torch.no_grad() to evaluate, or set requires_grad on the parameters to train before chunkc.compile"
-        )
+    def compile_inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
+        if self._backend.on_evaluation is None:
+            raise CaptureError(
+                "no output of this forward depends on a trainable parameter, so there is nothing to train: call it "
+                "under torch.no_grad() to evaluate, or set requires_grad on the parameters to train before "
+                "chunkc.compile"
+            )
+        self._end_stage("aot_autograd", f"a forward graph of {len(module.graph.nodes)} nodes")
+        self._refuse_broken_rules()
+        names = self._params_by_name(module.graph.find_nodes(op="placeholder"))
+        if self._backend.prepare_joint is not None:
+            self._backend.prepare_joint(module)
+        check_outputs(module, names)
+        captured = build_evaluation(module, names, self._backend.infos)
+        self._end_stage("schedule", f"{len(captured.schedule.forward.operators)} operators")
+        return boxed(self._backend.on_evaluation(replace(captured, stages=tuple(self._stages))))
 
     def _refuse_broken_rules(self) -> None:
         if any(self._input_is_cast[i] for i in mutated_inputs() if i < len(self._input_is_cast)):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
 from chunkc._torch_compat import pytree
@@ -41,7 +41,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """Both graphs of one iteration and their schedule.
+    """Both graphs of one iteration and their schedule. The backward graph of an evaluation is empty.
 
     ``held_at_start_nbytes`` are bytes of the inputs and buffers that are alive before forward begins: a meter that
     starts there does not see them. ``stages`` say what capture did, and how long each part took.
@@ -95,6 +95,20 @@ def build(
     )
     at_start = sum(dict(storages(values.inputs)).values())
     return Captured(fwd, bwd, schedule, at_start)
+
+
+def build_evaluation(forward: GraphModule, params: Mapping[str, int], infos: Sequence[ParamInfo]) -> Captured:
+    """The captured forward of a call without gradients, beside a backward graph of nothing.
+
+    Args:
+        forward: the graph; changed in place.
+        params: parameter index by placeholder name.
+        infos: all parameters of the model.
+    """
+    nothing = Graph()
+    nothing.output(())
+    backward = GraphModule({}, nothing, class_name="Nothing")
+    return build(forward, backward, params, (), len(_outputs(forward)), infos)
 
 
 def _graph(module: GraphModule, params: Mapping[str, int], gradients: Mapping[str, int]) -> CapturedGraph:

@@ -69,12 +69,16 @@ def partition(
         tag_must_recompute(node)
     names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
-    _check_saved(forward, names)
+    check_outputs(forward, names)
     return forward, backward
 
 
-def _check_saved(forward: GraphModule, param_names: Collection[str]) -> None:
-    """Storage identity: no output of forward shares memory with a parameter unless it is the placeholder itself."""
+def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
+    """Storage identity: no output of forward shares memory with a parameter unless it is the placeholder itself.
+
+    Raises:
+        CaptureError: naming the output that does, or is a cast of one.
+    """
     placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
     storages = {_storage(p) for p in placeholders}

@@ -19,12 +19,17 @@ class Accounting:
         held_nbytes: bytes of inputs, buffers and outputs of the forward before it that were alive before the latest
             forward, which a reading that starts with it does not see.
         measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to the end of its backward.
+        evaluation_peak_nbytes: the same of the latest evaluation.
+        num_evaluations: compiled forwards without gradients so far.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
     """
 
     def __init__(self, device: Device) -> None:
         self.held_nbytes = 0
         self.measured_peak_nbytes = 0
+        self.evaluation_peak_nbytes = 0
+        self.num_evaluations = 0
+        self._is_training = False
         self.num_asked_syncs = 0
         self._device = device
         self._reserved_nbytes = 0
@@ -32,6 +37,15 @@ class Accounting:
 
     def start(self, held_nbytes: int) -> None:
         """A forward begins; ``held_nbytes`` are bytes of its inputs and buffers."""
+        self._is_training = True
+        self._read_from_here(held_nbytes)
+
+    def start_evaluation(self, held_nbytes: int) -> None:
+        """A forward without gradients begins. Between a forward and its backward it is part of their reading."""
+        if not self._is_training:
+            self._read_from_here(held_nbytes)
+
+    def _read_from_here(self, held_nbytes: int) -> None:
         self._device.start_reading()
         self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
 
@@ -41,11 +55,17 @@ class Accounting:
         After the first forward of a graph torch makes its backward when that is called, and what the host takes for
         that (together with what the user takes in between, this once) is no device memory.
         """
-        self._measure(layout)
-        storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in outputs if isinstance(v, torch.Tensor)}
-        self._outputs = [(outlives(storage), storage.nbytes()) for storage in storages.values()]
+        self.measured_peak_nbytes = self._peak_nbytes(layout)
+        self._outputs = _held(outputs)
         if is_first:
             self._device.pause_reading()
+
+    def end_evaluation(self, layout: Layout | None, outputs: Sequence[Any]) -> None:
+        """A forward without gradients gave ``outputs``, which the user may hold beside those of training."""
+        self.num_evaluations += 1
+        if not self._is_training:
+            self.evaluation_peak_nbytes = self._peak_nbytes(layout)
+        self._outputs = [pair for pair in self._outputs if pair[0]()] + _held(outputs)
 
     def begin_backward(self) -> None:
         """Go on reading."""
@@ -53,11 +73,12 @@ class Accounting:
 
     def end_backward(self, layout: Layout | None) -> None:
         """The gradients have landed."""
-        self._measure(layout)
+        self._is_training = False
+        self.measured_peak_nbytes = self._peak_nbytes(layout)
 
-    def _measure(self, layout: Layout | None) -> None:
+    def _peak_nbytes(self, layout: Layout | None) -> int:
         arena = 0 if layout is None else layout.arena_nbytes
-        self.measured_peak_nbytes = arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
+        return arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
 
     def num_unasked_syncs(self) -> int:
         """How often the host has waited for the device without anyone having asked to see a value."""
@@ -83,3 +104,9 @@ class Accounting:
         """Bytes of the device's host budget that homes of other models hold."""
         own = 0 if layout is None else layout.host_nbytes()
         return self._device.host_budget_nbytes - self._device.free_host_nbytes() - own
+
+
+def _held(outputs: Sequence[Any]) -> list[tuple[Callable[[], bool], int]]:
+    """Storages of ``outputs``: whether each is still alive, and its bytes."""
+    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in outputs if isinstance(v, torch.Tensor)}
+    return [(outlives(storage), storage.nbytes()) for storage in storages.values()]

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.runtime.adam import Hyper
 from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
@@ -49,17 +49,22 @@ class Executor:
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved in the latest forward, backward and step."""
-        names = ("forward", "backward", "step")
-        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation."""
+        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward program on the inputs of the forward graph; empties ``args``."""
-        return self._run_graph("forward", args)
+        return self._run_graph("forward", "forward", args)
+
+    def evaluate(self, args: list[Any]) -> list[Any]:
+        """Run the evaluate program on the inputs of its graph, and join; empties ``args``."""
+        outputs = self._run_graph("evaluate", "forward", args)
+        self.join()
+        return outputs
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Run the backward program; gradients of parameters land in chunks and come back as None."""
-        return self._run_graph("backward", args)
+        return self._run_graph("backward", "backward", args)
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
@@ -96,14 +101,14 @@ class Executor:
         finally:
             self._events.clear()
 
-    def _run_graph(self, name: str, args: list[Any]) -> list[Any]:
-        compiled, frame = self._graphs[name], self._frame
+    def _run_graph(self, program: str, graph: str, args: list[Any]) -> list[Any]:
+        compiled, frame = self._graphs[graph], self._frame
         pairs = zip(compiled.graph.inputs, args, strict=True)
-        frame.env = {n: value for n, value in pairs if n in self._wanted[name]}
+        frame.env = {n: value for n, value in pairs if n in self._wanted[graph]}
         args.clear()
         del pairs
         try:
-            self._launch(name, {}, {})
+            self._launch(program, {}, {})
             return [self._result(entry, compiled) for entry in compiled.graph.result]
         finally:
             frame.env = {}

@@ -52,6 +52,11 @@ class ModelRuntime(ModelMemory):
         """The executor of the latest compiled forward or backward."""
         return self._executor
 
+    @property
+    def can_evaluate(self) -> bool:
+        """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
+        return not (self._store is None or self._broken or self.gradients.landed or self.staged_nbytes())
+
     # Forward.
 
     def before_forward(self) -> None:

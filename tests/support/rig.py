@@ -73,6 +73,7 @@ class ReplannedModel(CompiledModel):
         target = replace(self.settings.target, device_budget_nbytes=device_nbytes, host_budget_nbytes=host_nbytes)
         self.settings.target, self.settings.options = target, options
         self.runtime = runtime
+        self.evaluator = self.make_evaluator()
         self._current = super()._on_capture(self.captured)
 
     def _now(self) -> Compiled:

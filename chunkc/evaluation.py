@@ -1,0 +1,244 @@
+"""Forwards without gradients: forward-only programs in the layout of training, and the gathered path for the rest.
+
+    call                                                      path
+    of shapes seen before                                     program: planned, verified, within the budget
+    the first of its shapes                                   gathered
+    inputs one longer than in the call before (generation)    gathered: never a graph for each token
+    arguments of other kinds (key-value caches)               gathered
+    before the first training step laid the model out         gathered, from the staging store
+    while gradients lie over parameters (no step yet)         gathered, the gradients stay
+    not captured as one graph, or too large for the budget    gathered, with the reason
+
+On the gathered path the plain forward runs and every parameter gathers itself for the operator that reads it: exact,
+slow, outside of the plan. Both paths leave parameters, gradients and optimizer states as they were. A program that
+runs between a forward and its backward takes its memory beside the activations that wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from chunkc._torch_compat import CaptureFailed, call_plain, capture_settings, is_transforming
+from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.debug import explain
+from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import GraphKind
+from chunkc.ir.verify import verify_beside
+from chunkc.passes import Planned
+from chunkc.planning import Request, build
+from chunkc.report import Plan as ReportedPlan
+from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.values import static_slots
+from chunkc.segments import SegmentCompiler
+from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
+
+logger = logging.getLogger("chunkc")
+
+_MAX_REMEMBERED = 4096  # signatures, as hashes
+_STRANGE = "its arguments are not only tensors, numbers and strings (key-value caches are objects)"
+_TRANSFORMED = "a function transform or a dispatch mode is active"
+_STAGED = "no training step has laid the model out yet"
+_WAITING = "gradients wait in the chunks to be stepped or discarded"
+_FIRST = "its shapes are new; a program is made when they come again"
+_GROWING = "inputs grow by one from call to call, as in generation"
+
+
+class Owner(Protocol):
+    """What an evaluator needs of the compiled model that it belongs to."""
+
+    runtime: ModelRuntime
+
+    def request(self) -> Request:
+        """What a plan made now is for."""
+        ...
+
+
+class Evaluator:
+    """All calls without gradients of one compiled model.
+
+    Attributes:
+        shapes: programs by the signature of a call; past ``shapes.max_programs`` calls are gathered.
+        planned: the plans made, in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        owner: Owner,
+        compiler: SegmentCompiler,
+        is_cast: Callable[[Any], bool],
+        backend_options: Mapping[str, Any],
+    ) -> None:
+        self.planned: list[Planned] = []
+        self._model = model
+        self._owner = owner
+        self._compiler = compiler
+        self._started_s = 0.0
+        self._told: set[str] = set()
+        self._seen = _Memory()
+        self._refused = _Memory()
+        self._last: Signature | None = None
+        by_id = {id(p): i for i, p in enumerate(owner.runtime.params)}
+        on_evaluation = weakref.WeakMethod(self._on_evaluation)  # Dynamo keeps backends as long as the process lives
+
+        def captured(forward: Captured) -> BoxedCallable:
+            method = on_evaluation()
+            if method is None:
+                raise ChunkcError("the compiled model was deleted while its forward was captured")
+            return method(forward)
+
+        backend = CaptureBackend(
+            index_of=lambda value: by_id.get(id(value)),
+            infos=owner.runtime.infos,
+            on_capture=_refuse_training,
+            on_evaluation=captured,
+            is_cast=is_cast,
+            **backend_options,
+        )
+        self.shapes = ShapeTable(entry_maker(model, backend))
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's forward without gradients."""
+        signature = signature_of(self._model, args, kwargs)
+        reason = self._why_gathered(signature)
+        self._seen.add(signature)
+        self._last = signature
+        if reason is None:
+            try:
+                return self._run_program(signature, args, kwargs)
+            except (CaptureFailed, ShapeLimitError) as error:  # raised in place of running
+                self._refused.add(signature)
+                self._tell(_cause(error), logging.WARNING)
+        elif reason:
+            self._tell(reason, logging.INFO)
+        return call_plain(self._model, args, kwargs)
+
+    def _why_gathered(self, signature: Signature) -> str | None:
+        """Why this call takes the gathered path (empty: told before); None where it may take a program."""
+        runtime = self._owner.runtime
+        if not signature.is_plain:
+            return _STRANGE
+        if signature in self._refused:
+            return ""
+        if is_transforming():
+            return _TRANSFORMED
+        if not runtime.can_evaluate:
+            return _STAGED if runtime.layout is None else _WAITING
+        if signature in self.shapes:
+            return None
+        if self._last is not None and signature.continues(self._last):
+            return _GROWING
+        return None if signature in self._seen else _FIRST
+
+    def _tell(self, reason: str, level: int) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.log(
+                level,
+                "a forward without gradients gathers its parameters operator by operator, outside the plan: %s",
+                reason,
+            )
+
+    def _run_program(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        runtime = self._owner.runtime
+        before, self._started_s = runtime.accounting.num_evaluations, time.perf_counter()
+        with capture_settings(), runtime.entering():
+            outputs = self.shapes.call(signature, args, kwargs)
+        if runtime.accounting.num_evaluations == before:  # Dynamo is switched off, or there was nothing to compute
+            self._refused.add(signature)
+            self._tell("torch.compile ran it without a graph", logging.WARNING)
+        return outputs
+
+    def _on_evaluation(self, captured: Captured) -> BoxedCallable:
+        self.shapes.check_room()
+        runtime, training = self._owner.runtime, self._owner.runtime.executor
+        num_ops = len(captured.schedule.forward.operators)
+        logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
+        if not num_ops or training is None:
+            raise CaptureError("there is nothing to compute, or no training program to stand beside")
+        built = build(captured, self._owner.request(), self._compiler)
+        plan = built.planned.plan
+        verify_beside(plan, training.plan)
+        runtime.accounting.reserve(plan.memory.device_peak_nbytes)
+        self.planned.append(built.planned)
+        self.shapes.captured()
+        explain(ReportedPlan.of(plan), plan.stages, built.code)
+        return _callable(plan, built.graphs, runtime, captured.held_at_start_nbytes)
+
+
+class _Memory:
+    """Which signatures came before: hashes only, the oldest forgotten first."""
+
+    def __init__(self) -> None:
+        self._hashes: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, signature: Signature) -> bool:
+        return hash(signature.key) in self._hashes
+
+    def add(self, signature: Signature) -> None:
+        self._hashes[hash(signature.key)] = None
+        self._hashes.move_to_end(hash(signature.key))
+        if len(self._hashes) > _MAX_REMEMBERED:
+            self._hashes.popitem(last=False)
+
+
+def _callable(
+    plan: Plan, graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRuntime, held_nbytes: int
+) -> BoxedCallable:
+    """What stands in for the graph. It lives in Dynamo's tables, so it must not hold on to the model's memory."""
+    runtime_of, key = weakref.ref(runtime), object()
+
+    def evaluate(args: list[Any]) -> list[Any]:
+        runtime = runtime_of()
+        if runtime is None:
+            raise ChunkcError("the compiled model was deleted before its forward ran")
+        if key not in runtime.executors:
+            with torch.inference_mode(False):  # views of the arena are ordinary tensors
+                store = runtime.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
+                runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
+        return _evaluate(runtime, runtime.executors[key], args, held_nbytes)
+
+    return evaluate
+
+
+def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
+    """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
+    runtime.to_cold()
+    runtime.drain()
+    runtime.device.check_usable()
+    runtime.accounting.start_evaluation(held_nbytes)
+    try:
+        outputs = executor.evaluate(args)
+    except BaseException:
+        executor.recover()
+        raise
+    runtime.accounting.num_asked_syncs += 1
+    runtime.accounting.end_evaluation(runtime.layout, outputs)
+    return outputs
+
+
+def _refuse_training(captured: Captured) -> Compiled:
+    raise CaptureError("the forward turns gradients on although the call has turned them off")
+
+
+def _cause(error: Exception) -> str:
+    """What stood in the way, in one piece; of a graph break, what breaks it and the source line."""
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, ChunkcError) or isinstance(error, ChunkcError):
+        return str(inner or error)
+    text, _, user_code = str(error).partition("from user code:")
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in user_code.partition("Set TORCHDYNAMO")[0].splitlines() if line.strip()]
+    return f"it is not captured as one graph: {first}" + (f"; at {' '.join(lines[-2:])}" if lines else "")
