@@ -12,11 +12,12 @@ TEST_ARGS ?=
 export OMP_WAIT_POLICY := passive
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint soak test-compat
+.PHONY: help venv demo test lint soak architectures test-compat
 
 help:
 	@echo 'make demo                       train a small model under a budget, beside plain PyTorch (DEMO_ARGS=...)'
 	@echo 'make test                       the tests, with what is skipped and why (TEST_ARGS="-k adam")'
+	@echo 'make architectures              train every architecture against plain PyTorch, write docs/architectures.md'
 	@echo 'make lint                       ruff, ruff format and strict mypy'
 	@echo 'make soak                       the tests with full counts of seeds, kills and loads'
 	@echo 'make test-compat TORCH=2.15.0   the tests with another torch, in an environment of its own'
@@ -37,6 +38,9 @@ test: $(VENV)/.stamp
 
 soak: $(VENV)/.stamp
 	$(BIN)/pytest -rs --soak --timeout=0 $(TEST_ARGS)
+
+architectures: $(VENV)/.stamp
+	$(BIN)/python benchmarks/architectures.py $(ARCHITECTURES_ARGS)
 
 lint: $(VENV)/.stamp
 	$(BIN)/ruff check .

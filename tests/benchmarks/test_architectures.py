@@ -1,0 +1,104 @@
+"""The architecture matrix: each kind of model trains exactly in the least memory; what is not exact is said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "opt", "bloom", "gpt_neox", "phi", "falcon", "bert", "roberta",
+    "deberta-v2", "t5", "bart", "mixtral", "vit", "mamba", "gpt2", "resnet",
+)  # fmt: skip
+OFTEN = ("gpt2", "resnet")
+
+
+@pytest.fixture
+def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script as a module, with its neighbours importable as they are when it runs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import architectures
+
+    yield architectures
+    for name in ("architectures", "architecture_models"):
+        sys.modules.pop(name, None)
+
+
+def test_the_matrix_has_every_architecture(matrix: ModuleType) -> None:
+    assert tuple(matrix.BY_NAME) == NAMES
+
+
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_trains_exactly_in_the_least_memory(name: str, matrix: ModuleType) -> None:
+    row = matrix.measure(matrix.BY_NAME[name])
+    assert row.failures == []
+    assert row.least_nbytes < row.budget_nbytes <= 1.05 * row.least_nbytes < row.model_data_nbytes
+    assert row.moved_nbytes > 0 and row.num_segments > 2
+    assert all(error <= matrix.TOLERANCES[kind] for kind, error in row.errors.items())
+    assert row.errors.keys() == matrix.TOLERANCES.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
+def test_trains_exactly_under_inductor(name: str, matrix: ModuleType) -> None:
+    assert matrix.measure(matrix.BY_NAME[name], "inductor").failures == []
+
+
+WRONG = {
+    "a dropped update": ("parameters", lambda run: run.parameters["a"].add_(1e-4), "parameters off by 1.0e-01"),
+    "a stale moment": ("m", lambda run: run.m["a"].mul_(0.9), "m off by 1.0e-01"),
+    "a wrong variance": ("v", lambda run: run.v["a"].mul_(1.01), "v off by 1.0e-02"),
+    "another gradient": ("gradients", lambda run: run.gradients["a"].add_(1e-5), "gradients off by 1.0e-05"),
+    "a lost gradient": ("gradients", lambda run: run.gradients.clear(), "gradients off by inf"),
+    "another loss": ("loss", lambda run: run.losses.__setitem__(0, 2.1), "loss off by 5.0e-02"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_said(what: str, matrix: ModuleType) -> None:
+    kind, break_, message = WRONG[what]
+
+    def run() -> object:
+        values = {k: {"a": torch.ones(3, dtype=torch.float64)} for k in ("gradients", "parameters", "m", "v")}
+        return matrix.Run([2.0], **values, largest_update=1e-3)
+
+    found, wanted = run(), run()
+    errors = matrix.errors_of(found, wanted)
+    good = matrix.Row("a", "eager", 1, 3, 10, 10, 50, 5, errors, True)
+    assert good.failures == [] and set(errors.values()) == {0.0}
+    break_(found)
+    assert replace(good, errors=matrix.errors_of(found, wanted)).failures == [message], kind
+    assert replace(good, moved_nbytes=0).failures == ["nothing moved"]
+    assert replace(good, is_planned_ahead=False).failures == ["chunkc.plan plans otherwise"]
+
+
+class Branches(torch.nn.Module):
+    """Breaks into two graphs, as no architecture of the matrix may."""
+
+    name = "branches"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        loss = self.linear(x).square().sum()
+        return SimpleNamespace(loss=loss * 2 if loss.item() > 1 else loss)
+
+    def build(self) -> Branches:
+        return Branches()
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        return [{"x": torch.ones(2, 4)}]
+
+
+def test_a_refused_architecture_is_a_line_that_fails(matrix: ModuleType) -> None:
+    cells, is_good = matrix.cells_of(Branches(), "eager")
+    assert not is_good and cells[:2] == ["branches", "eager"] and len(cells) == len(matrix.COLUMNS)
+    assert cells[-1].startswith("CaptureError: Branches breaks into several graphs")
