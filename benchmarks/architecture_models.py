@@ -88,7 +88,8 @@ ALL: tuple[Architecture, ...] = (
         "T5Config",
         {
             "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": 2 * HIDDEN, "num_layers": LAYERS, "num_heads": HEADS,
-            "vocab_size": VOCABULARY, "dropout_rate": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0,
+            "vocab_size": VOCABULARY, "use_cache": False, "dropout_rate": 0.0, "decoder_start_token_id": 0,
+            "pad_token_id": 0,
         },
     ),
     Architecture(
@@ -96,7 +97,7 @@ ALL: tuple[Architecture, ...] = (
         "BartForConditionalGeneration",
         "BartConfig",
         {
-            **TEXT, **POSITIONS, "d_model": HIDDEN, "dropout": 0.0, "decoder_start_token_id": 2,
+            **TEXT, **POSITIONS, "d_model": HIDDEN, "use_cache": False, "dropout": 0.0, "decoder_start_token_id": 2,
             **{f"{side}_layers": LAYERS for side in ("encoder", "decoder")},
             **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
             **{f"{side}_ffn_dim": 2 * HIDDEN for side in ("encoder", "decoder")},

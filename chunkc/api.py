@@ -57,7 +57,8 @@ def compile(  # the name that torch.compile taught users
     between host and device, and reading one gathers it.
 
     Args:
-        model: any module with floating-point parameters in host memory.
+        model: any module with floating-point parameters, in host memory or on the meta device. Those from the meta
+            device must be given values (``load_state_dict``, ``torch.nn.init``, ``param.copy_``) before they are read.
         hw: a machine such as ``"v100-240g"`` or ``"emulated-64m-2g"``, a ``Hardware``, a profile's path, or ``"auto"``.
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
@@ -198,8 +199,9 @@ class _Opened:
 def full_params(model: nn.Module) -> Iterator[nn.Module]:
     """Within the block the module holds plain parameters with real memory, to read or to write; blocks may nest.
 
-    They are in the dtype that the model was handed over in. What was written is kept when the block ends, also by an
-    exception. The whole model stands in host memory a second time meanwhile.
+    They are in the dtype that the model was handed over in; those from the meta device that were never given a value
+    are NaN. What was written is kept when the block ends, also by an exception. The whole model stands in host memory a
+    second time meanwhile.
 
     Raises:
         ChunkcError: when the block ends, for what cannot be kept: parameters that were replaced or converted, gradients
@@ -213,7 +215,9 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
 
     def plain(param: torch.Tensor) -> torch.Tensor:
         index: int = param._chunkc_index  # type: ignore[attr-defined]
-        real = nn.Parameter(runtime.read_exact(index), requires_grad=param.requires_grad)
+        blank = runtime.staging.is_blank(index)
+        value = runtime.staging.empty(index).fill_(torch.nan) if blank else runtime.read_exact(index)
+        real = nn.Parameter(value, requires_grad=param.requires_grad)
         opened.append(_Opened(index, real, runtime.version_of(index)))
         return real
 
@@ -233,22 +237,28 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
 def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collection[torch.Tensor]) -> None:
     lost: dict[str, str] = {}
     for param in opened:
-        before = runtime.read_exact(param.index)
-        name, same_kind = runtime.name_of(param.index), param.real.dtype is before.dtype
+        name, dtype = runtime.name_of(param.index), runtime.staging.dtypes[param.index]
         if param.real not in held:
             lost[name] = "replaced"
-        elif not same_kind or param.real.shape != before.shape:
+        elif param.real.dtype is not dtype or tuple(param.real.shape) != runtime.infos[param.index].shape:
             lost[name] = f"converted to {tuple(param.real.shape)} {param.real.dtype}"
         elif runtime.version_of(param.index) != param.version:
             lost[name] = "changed by the compiled model meanwhile"
         else:
-            if not torch.equal(param.real, before):
+            if _is_written(runtime, param):
                 runtime.write_param(param.index, param.real.detach())
             if param.real.grad is not None:
                 lost[name] = "given a gradient, which the compiled model cannot step"
     if lost:
         first = ", ".join(f"{name} was {what}" for name, what in list(lost.items())[:5])
         raise ChunkcError(f"full_params keeps values that were written in place, but {first} ({len(lost)} in all)")
+
+
+def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
+    """Whether a block has changed it; one without a value was NaN everywhere when the block began."""
+    if runtime.staging.is_blank(param.index):
+        return not bool(param.real.isnan().all())
+    return not torch.equal(param.real, runtime.read_exact(param.index))
 
 
 def _compiled(model: nn.Module) -> CompiledModel:

@@ -59,8 +59,12 @@ def check_model(model: nn.Module) -> None:
         raise ChunkcError(
             f"{type(model).__name__} is compiled already; chunkc.compile works in place and takes a model once"
         )
-    _refuse(params, "are on the meta device; materialise them first", lambda p: p.is_meta)
-    _refuse(params, "are not in host memory; hand the model over on the CPU", lambda p: p.device.type != "cpu")
+    _refuse(
+        params,
+        "are neither in host memory nor on the meta device; hand the model over on the CPU",
+        lambda p: p.device.type not in ("cpu", "meta"),
+    )
+    _refuse_meta_buffers(model)
     _refuse(
         params,
         "have gradient hooks, which would never run",
@@ -82,6 +86,17 @@ def _refuse_modules(model: nn.Module) -> None:
             raise ChunkcError(f"{where} makes sparse gradients, which do not land in chunks; use sparse=False")
 
 
+def _refuse_meta_buffers(model: nn.Module) -> None:
+    found = [f"{name} ({b.dtype}, {tuple(b.shape)})" for name, b in model.named_buffers() if b.is_meta]
+    if found:
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        raise ChunkcError(
+            f"buffers {', '.join(found[:5])}{more} are on the meta device, where only parameters may be: nothing "
+            "would give them values. Assign real tensors (`module.name = tensor`) before chunkc.compile, for "
+            "example those of the same modules built on the CPU with fewer layers, or build the model on the CPU"
+        )
+
+
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:
     found = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
     if found:
@@ -97,10 +112,10 @@ def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]
     named += [(b, f"buffer {name}") for name, b in model.named_buffers() if b.layout is torch.strided and not b.is_meta]
     for param, name in named:
         if param.numel():
-            start = param.data_ptr()
+            storage, start = param.untyped_storage(), int(param.storage_offset()) * param.element_size()
             reach = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
             end = start + reach * param.element_size()
-            spans.setdefault(param.untyped_storage().data_ptr(), []).append((start, end, name))
+            spans.setdefault(storage.data_ptr() or storage._cdata, []).append((start, end, name))
     for found in spans.values():
         found.sort()
         for (_, end, first), (start, _, second) in pairwise(found):

@@ -42,13 +42,12 @@ class ModelMemory:
         self.owners: dict[int, object] = {}
         self.device = device
         self.accounting = Accounting(device)
-        self._handed_dtypes = [p.dtype for p in params]
         self._consumed = False
         self._closed = False
         self._entered: set[int] = set()
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
-        self._staging = StagingStore([p.detach() for p in params])
+        self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos])
         self.params = tuple(params)
         manage_all(self.params, self.infos, self)
         self.gradients = Gradients(self.infos, self.params, self)
@@ -65,14 +64,14 @@ class ModelMemory:
 
     def staged_nbytes(self) -> int:
         """Bytes of the parameters that still wait in the staging store."""
-        return self._staging.nbytes()
+        return self.staging.nbytes()
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
         """The chunks; made at the first call, when they consume the staging store."""
         if self._store is None or self._values is None:
             self._store = ChunkStore(layout, self.device)
             self._values = ChunkValues(self._store, static)
-        self._values.load(self._staging)
+        self._values.load(self.staging)
         return self._store
 
     def drain(self) -> None:
@@ -121,15 +120,15 @@ class ModelMemory:
     def read_exact(self, index: int) -> torch.Tensor:
         """A copy in the dtype that the parameter was handed over in, from param32 where there is one."""
         self.drain()
-        if self._values is None or self._staging.holds(index):
-            return self._staging.value(index).detach().clone()
-        return self._values.read_param(index).to(self._handed_dtypes[index])
+        if self._values is None or self.staging.holds(index):
+            return self.staging.value(index).detach().clone()
+        return self._values.read_param(index).to(self.staging.dtypes[index])
 
     def write_param(self, index: int, value: torch.Tensor) -> None:
         """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
         self.drain()
-        if self._values is None or self._staging.holds(index):
-            self._staging.write(index, value)
+        if self._values is None or self.staging.holds(index):
+            self.staging.write(index, value)
         else:
             self.to_cold()
             exact = keep_master(self._values.read_param(index), value)
@@ -204,8 +203,8 @@ class ModelMemory:
         """Copies of exp_avg, exp_avg_sq and param32."""
         self.drain()
         if self._values is None:
-            value = self._staging.value(param)
-            state = self._staging.state(param)
+            value = self.staging.value(param)
+            state = self.staging.state(param)
             moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
             return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
         return (*self._values.read_moments(param), self._values.read_param(param).float())
@@ -216,7 +215,7 @@ class ModelMemory:
         """Replace moments and, if given, param32."""
         self.drain()
         if self._values is None:
-            self._staging.write_state(param, exp_avg, exp_avg_sq, param32)
+            self.staging.write_state(param, exp_avg, exp_avg_sq, param32)
             self._raise_versions([param])
             return
         if not self._values.is_trained(param):

@@ -64,7 +64,7 @@ class ModelRuntime(ModelMemory):
 
         Raises:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
-            ChunkcError: when a parameter has hooks.
+            ChunkcError: when a parameter has hooks or was never given a value.
         """
         if self._broken:
             raise ChunkcError(
@@ -72,6 +72,7 @@ class ModelRuntime(ModelMemory):
                 "not; load a checkpoint into a newly compiled model"
             )
         self._check_hooks()
+        self.staging.check_complete()
         waiting = self.gradients.waiting() if self.gradients.pending else []
         if waiting:
             raise AccumulationError(

@@ -27,16 +27,23 @@ import torch
 from chunkc._torch_compat import is_capturing, pytree, swap_tensors, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.staging import StagingStore
 
 Role = Literal["param", "grad", "view"]
 aten = torch.ops.aten
 _NO_VERSION = -1
 _ZEROING = frozenset({aten.zero_.default, aten._foreach_zero_.default})
+_FILLS = frozenset(
+    {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+)
+"""Operators that overwrite all of their first argument, whatever it held."""
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ParamStore(Protocol):
     """Where values of parameters and gradients are read and written; a read drains pending updates."""
+
+    staging: StagingStore
 
     def name_of(self, index: int) -> str: ...
     def is_entered(self) -> bool: ...
@@ -277,6 +284,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
             )
     if func is aten.copy_.default and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
         return _copy_exactly(args[0], args[1])
+    if func in _FILLS and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
+        return _fill(func, args[0], args[1:], kwargs)
     if func in _ZEROING and all(t._role == "grad" for t in managed):
         for tensor in managed:
             _runtime(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
@@ -307,6 +316,15 @@ def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
     value = _read(source) if isinstance(source, ManagedTensor) else source
     _runtime(target).write_param(target._chunkc_index, value.expand(target.shape))
     return target
+
+
+def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
+    """Fill a parameter without reading it, in the dtype that it was handed over in, as its initialisation would."""
+    dtype = _runtime(target).staging.dtypes[target._chunkc_index]
+    value = torch.empty_strided(target.shape, target.stride(), dtype=dtype)
+    args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
+    func(value, *args, **kwargs)
+    return _copy_exactly(target, value)
 
 
 def _place(tensor: ManagedTensor) -> object:
@@ -348,7 +366,7 @@ def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: Para
     Raises:
         RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
     """
-    shell = storage_less(info, param.device).requires_grad_(param.requires_grad)
+    shell = storage_less(info, torch.device("cpu")).requires_grad_(param.requires_grad)
     managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
     managed.__dict__.update(param.__dict__)
     swap_tensors(param, managed)

@@ -3,13 +3,19 @@
 Each parameter keeps the tensor that it was handed over in, with full precision. Loading, ``state_dict``, an evaluation
 or an optimizer's ``load_state_dict`` before the first step work on these. Chunks then consume them one by one, so that
 the model never exists twice.
+
+A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written, as a whole,
+and whoever reads it before, or trains, is told its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+from chunkc.errors import ChunkcError
 
 
 @dataclass(slots=True)
@@ -22,18 +28,69 @@ class StagedState:
 
 
 class StagingStore:
-    """Per-tensor storage by parameter index; a parameter that has its chunk is forgotten."""
+    """Per-tensor storage by parameter index; a parameter that has its chunk is forgotten.
 
-    def __init__(self, values: list[torch.Tensor]) -> None:
+    Attributes:
+        dtypes: of each parameter as it was handed over.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+        """``names`` of the parameters are for messages."""
         self._values: list[torch.Tensor | None] = list(values)
         self._states: dict[int, StagedState] = {}
+        self._names = tuple(names) or tuple(f"#{index}" for index in range(len(values)))
+        self.dtypes = tuple(v.dtype for v in values)
+        for index, value in enumerate(values):
+            if value.is_meta and not value.numel():
+                self._values[index] = self.empty(index)
 
     def holds(self, index: int) -> bool:
         """Whether the parameter still stands here."""
         return self._values[index] is not None
 
+    def is_blank(self, index: int) -> bool:
+        """Whether the parameter was never given a value."""
+        value = self._values[index]
+        return value is not None and value.is_meta
+
+    def check_complete(self) -> None:
+        """Refuse parameters that were never given a value.
+
+        Raises:
+            ChunkcError: with their names.
+        """
+        blank = [name for index, name in enumerate(self._names) if self.is_blank(index)]
+        if blank:
+            more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
+            raise ChunkcError(
+                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load a state "
+                "dict (`model.load_state_dict(state)`), initialise them in place (`torch.nn.init`, "
+                "`param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
+            )
+
+    def empty(self, index: int) -> torch.Tensor:
+        """A tensor in host memory like the parameter as it was handed over, with whatever the memory holds.
+
+        Raises:
+            KeyError: when the parameter has left.
+        """
+        with torch.inference_mode(False):
+            return torch.empty_like(self._held(index), device="cpu")
+
     def value(self, index: int) -> torch.Tensor:
-        """The parameter in the dtype that it was handed over in; the staged tensor itself."""
+        """The parameter in the dtype that it was handed over in; the staged tensor itself.
+
+        Raises:
+            ChunkcError: when it was never given a value.
+        """
+        if self.is_blank(index):
+            raise ChunkcError(
+                f"{self._names[index]} came on the meta device and has no value yet; load a state dict or write the "
+                "whole parameter before it is read"
+            )
+        return self._held(index)
+
+    def _held(self, index: int) -> torch.Tensor:
         value = self._values[index]
         if value is None:
             raise KeyError(f"parameter {index} has left the staging store")
@@ -46,14 +103,15 @@ class StagingStore:
 
     def nbytes(self) -> int:
         """Bytes of all parameters that still stand here."""
-        return sum(v.numel() * v.element_size() for v in self._values if v is not None)
+        return sum(v.numel() * v.element_size() for v in self._values if v is not None and not v.is_meta)
 
     def write(self, index: int, value: torch.Tensor) -> None:
         """Replace the parameter's elements."""
         state = self._states.get(index)
         if state is not None and state.param32 is not None:
-            state.param32 = keep_master(state.param32, value.to(self.value(index).dtype))
-        self.value(index).copy_(value)
+            state.param32 = keep_master(state.param32, value.to(self.dtypes[index]))
+        staged = self.empty(index) if self.is_blank(index) else self.value(index)
+        self._values[index] = staged.copy_(value)
 
     def state(self, index: int) -> StagedState | None:
         """Loaded optimizer state, or None."""
@@ -63,10 +121,10 @@ class StagingStore:
         self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
     ) -> None:
         """Keep an optimizer state for the chunks to come; ``param32`` also becomes the parameter's value."""
-        staged = self.value(index)
         if param32 is not None:
-            staged.copy_(param32)
-            param32 = None if staged.dtype is torch.float32 else param32.clone()
+            self._states.pop(index, None)
+            self.write(index, param32)
+            param32 = None if self.dtypes[index] is torch.float32 else param32.clone()
         self._states[index] = StagedState(exp_avg.clone(), exp_avg_sq.clone(), param32)
 
     def forget(self, index: int) -> None:

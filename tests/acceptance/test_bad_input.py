@@ -26,6 +26,13 @@ def changed(**tensors: nn.Parameter) -> nn.Module:
     return model
 
 
+def with_buffer(buffer: torch.Tensor) -> nn.Module:
+    """A small model with another buffer."""
+    model = Small()
+    model.register_buffer("ghost", buffer)
+    return model
+
+
 def overlapping() -> nn.Module:
     """Two parameters over one storage that are not the same parameter."""
     model, memory = Small(), torch.randn(20)
@@ -58,7 +65,7 @@ BAD_MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "complex": (lambda: changed(phase=nn.Parameter(torch.randn(3, dtype=torch.cfloat))), r"phase \(torch.complex64"),
     "double": (lambda: changed(exact=nn.Parameter(torch.randn(3, dtype=torch.double))), r"exact \(torch.float64"),
     "sparse": (lambda: changed(table=nn.Parameter(torch.eye(4).to_sparse())), r"table .* sparse"),
-    "meta": (lambda: changed(ghost=nn.Parameter(torch.empty(3, device="meta"))), r"ghost .* meta device"),
+    "meta": (lambda: with_buffer(torch.empty(3, device="meta")), r"buffers ghost .* meta device"),
     "overlap": (overlapping, "one and parameter two are different tensors over the same memory"),
     "gradients": (with_gradient, r"first\.weight .* hold gradients"),
     "hook": (hooked("register_hook"), r"second\.weight .* gradient hooks"),
@@ -76,15 +83,13 @@ def changed_empty() -> nn.Module:
 def unchanged(model: nn.Module, compile_: Callable[[], object], error: type[Exception], match: str) -> None:
     """``compile_`` raises, and the model is what it was."""
     params = dict(model.named_parameters())
-    values = {n: p.detach().clone() if not p.is_meta else None for n, p in params.items()}
+    values = {n: p.detach().clone() for n, p in params.items()}
     with pytest.raises(error, match=match):
         compile_()
     assert dict(model.named_parameters()) is not params and list(dict(model.named_parameters())) == list(params)
     for name, param in model.named_parameters():
         assert param is params[name] and type(param) is nn.Parameter
-        value = values[name]
-        if value is not None:
-            assert torch.equal(param.to_dense() if param.is_sparse else param, value.to_dense())
+        assert torch.equal(param.to_dense() if param.is_sparse else param, values[name].to_dense())
     assert model._compiled_call_impl is None and not model._state_dict_hooks
     assert "_apply" not in model.__dict__
 

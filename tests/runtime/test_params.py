@@ -14,6 +14,7 @@ from chunkc._torch_compat import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
+from chunkc.runtime.staging import StagingStore
 
 
 class DictStore:
@@ -25,6 +26,7 @@ class DictStore:
         self.versions = [0, 0]
         self.stamp = 1
         self.num_reads = 0
+        self.staging = StagingStore(self.values)
 
     def name_of(self, index: int) -> str:
         return "ab"[index]
