@@ -53,6 +53,7 @@ __all__ = [
     "fresh_code",
     "fused_adam_",
     "fused_adamw_",
+    "inductor_code",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
@@ -232,6 +233,15 @@ class _IgnoredFunctions(frozenset[Callable[..., Any]]):
 
     def __deepcopy__(self, memo: object) -> list[str]:
         return sorted(f.__qualname__ for f in self)
+
+
+def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
+    """The Python module that Inductor generated for a compiled graph and the constants that it holds by name; None for
+    what it did not compile to Python."""
+    source, constants = getattr(compiled, "source_code", None), getattr(compiled, "constants", None)
+    if not isinstance(source, str) or getattr(compiled, "frozen_param_names", None):
+        return None
+    return source, {name: value for name, value in (constants or {}).items() if isinstance(value, torch.Tensor)}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from chunkc.policy import (
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
-from chunkc.segments import Backend, SegmentCompiler, backend_options, segment_compiler
+from chunkc.segments import Backend, SegmentCompiler, backend_options
 
 logger = logging.getLogger("chunkc")
 
@@ -85,13 +85,14 @@ def compile(  # the name that torch.compile taught users
         model=type(model).__name__,
         hw=str(machine),
         device_budget_nbytes=device.device_budget_nbytes - reserve,
+        reserved_nbytes=reserve,
         host_budget_nbytes=device.host_budget_nbytes,
     )
     settings = Settings(
         target=target,
         options=Options(chunk_numel=_chunk_numel(chunk_size)),
         cast_inputs=computed if mixed else None,
-        compiler=SegmentCompiler(segment_compiler(backend)),
+        compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
         passes=passes,
     )
@@ -117,6 +118,10 @@ def plan(
 ) -> Plan:
     """The plan for training ``model`` on ``hw``: nothing runs, nothing is allocated, the model stays as it is.
 
+    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
+    each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
+    first call states what they take, with fewer moves where that allows it.
+
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward.
         world_size: ranks to plan for; default: the GPUs of ``hw``.
@@ -134,6 +139,7 @@ def plan(
         model=type(model).__name__,
         hw=str(machine),
         device_budget_nbytes=machine.gpu_memory_nbytes - reserve,
+        reserved_nbytes=reserve,
         host_budget_nbytes=machine.host_nbytes_per_rank,
         world_size=ranks,
     )

@@ -217,9 +217,11 @@ class CompiledModel:
     def request(self) -> Request:
         """What a plan made now is for: the budgets that other models leave, the layout once there is one."""
         settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
+        others_nbytes = accounting.others_device_nbytes()
         target = replace(
             settings.target,
-            device_budget_nbytes=settings.target.device_budget_nbytes - accounting.others_device_nbytes(),
+            device_budget_nbytes=settings.target.device_budget_nbytes - others_nbytes,
+            reserved_nbytes=settings.target.reserved_nbytes + others_nbytes,
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         return Request(target, settings.options, settings.passes, layout, held_nbytes=self.runtime.staged_nbytes())

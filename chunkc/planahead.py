@@ -1,9 +1,10 @@
 """Planning ahead: capture one iteration of a model on fake tensors, and plan it for a machine that need not be there.
 
 The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the same backend and passes), so the plan is the one that a
-run makes. Only the tensors differ: every parameter, buffer and input is replaced by a fake CPU tensor of the same
-shape, strides, storage and dtype, wherever the model was built, on the meta device too. Nothing of it takes memory, and
-the capture ends as soon as both graphs are known, before anything runs.
+run makes; a run with Inductor then corrects it by what compiled segments take. Only the tensors differ: every
+parameter, buffer and input is replaced by a fake CPU tensor of the same shape, strides, storage and dtype, wherever the
+model was built, on the meta device too. Nothing of it takes memory, and the capture ends as soon as both graphs are
+known, before anything runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from chunkc.ir.verify import verify
 from chunkc.passes import Options, Pass, Target, make_plan
 from chunkc.policy import is_mixed, param_infos, unique_params
 from chunkc.report import Plan
-from chunkc.segments import Backend, backend_options
+from chunkc.segments import Backend, SegmentCompiler, backend_options
 
 logger = logging.getLogger("chunkc")
 
@@ -53,6 +54,9 @@ def plan_ahead(
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
     """The verified plan of one iteration of ``model``, with what capture and verifier took among its stages.
+
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
+    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
@@ -93,6 +97,7 @@ def _plan(
     num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, captured_at - started)
     plan = make_plan(captured.schedule, target, options, passes=passes).plan
+    plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     verify(plan)
     finished = time.perf_counter()

@@ -2,6 +2,13 @@
 
 Nothing here touches a device or a model: what was captured, the target and an earlier layout go in; the plan, its
 compiled graphs and their readable code come out, or an error before anything has changed.
+
+Operators that run one by one take the bytes that capture counted, and their plan is final. A compiler that fuses
+operators takes fewer, but which is known only once there are segments to compile. So the first plan is made with the
+counted bytes as a bound (or, where that does not fit, for the least budget that the bound allows); its segments are
+compiled; and when things still move, the iteration is planned again with the operators' bytes corrected, which allows a
+larger arena. What such a plan takes is known when its segments are compiled too: it is kept if it fits and moves
+fewer bytes, else the one before it stands. All of this is decided by the schedule, so the same call decides the same.
 """
 
 from __future__ import annotations
@@ -13,16 +20,24 @@ from dataclasses import dataclass, replace
 
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.devices import check_free_memory
+from chunkc.errors import BudgetError
+from chunkc.ir.actions import Stream
 from chunkc.ir.layout import Layout
-from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import GraphKind
+from chunkc.ir.plan import Plan, StageRecord
+from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
+from chunkc.memory.correct import corrected, stated
+from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_plan
+from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.segments import SegmentCompiler
 
 logger = logging.getLogger("chunkc")
+
+MAX_ROUNDS = 2
+"""How often a plan that moves bytes is made again with corrected bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +48,7 @@ class Request:
         target: hardware and budgets in bytes of one rank.
         options: wishes.
         passes: the pipeline, or None for the default one.
-        layout: the model's layout once there is one; it is kept as it is.
+        layout: the model's layout once there is one; it is kept as it is. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
     """
 
@@ -61,26 +76,30 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
         HardwareError: when this machine's free memory does not.
         PlanError: when the verifier refuses the plan.
     """
-    started = time.perf_counter()
-    planned = _plan(captured, request)
-    plan = planned.plan
-    verify(plan)
+    search = _Search(captured, request, compiler)
+    found = search.best() if compiler.fuses else search.attempt(search.plan(captured.schedule))
+    plan = found.planned.plan
+    if compiler.fuses:
+        verify(plan)  # with the bytes that its compiled segments take
     chunks_nbytes = 0 if request.layout is None else request.layout.arena_nbytes + request.layout.host_nbytes()
     check_free_memory(plan, request.held_nbytes + chunks_nbytes)
-    logger.info("planned %s in %.1f s", plan.digest(), time.perf_counter() - started)
-    started = time.perf_counter()
-    sources: dict[GraphKind, CapturedGraph] = {"forward": captured.forward, "backward": captured.backward}
-    lowered = {kind: lower_graph(graph, plan, kind) for kind, graph in sources.items()}
-    graphs = {kind: CompiledGraph(low, compiler.compile(low), sources[kind].gradients) for kind, low in lowered.items()}
-    logger.info("compiled %d segments in %.1f s", len(plan.segments), time.perf_counter() - started)
-    code = {s.name: s.module.code.strip() for low in lowered.values() for s in low.segments}
-    return Built(planned, graphs, code)
+    tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
+    logger.info("planned %s in %.1f s%s", plan.digest(), search.planning_s, tried)
+    logger.info("compiled %d segments in %.1f s", len(plan.segments), search.compiling_s)
+    gradients = {kind: graph.gradients for kind, graph in _sources(captured).items()}
+    graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
+    code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
+    return Built(found.planned, graphs, code)
 
 
-def _plan(captured: Captured, request: Request) -> Planned:
-    schedule, target, options, layout, passes = (
-        captured.schedule, request.target, request.options, request.layout, request.passes
-    )  # fmt: skip
+def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:
+    """``graph`` cut at the boundaries of the plan's segments of ``kind``."""
+    operators = [b.nodes for b in graph.bundles]
+    return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
+
+
+def _plan(schedule: Schedule, target: Target, request: Request) -> Planned:
+    options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation:
         return make_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:
@@ -88,7 +107,152 @@ def _plan(captured: Captured, request: Request) -> Planned:
     return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)
 
 
-def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:
-    """``graph`` cut at the boundaries of the plan's segments of ``kind``."""
-    operators = [b.nodes for b in graph.bundles]
-    return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
+def _sources(captured: Captured) -> dict[GraphKind, CapturedGraph]:
+    return {"forward": captured.forward, "backward": captured.backward}
+
+
+def _moved_nbytes(plan: Plan) -> int:
+    return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """A plan whose segments are compiled; its memory is what they take. ``found`` are the bytes of each segment."""
+
+    planned: Planned
+    lowered: Mapping[GraphKind, LoweredGraph]
+    found: tuple[SegmentBytes, ...] = ()
+
+    @property
+    def needed_nbytes(self) -> int:
+        return self.planned.plan.memory.device_peak_nbytes
+
+    @property
+    def moved_nbytes(self) -> int:
+        return _moved_nbytes(self.planned.plan)
+
+
+@dataclass(slots=True)
+class _Search:
+    """Plans, compiles and compares; see the module's text."""
+
+    captured: Captured
+    request: Request
+    compiler: SegmentCompiler
+    num_attempts: int = 0
+    planning_s: float = 0.0
+    compiling_s: float = 0.0
+
+    def plan(self, schedule: Schedule, device_nbytes: int | None = None) -> Planned:
+        """A verified plan for the target, or for another device budget.
+
+        Raises:
+            BudgetError: when it does not suffice.
+        """
+        started = time.perf_counter()
+        request = self.request
+        target = request.target
+        if device_nbytes is not None:
+            target = replace(target, device_budget_nbytes=device_nbytes)
+        try:
+            planned = _plan(schedule, target, request)
+            verify(planned.plan)
+        finally:
+            self.planning_s += time.perf_counter() - started
+        return planned
+
+    def attempt(self, planned: Planned) -> _Attempt:
+        """Compile the segments of a plan, and state what they take where the compiler says it."""
+        started = time.perf_counter()
+        plan = planned.plan
+        lowered = {kind: lower_graph(g, plan, kind) for kind, g in _sources(self.captured).items()}
+        for graph in lowered.values():
+            self.compiler.compile(graph)
+        self.num_attempts += 1
+        self.compiling_s += time.perf_counter() - started
+        return self._stated(planned, lowered) if self.compiler.fuses else _Attempt(planned, lowered)
+
+    def _stated(self, planned: Planned, lowered: Mapping[GraphKind, LoweredGraph]) -> _Attempt:
+        started, plan = time.perf_counter(), planned.plan
+        footprints = {kind: self.compiler.footprints(graph) for kind, graph in lowered.items()}
+        found = iteration_bytes(self.captured, plan.segments, lowered, footprints)
+        is_bound = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
+        true = stated(plan, found, is_bound=is_bound)
+        memory = replace(true.memory, device_budget_nbytes=self.request.target.device_budget_nbytes)
+        mib = 2**20
+        note = (
+            f"{memory.nonmodel_nbytes / mib:.2f} MiB of activations as compiled, planned with "
+            f"{plan.memory.nonmodel_nbytes / mib:.2f}; plan {self.num_attempts} tried"
+        )
+        elapsed_s = time.perf_counter() - started
+        self.planning_s += elapsed_s
+        stages = (*plan.stages, StageRecord("fusion", elapsed_s * 1000, note))
+        digest = self.captured.schedule.digest()
+        true = replace(true, memory=memory, stages=stages, schedule_digest=digest)
+        return _Attempt(replace(planned, plan=true), lowered, found)
+
+    def best(self) -> _Attempt:
+        """The plan that moves fewest bytes among those tried that fit.
+
+        Raises:
+            BudgetError: when none fits.
+        """
+        schedule, refusal = self.captured.schedule, None
+        try:
+            found = self.attempt(self.plan(schedule))
+            schedule = corrected(schedule, found.planned.plan.segments, found.found)
+        except BudgetError as error:
+            refusal = error
+        if refusal is not None or not self._fits(found):
+            found, schedule = self._least(refusal)
+        for _ in range(MAX_ROUNDS):
+            better = self._better(schedule, found)
+            if better is None:
+                break
+            if self._fits(better):
+                found = better
+            schedule = corrected(schedule, better.planned.plan.segments, better.found)
+        return found
+
+    def _fits(self, attempt: _Attempt) -> bool:
+        return attempt.needed_nbytes <= self.request.target.device_budget_nbytes
+
+    def _better(self, schedule: Schedule, than: _Attempt) -> _Attempt | None:
+        """A plan with the bytes of ``schedule`` that moves less, compiled; it may turn out not to fit."""
+        if not than.moved_nbytes:
+            return None
+        try:
+            planned = self.plan(schedule)
+        except BudgetError:
+            return None
+        return self.attempt(planned) if _moved_nbytes(planned.plan) < than.moved_nbytes else None
+
+    def _least(self, refusal: BudgetError | None) -> tuple[_Attempt, Schedule]:
+        """The plan that needs least device memory among those tried, and the schedule corrected by all of them.
+
+        The budget has no say in which plans are tried, so what the error names works when it is given.
+
+        Raises:
+            BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.
+        """
+        schedule = self.captured.schedule
+        try:
+            found = self.attempt(self.plan(schedule, self._least_nbytes(schedule)))
+        except BudgetError as error:
+            raise refusal or error from None
+        schedule = corrected(schedule, found.planned.plan.segments, found.found)
+        nbytes = self._least_nbytes(schedule)
+        if nbytes < found.needed_nbytes:
+            less = self.attempt(self.plan(schedule, nbytes))
+            schedule = corrected(schedule, less.planned.plan.segments, less.found)
+            found = min(found, less, key=lambda a: a.needed_nbytes)
+        if not self._fits(found):
+            raise too_small(found.planned.plan, self.request.target, self.request.options)
+        return found, schedule
+
+    def _least_nbytes(self, schedule: Schedule) -> int:
+        try:
+            self.plan(schedule, 0)
+        except BudgetError as error:
+            return error.min_device_nbytes - self.request.target.reserved_nbytes
+        return 0

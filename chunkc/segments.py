@@ -1,20 +1,25 @@
 """Compiling segments: one callable per distinct piece of code, whatever layer it comes from.
 
 ``eager`` interprets the segment's graph; values die at their last use inside it. ``inductor`` compiles it. Both take
-one flat list, which they empty, and return a flat sequence.
+one flat list, which they empty, and return a flat sequence. What compiled segments take in memory is read from them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch.fx
 
-from chunkc._torch_compat import inductor_compile, inductor_decompositions, inductor_joint_passes
+from chunkc._torch_compat import inductor_code, inductor_compile, inductor_decompositions, inductor_joint_passes
 from chunkc.errors import ChunkcError
+from chunkc.memory.footprint import Footprint, graph_footprint
+from chunkc.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
 from chunkc.runtime.bind import SegmentCallable
+
+logger = logging.getLogger("chunkc")
 
 Backend = Literal["inductor", "eager"]
 
@@ -36,16 +41,17 @@ def compile_inductor(segment: LoweredSegment) -> SegmentCallable:
     return inductor_compile(segment.module, segment.examples)
 
 
-def segment_compiler(backend: str) -> Callable[[LoweredSegment], SegmentCallable]:
-    """The function that compiles one segment with ``backend``.
-
-    Raises:
-        ChunkcError: for an unknown backend.
-    """
-    compilers = {"inductor": compile_inductor, "eager": compile_eager}
-    if backend not in compilers:
-        raise ChunkcError(f"backend={backend!r} is unknown; choose {' or '.join(compilers)}")
-    return compilers[backend]
+def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
+    """What a segment that Inductor compiled takes; where that cannot be told, what its operators take one by one."""
+    generated = inductor_code(compiled)
+    reason = "it has no generated code"
+    if generated is not None:
+        try:
+            return source_footprint(*generated, segment.examples)
+        except NotUnderstoodError as error:
+            reason = str(error)
+    logger.info("the memory of segment %s is planned as if its operators ran one by one: %s", segment.name, reason)
+    return graph_footprint(segment.module)
 
 
 def backend_options(backend: str) -> dict[str, Any]:
@@ -56,11 +62,33 @@ def backend_options(backend: str) -> dict[str, Any]:
 
 
 class SegmentCompiler:
-    """Compiles the segments of one model; equal segments once."""
+    """Compiles the segments of one model; equal segments once.
 
-    def __init__(self, compile_one: Callable[[LoweredSegment], SegmentCallable]) -> None:
+    Attributes:
+        fuses: whether compiled segments take other bytes than their operators one by one, which ``footprints`` says.
+    """
+
+    def __init__(
+        self,
+        compile_one: Callable[[LoweredSegment], SegmentCallable],
+        read_footprint: Callable[[LoweredSegment, SegmentCallable], Footprint] | None = None,
+    ) -> None:
+        self.fuses = read_footprint is not None
         self._compile_one = compile_one
+        self._read_footprint = read_footprint
         self._compiled: dict[str, SegmentCallable] = {}
+        self._footprints: dict[str, Footprint] = {}
+
+    @staticmethod
+    def of(backend: str) -> SegmentCompiler:
+        """The compiler of ``backend``.
+
+        Raises:
+            ChunkcError: for an unknown backend.
+        """
+        if backend not in ("inductor", "eager"):
+            raise ChunkcError(f"backend={backend!r} is unknown; choose inductor or eager")
+        return SegmentCompiler(compile_eager) if backend == "eager" else SegmentCompiler(compile_inductor, footprint_of)
 
     @property
     def num_compiles(self) -> int:
@@ -73,3 +101,11 @@ class SegmentCompiler:
             if segment.key not in self._compiled:
                 self._compiled[segment.key] = self._compile_one(segment)
         return [self._compiled[segment.key] for segment in graph.segments]
+
+    def footprints(self, graph: LoweredGraph) -> list[Footprint]:
+        """When every segment of ``graph`` takes and lets go of memory, in order; those of a compiler that fuses."""
+        for segment, compiled in zip(graph.segments, self.compile(graph), strict=True):
+            if segment.key not in self._footprints:
+                read = self._read_footprint or (lambda s, _: graph_footprint(s.module))
+                self._footprints[segment.key] = read(segment, compiled)
+        return [self._footprints[segment.key] for segment in graph.segments]

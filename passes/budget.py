@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
 from chunkc.passes.belady import min_places
 from chunkc.passes.chunk_mapping import commonest_dtype, units_of
@@ -129,17 +130,59 @@ def refuse(
     if device_nbytes > target.device_budget_nbytes:
         missing_nbytes = device_nbytes - target.device_budget_nbytes
         moment, params, reason = _device_moment(demand, sizes, options)
-        text = f"{target.hw} gives {target.device_budget_nbytes} bytes of device memory, {missing_nbytes} too few"
+        text = _device_text(target, missing_nbytes)
     else:
         missing_nbytes = host_nbytes - target.host_budget_nbytes
         moment, params = "host", tuple(range(len(schedule.params)))
         reason = "host memory must hold every payload and optimizer state that has no place on the device"
         text = f"{target.hw} gives {target.host_budget_nbytes} bytes of host memory, {missing_nbytes} too few"
     names = tuple(schedule.params[p].name for p in params)
+    needs = (device_nbytes, host_nbytes)
+    return _error(target, options, text, moment, names, reason, chunk_numel, missing_nbytes, needs)
+
+
+def too_small(plan: Plan, target: Target, options: Options) -> BudgetError:
+    """The error for a plan that takes more device memory than ``target`` has, and less than others that are known."""
+    memory, layout = plan.memory, plan.layout
+    missing_nbytes = memory.device_peak_nbytes - target.device_budget_nbytes
+    worst = plan.segment(memory.nonmodel_segment)
+    resident = options.os_home == "device"
+    params = range(len(layout.params)) if resident else sorted({*worst.reads, *worst.lands})
+    return _error(
+        target,
+        options,
+        _device_text(target, missing_nbytes),
+        worst.name,
+        tuple(layout.params[p].name for p in params),
+        f"the arena takes {memory.arena_nbytes} bytes and activations, as compiled, up to {memory.nonmodel_nbytes} "
+        "bytes; resident together must be the chunks with",
+        layout.chunk_numel,
+        missing_nbytes,
+        (memory.device_peak_nbytes, memory.host_nbytes),
+    )
+
+
+def _device_text(target: Target, missing_nbytes: int) -> str:
+    return f"{target.hw} gives {target.device_budget_nbytes} bytes of device memory, {missing_nbytes} too few"
+
+
+def _error(
+    target: Target,
+    options: Options,
+    text: str,
+    moment: str,
+    names: tuple[str, ...],
+    reason: str,
+    chunk_numel: int,
+    missing_nbytes: int,
+    needs: tuple[int, int],
+) -> BudgetError:
+    device_nbytes = needs[0] + target.reserved_nbytes
+    reserved = f" ({target.reserved_nbytes} of them reserved)" if target.reserved_nbytes else ""
     message = (
         f"{target.model} cannot be trained: {text}. At {moment}: {reason} ({_listed(names)}), in chunks of "
-        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory and {host_nbytes} bytes of "
-        "host memory; or use a smaller batch, shorter sequences"
+        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory{reserved} and {needs[1]} bytes "
+        "of host memory; or use a smaller batch, shorter sequences"
         + (", or optimizer states on the host" if options.os_home == "device" else "")
         + (", or another chunk_size" if options.chunk_numel is not None else "")
         + "."
@@ -150,7 +193,7 @@ def refuse(
         tensors=names,
         missing_nbytes=missing_nbytes,
         min_device_nbytes=device_nbytes,
-        min_host_nbytes=host_nbytes,
+        min_host_nbytes=needs[1],
     )
 
 

@@ -24,7 +24,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the plan is made for: budgets are bytes of one rank."""
+    """What the plan is made for: budgets are bytes of one rank.
+
+    ``reserved_nbytes`` of the device's memory are not in its budget (``reserve=``, other models).
+    """
 
     model: str
     hw: str
@@ -32,6 +35,7 @@ class Target:
     host_budget_nbytes: int
     world_size: int = 1
     rank: int = 0
+    reserved_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:

@@ -24,7 +24,7 @@ FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chu
 BOTTOM = {"errors"}
 FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
-UPPER = MIDDLE | {"report", "passes", "checkpoint"}
+UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "errors": set(),
     "ir": BOTTOM,
@@ -37,6 +37,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "passes": BOTTOM | {"ir", "hardware", "cost"},
     "passes.lower": BOTTOM | {"ir", "hardware", "cost", "_torch_compat"},
     "report": MIDDLE,
+    "memory": FOUNDATION | {"capture", "runtime"},
     "checkpoint": MIDDLE,
     "api": UPPER,
     "": UPPER | {"api"},  # chunkc/__init__.py

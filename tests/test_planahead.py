@@ -14,9 +14,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import chunkc
 from chunkc import CaptureError, ChunkcError
+from chunkc.ir.actions import Stream
 from chunkc.runtime.emulated import EmulatedDevice
 
 HW = "emulated-400k-1g"
+MOVES = (Stream.H2D, Stream.D2H)
 MODELS = ("gpt2", "llama", "t5", "vit", "mixtral", "resnet", "odd")
 FEW = {("resnet", torch.bfloat16, "eager"), ("t5", torch.float32, "eager"), ("odd", torch.bfloat16, "inductor")}
 EVERY = [(name, dtype, "eager") for name in MODELS for dtype in (torch.float32, torch.bfloat16)]
@@ -37,7 +39,10 @@ def on_meta(case: str) -> tuple[nn.Module, Batch]:
     [pytest.param(*e, marks=() if e in FEW else pytest.mark.slow, id="-".join(map(str, e))) for e in EVERY],
 )
 def test_the_plan_is_the_one_that_a_run_makes(name: str, dtype: torch.dtype, backend: str) -> None:
-    """Digest for digest, from a real model, from one on the meta device, and from the compiled one itself."""
+    """Digest for digest, from a real model, from one on the meta device, and from the compiled one itself.
+
+    A run with Inductor starts from that plan; its segments, once compiled, may allow one that moves less.
+    """
     batch = CASES[name].batches()[0]
     options = {"dtype": dtype, "backend": backend}
     hw = least_hw(name, options)
@@ -47,8 +52,13 @@ def test_the_plan_is_the_one_that_a_run_makes(name: str, dtype: torch.dtype, bac
     model = chunkc.compile(CASES[name].build(), hw, **options)
     loss_of(model(**batch)).backward()
     run = chunkc.plan_of(model)
-    assert run.digest() == ahead.digest()
-    assert len(run.segments) > 2 and run.layout.arena_nbytes < run.layout.payload_nbytes(), "everything fits"
+    assert run.schedule_digest == ahead.schedule_digest
+    if backend == "inductor":
+        assert ahead.memory.is_bound and not run.memory.is_bound
+        assert sum(map(run.moved_nbytes, MOVES)) <= sum(map(ahead.moved_nbytes, MOVES))
+    else:
+        assert run.digest() == ahead.digest()
+        assert len(run.segments) > 2 and run.layout.arena_nbytes < run.layout.payload_nbytes(), "everything fits"
 
 
 def least_hw(name: str, options: dict[str, object]) -> chunkc.Hardware:

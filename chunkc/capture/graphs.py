@@ -45,6 +45,7 @@ class Captured:
 
     ``held_at_start_nbytes`` are bytes of the inputs and buffers that are alive before forward begins: a meter that
     starts there does not see them. ``stages`` say what capture did, and how long each part took.
+    ``user_outputs`` names the forward's outputs that are not merely saved for backward.
     """
 
     forward: CapturedGraph
@@ -52,6 +53,7 @@ class Captured:
     schedule: Schedule
     held_at_start_nbytes: int
     stages: tuple[StageRecord, ...] = ()
+    user_outputs: tuple[str, ...] = ()
 
 
 def build(
@@ -94,7 +96,7 @@ def build(
         held_nbytes=timeline.held_nbytes,
     )
     at_start = sum(dict(storages(values.inputs)).values())
-    return Captured(fwd, bwd, schedule, at_start)
+    return Captured(fwd, bwd, schedule, at_start, user_outputs=tuple(n.name for n in user))
 
 
 def build_evaluation(forward: GraphModule, params: Mapping[str, int], infos: Sequence[ParamInfo]) -> Captured:

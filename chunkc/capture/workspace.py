@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -28,7 +29,7 @@ from torch.fx import Node
 from chunkc._torch_compat import pytree
 
 aten = torch.ops.aten
-_BASE_NBYTES = 64 << 10
+BASE_NBYTES = 64 << 10
 _CONVOLUTION_BASE_NBYTES = 256 << 10
 _CHANNEL_BLOCK = 16
 _NUM_THREADS = 8  # that sum weight gradients of a convolution apart
@@ -48,23 +49,37 @@ _CONTIGUOUS = frozenset(
 
 
 def workspace_nbytes(node: Node) -> int:
-    """Allowance in bytes for one operator."""
+    """Allowance in bytes for one operator of a graph."""
     packet = getattr(node.target, "overloadpacket", None)
-    inputs = [n.meta.get("val") for n in node.all_input_nodes]
-    outputs = pytree.tree_leaves(node.meta.get("val"))
-    tensors = [t for t in (*inputs, *outputs) if isinstance(t, torch.Tensor)]
-    if packet in (aten.convolution, aten.convolution_backward):
-        operands = [a.meta["val"] for a in node.args if isinstance(a, Node)]
-        if packet is aten.convolution:
-            return _CONVOLUTION_BASE_NBYTES + _convolution_nbytes(operands[0], operands[1], outputs[0])
-        return _CONVOLUTION_BASE_NBYTES + _convolution_backward_nbytes(*operands[:3])
+    arguments = [n.meta.get("val") for n in node.args if isinstance(n, Node)]
+    arguments += [n.meta.get("val") for n in node.all_input_nodes if n not in node.args]
+    return kernel_workspace_nbytes(packet, _tensors(arguments), _tensors(pytree.tree_leaves(node.meta.get("val"))))
+
+
+def kernel_workspace_nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
+    """Allowance in bytes for one call of an operator.
+
+    Args:
+        packet: the operator without its overload, for example ``torch.ops.aten.mm``; None for anything else.
+        inputs: its tensors in order of its arguments.
+        outputs: its results, or what it writes into.
+    """
+    tensors = [*inputs, *outputs]
+    if packet is aten.convolution:
+        return _CONVOLUTION_BASE_NBYTES + _convolution_nbytes(inputs[0], inputs[1], outputs[0])
+    if packet is aten.convolution_backward:
+        return _CONVOLUTION_BASE_NBYTES + _convolution_backward_nbytes(*inputs[:3])
     if packet in _PACKING:
-        return _BASE_NBYTES + (sum(_nbytes(t) for t in tensors) if _is_narrow(tensors) else 0)
+        return BASE_NBYTES + (sum(_nbytes(t) for t in tensors) if _is_narrow(tensors) else 0)
     if packet in _CONTIGUOUS:
-        return _BASE_NBYTES + sum(_nbytes(t) for t in tensors if not t.is_contiguous())
+        return BASE_NBYTES + sum(_nbytes(t) for t in tensors if not t.is_contiguous())
     if packet is not None and "attention" in str(packet):
-        return _BASE_NBYTES + 2 * max((_nbytes(t) for t in tensors), default=0)
-    return _BASE_NBYTES
+        return BASE_NBYTES + 2 * max((_nbytes(t) for t in tensors), default=0)
+    return BASE_NBYTES
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _convolution_nbytes(value: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> int:

@@ -94,7 +94,11 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Byte budgets of one rank and what the plan takes of them."""
+    """Byte budgets of one rank and what the plan takes of them.
+
+    ``is_bound``: whether the non-model bytes are those of operators that run one by one, where the segments will be
+    compiled by something that fuses operators and takes fewer.
+    """
 
     device_budget_nbytes: int
     host_budget_nbytes: int
@@ -102,6 +106,7 @@ class Memory:
     nonmodel_nbytes: int
     nonmodel_segment: str
     host_nbytes: int
+    is_bound: bool = False
 
     @property
     def device_peak_nbytes(self) -> int:

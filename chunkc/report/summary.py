@@ -13,7 +13,7 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.report.moments import moved_nbytes
-from chunkc.report.units import Unit, percent, plural, ranges, repeated, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, unit_of
 
 _TRIPLE = ("param32", "momentum", "variance")
 _FP32_NBYTES = 4
@@ -162,4 +162,6 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
         yield f"also on the device when a step begins: {' '.join(kept)}"
     used = unit.named(plan.memory.device_budget_nbytes - plan.memory.device_peak_nbytes)
     yield f"free under the device budget at its peak: {used}"
+    if plan.memory.is_bound:
+        yield BOUND_NOTE
     yield "param16: parameters in compute dtype. state: param32, momentum and variance, 12 bytes per element."

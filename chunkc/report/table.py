@@ -16,7 +16,7 @@ from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import Unit, percent, plural, ranges, repeated, shorten, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, shorten, unit_of
 
 MAX_COLUMNS = 100
 MAX_PROGRAM_LINES = 9
@@ -83,6 +83,8 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     )
     host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
     yield f"  host    {unit.of(host)} of budget {unit.of(host_budget)} ({percent(host, host_budget)})"
+    if memory.is_bound:
+        yield f"  {BOUND_NOTE}"
     yield (
         f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states: "
         f"{plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')} "

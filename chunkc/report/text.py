@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from chunkc.ir.layout import Chunk, Layout, Placement
 from chunkc.ir.plan import Plan, Program, State
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import Unit, plural, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, plural, unit_of
 
 
 def full_text(plan: Plan) -> str:
@@ -33,6 +33,8 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
         f"{unit.of(memory.nonmodel_nbytes)} at {memory.nonmodel_segment}"
     )
     yield f"  host: {unit.of(memory.host_nbytes)} of budget {unit.of(memory.host_budget_nbytes)}"
+    if memory.is_bound:
+        yield f"  {BOUND_NOTE}"
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from chunkc.ir.plan import Plan
 
+BOUND_NOTE = "activations are a bound: each operator alone; compile fuses them and states what that takes"
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 

@@ -1,0 +1,240 @@
+"""Reading generated code: by hand against what it must say, and compiled segments against malloc's own count."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median_low
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkc._torch_compat import inductor_code
+from chunkc.ir.plan import Segment
+from chunkc.memory.footprint import Footprint, Step
+from chunkc.memory.inductor import NotUnderstoodError, source_footprint
+from chunkc.passes.lower import LoweredSegment, lower
+from chunkc.planahead import capture_ahead
+from chunkc.runtime.meter import malloc_reader
+from chunkc.segments import compile_inductor, footprint_of
+
+KIB = 1 << 10
+BASE = 64 * KIB
+
+SOURCE = """
+from torch._inductor.async_compile import AsyncCompile
+async_compile = AsyncCompile()
+cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''
+extern "C" void kernel(const float* in_ptr0, float* out_ptr0) { /* no scratch */ }
+''')
+cpp_fused_1 = async_compile.cpp_pybinding(['float*'], '''
+    std::unique_ptr<float []> buf_local = std::make_unique<float []>(static_cast<int64_t>(1024L));
+''')
+class Runner:
+    def call(self, args):
+        in0, in1, in2 = args
+        args.clear()
+        assert_size_stride(in0, (64, 32), (32, 1), 'input')
+        buf0 = empty_strided_cpu((64, 32), (32, 1), torch.float32)
+        cpp_fused_0(in0, buf0)
+        del in0
+        buf1 = empty_strided_cpu((64, 64), (64, 1), torch.float32)
+        # Topologically Sorted Source Nodes: [], Original ATen: []
+        extern_kernels.mm(buf0, reinterpret_tensor(in1, (32, 64), (1, 32), 0), out=buf1)
+        buf2 = reinterpret_tensor(buf0, (32, 64), (64, 1), 0); del buf0  # reuse
+        cpp_fused_1(buf2)
+        buf3 = torch.ops.aten.native_layer_norm.default(buf1, [64], None, None, 1e-05)
+        buf4 = buf3[0]
+        assert_size_stride(buf4, (64, 64), (64, 1), 'torch.ops.aten.native_layer_norm.default')
+        del buf3
+        del buf1
+        return (buf2, reinterpret_tensor(buf4, (4096, ), (1, ), 0), in2, None, )
+"""
+
+EXAMPLES = [torch.empty(64, 32), torch.empty(64, 32), 7]
+
+
+def test_generated_code_by_hand() -> None:
+    """Reuse takes nothing, what an operator returns besides goes with the tuple, scratch buffers count per thread."""
+    scratch = 1024 * 4 * torch.get_num_threads()
+    assert source_footprint(SOURCE, {}, EXAMPLES) == Footprint(
+        num_inputs=3,
+        nbytes=(64 * 32 * 4, 64 * 64 * 4, 64 * 64 * 4, 64 * 4, 64 * 4),
+        steps=(
+            Step((3,), (), 0),
+            Step((), (), BASE),
+            Step((), (0,), 0),
+            Step((4,), (), 0),
+            Step((), (), BASE),
+            Step((), (), BASE + scratch),
+            Step((5, 6, 7), (), BASE),
+            Step((), (6, 7), 0),
+            Step((), (4,), 0),
+        ),
+        outputs=(3, 5, -1, -1),
+        is_exact=True,
+    )
+
+
+CHANGES = {
+    "an unknown function": ("cpp_fused_1(buf2)", "triton_fused_1(buf2)"),
+    "a branch": ("cpp_fused_1(buf2)", "if True: cpp_fused_1(buf2)"),
+    "a name deleted twice": ("del buf3\n", "del buf3\n        del buf3\n"),
+    "a name used after it was deleted": ("cpp_fused_1(buf2)", "cpp_fused_1(buf0)"),
+    "a kernel that allocates in a way of its own": ("/* no scratch */", "auto p = malloc(n);"),
+    "scratch of an unknown type": ("make_unique<float []>", "make_unique<Thing []>"),
+    "another shape than the code asserts": ("(64, 32), (32, 1), 'input'", "(64, 33), (33, 1), 'input'"),
+    "an operator that does not exist": ("native_layer_norm.default(", "native_layer_form.default("),
+    "an operator with wrong arguments": ("[64], None, None, 1e-05", "[65], None, None, 1e-05"),
+    "an operator that changes storages": ("native_layer_norm.default(buf1,", "set_.source_Tensor(buf1,"),
+    "an operator returning what it should write": (", out=buf1)", ").bias_addmm(buf0)"),
+    "nothing returned": ("return (buf2", "unused = (buf2"),
+    "no function": ("def call", "def called"),
+    "an expression": ("cpp_fused_1(buf2)", "buf2 + 1"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_not_understood_is_refused(what: str) -> None:
+    before, after = CHANGES[what]
+    assert before in SOURCE
+    with pytest.raises(NotUnderstoodError):
+        source_footprint(SOURCE.replace(before, after), {}, EXAMPLES)
+
+
+def test_constants_are_no_memory_of_a_segment() -> None:
+    source = SOURCE.replace("cpp_fused_1(buf2)", "cpp_fused_0(_tensor_constant0, buf2)")
+    found = source_footprint(source, {"_tensor_constant0": torch.empty(999)}, EXAMPLES)
+    assert found.nbytes == source_footprint(SOURCE, {}, EXAMPLES).nbytes
+    with pytest.raises(NotUnderstoodError):
+        source_footprint(source, {}, EXAMPLES)
+
+
+# --- compiled segments ------------------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """An operator of every sort that generated code calls: fused, into a buffer, returning one or several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(512, 128)
+        self.wide, self.narrow = nn.Linear(128, 512), nn.Linear(512, 128)
+        self.norm = nn.LayerNorm(128)
+        self.mix = nn.Conv1d(128, 128, 3, padding=1)
+        self.head = nn.Linear(128, 512)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        x = x + nn.functional.dropout(self.narrow(nn.functional.gelu(self.wide(self.norm(x)))), 0.1)
+        x = x + self.mix(x.transpose(1, 2)).transpose(1, 2)
+        heads = x.view(*ids.shape, 4, 32).transpose(1, 2)
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def whole_graphs(dtype: torch.dtype) -> Iterator[LoweredSegment]:
+    """Forward and backward as one segment each."""
+    captured = capture_ahead(Mixture(), dtype, (torch.zeros(8, 128, dtype=torch.int64),), "inductor")
+    for kind, graph in (("forward", captured.forward), ("backward", captured.backward)):
+        whole = Segment(kind, 0, 0, len(graph.bundles), (), (), 0, 0)
+        yield lower(graph.module, [b.nodes for b in graph.bundles], [whole], graph.params).segments[0]
+
+
+@dataclass(slots=True)
+class Probe:
+    """Malloc's count around every statement of a generated ``call``."""
+
+    compiled: Any
+    read: Any
+    before: list[int] = field(default_factory=list)
+    after: list[int] = field(default_factory=list)
+    highest: list[int] = field(default_factory=list)
+
+    def function(self) -> Any:
+        """The generated function with a reading before and after every statement."""
+        source, _ = inductor_code(self.compiled)
+        tree = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call")
+        begin, end = (ast.parse(f"__{name}__()").body[0] for name in ("begin", "end"))
+        last = tree.body.pop()
+        tree.body = [n for statement in tree.body for n in (begin, statement, end)] + [last]
+        space = {**self.compiled.current_callable.__func__.__globals__, "__begin__": self.begin, "__end__": self.end}
+        exec(compile(ast.fix_missing_locations(ast.Module([tree], [])), "probed", "exec"), space)
+        return space["call"]
+
+    def begin(self) -> None:
+        self.before.append(self.read())
+        self.highest.append(self.before[-1])
+
+    def end(self) -> None:
+        self.after.append(self.read())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Readings without pause enter into the statement under way."""
+        done = threading.Event()
+
+        def run() -> None:
+            while not done.is_set():
+                statement = len(self.after)
+                if len(self.highest) > statement:
+                    level = self.read()
+                    if len(self.after) == statement:  # it is still the same one
+                        self.highest[statement] = max(self.highest[statement], level)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+
+def probed(segment: LoweredSegment, compiled: Any, times: int = 7) -> list[Probe]:
+    """Runs with every statement probed; the first ones let kernels' libraries take what they keep."""
+    found = []
+    for _ in range(times):
+        probe = Probe(compiled, malloc_reader())
+        args = [torch.empty_strided(e.shape, e.stride(), dtype=e.dtype).zero_() for e in segment.examples]
+        gc.collect()
+        function = probe.function()
+        with probe.watching():
+            function(None, args)
+        found.append(probe)
+    return found[2:]
+
+
+@pytest.mark.skipif(malloc_reader() is None, reason="no reading of malloc on this system")
+@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)))
+def test_compiled_segments_take_what_is_read_from_their_code(dtype: torch.dtype) -> None:
+    """Every statement that takes or frees 16 KiB or more, in order; and no kernel takes more than its allowance."""
+    for segment in whole_graphs(dtype):
+        compiled = compile_inductor(segment)
+        found = footprint_of(segment, compiled)
+        assert found.is_exact
+        sizes = [e.numel() * e.element_size() for e in segment.examples] + list(found.nbytes)
+        planned = [(sum(sizes[n] for n in s.allocates), sum(sizes[n] for n in s.releases)) for s in found.steps]
+        probes = probed(segment, compiled)
+        wanted = [a - r for a, r in planned if abs(a - r) >= 16 * KIB]
+        runs = [[after - before for before, after in zip(p.before, p.after, strict=True)] for p in probes]
+        changes = [median_low(run[i] for run in runs) for i in range(len(runs[0]))]
+        large = [c for c in changes if abs(c) >= 16 * KIB]
+        assert len(large) == len(wanted) > 12
+        assert all(abs(c - w) <= 4 * KIB for c, w in zip(large, wanted, strict=True)), (large, wanted)
+        most = max(h - max(b, a) for p in probes for h, b, a in zip(p.highest, p.before, p.after, strict=True))
+        assert most <= max(s.workspace_nbytes for s in found.steps)
+
+
+def test_segments_without_generated_code_are_planned_operator_by_operator(caplog: pytest.LogCaptureFixture) -> None:
+    segment = next(whole_graphs(torch.float32))
+    with caplog.at_level("INFO", "chunkc"):
+        found = footprint_of(segment, lambda args: args)
+    assert not found.is_exact and len(found.outputs) == len(segment.outputs)
+    assert "as if its operators ran one by one" in caplog.text
