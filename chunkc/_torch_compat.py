@@ -46,6 +46,7 @@ __all__ = [
     "aot_backend",
     "call_plain",
     "capture_settings",
+    "compiles_here",
     "current_backward",
     "dynamo_example",
     "engine_runs",
@@ -58,7 +59,6 @@ __all__ = [
     "inductor_decompositions",
     "inductor_joint_passes",
     "is_capturing",
-    "is_transforming",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
@@ -77,10 +77,12 @@ def is_capturing() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
-def is_transforming() -> bool:
-    """Whether a function transform (vmap, grad, ...) or a dispatch mode is active on this thread."""
+def compiles_here() -> bool:
+    """Whether torch.compile compiles on this thread now: it is switched on, and no function transform (vmap, grad, ...)
+    or dispatch mode is active."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return bool(modes) or torch._C._functorch.peek_interpreter_stack() is not None
+    is_plain = not modes and torch._C._functorch.peek_interpreter_stack() is None
+    return is_plain and not torch._dynamo.config.disable
 
 
 def engine_runs(node: Any) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from chunkc._torch_compat import CaptureFailed, call_plain, capture_settings, is_transforming
+from chunkc._torch_compat import CaptureFailed, call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
@@ -48,7 +48,7 @@ logger = logging.getLogger("chunkc")
 
 _MAX_REMEMBERED = 4096  # signatures, as hashes
 _STRANGE = "its arguments are not only tensors, numbers and strings (key-value caches are objects)"
-_TRANSFORMED = "a function transform or a dispatch mode is active"
+_NOT_HERE = "torch.compile is switched off, or a function transform or a dispatch mode is active"
 _STAGED = "no training step has laid the model out yet"
 _WAITING = "gradients wait in the chunks to be stepped or discarded"
 _FIRST = "its shapes are new; a program is made when they come again"
@@ -132,8 +132,8 @@ class Evaluator:
             return _STRANGE
         if signature in self._refused:
             return ""
-        if is_transforming():
-            return _TRANSFORMED
+        if not compiles_here():
+            return _NOT_HERE
         if not runtime.can_evaluate:
             return _STAGED if runtime.layout is None else _WAITING
         if signature in self.shapes:
@@ -156,7 +156,7 @@ class Evaluator:
         before, self._started_s = runtime.accounting.num_evaluations, time.perf_counter()
         with capture_settings(), runtime.entering():
             outputs = self.shapes.call(signature, args, kwargs)
-        if runtime.accounting.num_evaluations == before:  # Dynamo is switched off, or there was nothing to compute
+        if runtime.accounting.num_evaluations == before:  # a stance of torch.compiler, or nothing to compute
             self._refused.add(signature)
             self._tell("torch.compile ran it without a graph", logging.WARNING)
         return outputs
@@ -238,6 +238,8 @@ def _cause(error: Exception) -> str:
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, ChunkcError) or isinstance(error, ChunkcError):
         return str(inner or error)
+    if inner is not None:
+        return f"its graph does not compile: {type(inner).__name__}: {inner}"
     text, _, user_code = str(error).partition("from user code:")
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     lines = [line.strip() for line in user_code.partition("Set TORCHDYNAMO")[0].splitlines() if line.strip()]

@@ -111,3 +111,19 @@ def test_a_refused_shape_does_not_count(twins: Twins) -> None:
     twins.train(12)
     twins.check()
     assert (shapes.num_programs, len(shapes)) == (2, 2)
+
+
+def test_another_shape_does_not_ask_for_the_memory_of_the_chunks_again(
+    twins: Twins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arena and homes are there already; only the activations of the new shape must be free on this machine."""
+    twins.train(12)
+    plan = chunkc.plan_of(twins.model)
+    wanted = plan.memory.nonmodel_nbytes
+    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: wanted)
+    twins.train(8)
+    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: wanted // 10)
+    with pytest.raises(chunkc.HardwareError, match=f"where {wanted // 10} bytes are free"):
+        twins.model(torch.zeros(2, 11, dtype=torch.int64))
+    twins.train(8)
+    twins.check()
