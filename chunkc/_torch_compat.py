@@ -44,6 +44,7 @@ __all__ = [
     "OpOverload",
     "RecompileLimitHit",
     "aot_backend",
+    "break_reason",
     "call_plain",
     "capture_settings",
     "compiles_here",
@@ -54,6 +55,7 @@ __all__ = [
     "fresh_code",
     "fused_adam_",
     "fused_adamw_",
+    "hidden_from_dynamo",
     "inductor_code",
     "inductor_compile",
     "inductor_decompositions",
@@ -65,6 +67,7 @@ __all__ = [
     "outlives",
     "outputs_aliasing_inputs",
     "pytree",
+    "shared_frames",
     "skipped_by_dynamo",
     "swap_tensors",
     "tag_must_recompute",
@@ -142,6 +145,16 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
     return None if grapharg is None else grapharg.example
 
 
+def break_reason(module: torch.fx.GraphModule) -> str | None:
+    """Why Dynamo ended this graph before its frame returned, with the source line; None where it did not."""
+    found = getattr(module, "compile_subgraph_reason", None)
+    if found is None or not found.graph_break:
+        return None
+    reason = str(found.reason).strip().splitlines()[0]
+    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in found.user_stack[-1:]]
+    return f"{reason} at {where[0]}" if where else reason
+
+
 def mutated_inputs() -> tuple[int, ...]:
     """Positions of the inputs that the graph being compiled mutates. Call inside ``fw_compiler``."""
     return tuple(
@@ -178,6 +191,11 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
 def skipped_by_dynamo(function: F) -> F:
     """Dynamo neither traces nor inlines ``function``; what it calls is compiled as usual."""
     return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def hidden_from_dynamo(function: F) -> F:
+    """Dynamo traces neither ``function`` nor anything that it calls."""
+    return torch.compiler.disable(function, recursive=True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def fresh_code(function: Any) -> Any:
@@ -248,12 +266,21 @@ def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Settings for one call on this thread: logging inside a forward does not break the graph, hooks that modules are
-    given later make it capture anew instead of being ignored, and a graph may be kept for a second backward."""
+    """Settings for one call: logging inside a forward does not break the graph, hooks that modules are given later make
+    it capture anew instead of being ignored, and a graph may be kept for a second backward."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
     dynamo = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
     with dynamo, torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+@contextmanager
+def shared_frames() -> Iterator[None]:
+    """Settings for one call whose forward breaks: Dynamo then compiles frames of the user's own functions, which all
+    models of a class share, so that its limits per function say nothing about one model."""
+    many = 1 << 30
+    with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many):
         yield

@@ -63,7 +63,7 @@ def compile(  # the name that torch.compile taught users
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
         chunk_size: elements per chunk, or ``"auto"``.
-        fullgraph: refuse graph breaks (this release always does).
+        fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         reserve: device bytes to leave alone.
 
@@ -95,6 +95,7 @@ def compile(  # the name that torch.compile taught users
         compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
         passes=passes,
+        fullgraph=fullgraph,
     )
     runtime = ModelRuntime(infos, params, device)
     compiled = CompiledModel(model, runtime, settings)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -22,27 +22,28 @@ from chunkc._torch_compat import (
     call_plain,
     capture_settings,
     pytree,
+    shared_frames,
     skipped_by_dynamo,
 )
+from chunkc.breaks import BrokenForwards
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
-from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import GraphKind
 from chunkc.passes import Options, Planned, Target
-from chunkc.planning import Request, build
+from chunkc.planning import Built, Request, build
 from chunkc.policy import check_trainable_dtypes
+from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
-from chunkc.runtime.bind import CompiledGraph
-from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
-from chunkc.shapes import ShapeTable, entry_maker, signature_of
+from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
 
 logger = logging.getLogger("chunkc")
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ class Settings:
     compiler: SegmentCompiler
     backend_options: dict[str, Any]
     passes: Any = None
+    fullgraph: bool = False
 
 
 class CompiledModel:
@@ -99,23 +101,26 @@ class CompiledModel:
         self.is_open = False
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         cast_ids = self._cast_ids = set[int]()
-        on_capture = weakref.WeakMethod(self._on_capture)  # Dynamo keeps backends for as long as the process lives
-
-        def captured(iteration: Captured) -> Compiled:
-            method = on_capture()
-            if method is None:
-                raise ChunkcError("the compiled model was deleted while its forward was captured")
-            return method(iteration)
-
-        backend = CaptureBackend(
-            index_of=lambda value: by_id.get(id(value)),
-            infos=runtime.infos,
-            on_capture=captured,
-            is_cast=lambda value: id(value) in cast_ids,
+        options: dict[str, Any] = {
+            "index_of": lambda value: by_id.get(id(value)),
+            "infos": runtime.infos,
+            "is_cast": lambda value: id(value) in cast_ids,
             **settings.backend_options,
+        }
+        self.breaks = BrokenForwards(
+            type(model).__name__, runtime, settings.compiler, _weakly(self.request), _weakly(self._on_built)
+        )
+        runtime.plan_recorded = _weakly(self.breaks.plan_recorded)
+        whole = CaptureBackend(on_capture=_weakly(self._on_capture), **options)
+        parts = CaptureBackend(
+            on_capture=_weakly(self._on_part),
+            on_break=_weakly(self.breaks.on_break),
+            on_evaluation=_weakly(self.breaks.on_frozen),
+            **options,
         )
 
-        self.shapes = ShapeTable(entry_maker(model, backend))
+        self.shapes = ShapeTable(entry_maker(model, whole))
+        self.broken_shapes = ShapeTable(entry_maker(model, parts, fullgraph=False))
         self.evaluator = self.make_evaluator()
 
     def make_evaluator(self) -> Evaluator:
@@ -148,8 +153,10 @@ class CompiledModel:
         outputs = self._captured(args, kwargs)
         if self.runtime.num_forwards == before:
             raise CaptureError(
-                "this call ran without entering the compiled graphs; it has computed nothing that can be trained. "
-                "Please report the model"
+                "this call ran without entering a compiled graph, so nothing of it can be trained: "
+                + ("; ".join(self.breaks.reasons) or "Dynamo found no part of the forward that it can compile")
+                + ". Breaks inside loops, and inside modules that torch owns, keep all of it from being compiled: "
+                "move the break to the top of the forward"
             )
         self.runtime.watch(outputs)
         return outputs
@@ -170,17 +177,29 @@ class CompiledModel:
         self._capture_started_s = time.perf_counter()
         try:
             with capture_settings(), self.runtime.entering():
-                return self.shapes.call(signature_of(self._model, args, kwargs), args, kwargs)
+                return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
                 raise inner.with_traceback(None) from None
             raise
-        except CaptureFailed as error:
-            raise CaptureError(
-                f"the forward of {type(self._model).__name__} breaks into several graphs, which is not built yet; the "
-                f"first break:\n{error}"
-            ) from error
+
+    def _enter(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As one graph where that is possible; else, unless ``fullgraph`` was asked for, as several."""
+        if signature not in self.broken_shapes:
+            try:
+                return self.shapes.call(signature, args, kwargs)
+            except BackendCompilerFailed:
+                raise
+            except CaptureFailed as error:
+                if self.settings.fullgraph:
+                    raise CaptureError(
+                        f"the forward of {type(self._model).__name__} breaks into several graphs, and fullgraph=True "
+                        f"refuses that; the first break:\n{error}"
+                    ) from error
+        self.broken_shapes.max_programs = self.shapes.max_programs
+        with shared_frames():
+            return self.broken_shapes.call(signature, args, kwargs)
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in compute dtype, noting which of them are copies."""
@@ -228,42 +247,42 @@ class CompiledModel:
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
-        schedule, settings = captured.schedule, self.settings
+        self._check_captured(captured)
+        built = build(captured, self.request(), self.settings.compiler)
+        self.shapes.captured()
+        self._on_built(built)
+        slot = slot_of(captured)
+        slot.plan, slot.graphs = built.planned.plan, built.graphs
+        return callables(slot, self.runtime)
+
+    def _on_part(self, captured: Captured) -> Compiled:
+        self.broken_shapes.check_room()
+        self._check_captured(captured)
+        compiled = self.breaks.on_capture(captured)
+        self.broken_shapes.captured()
+        return compiled
+
+    def _check_captured(self, captured: Captured) -> None:
+        schedule = captured.schedule
         num_ops = sum(len(g.operators) for g in schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
         trained = {p for op in schedule.backward.operators for p in op.grads}
         check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
-        built = build(captured, self.request(), settings.compiler)
+
+    def _on_built(self, built: Built) -> None:
         plan = built.planned.plan
         self.planned.append(built.planned)
-        self.shapes.captured()
         explain(ReportedPlan.of(plan), plan.stages, built.code)
-        return self._callables(plan, built.graphs, captured)
 
-    def _callables(self, plan: Plan, graphs: Mapping[GraphKind, CompiledGraph], captured: Captured) -> Compiled:
-        """Executors take memory, so they are made at the first call and not while torch is tracing.
 
-        What is returned lives as long as the process, in Dynamo's tables, so it must not hold on to the model's memory.
-        """
-        runtime_of, held_nbytes, key = weakref.ref(self.runtime), captured.held_at_start_nbytes, object()
+def _weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """``method`` without holding on to its object: Dynamo keeps backends for as long as the process lives."""
+    reference = weakref.WeakMethod(method)
 
-        def ready() -> tuple[ModelRuntime, Executor]:
-            runtime = runtime_of()
-            if runtime is None:
-                raise ChunkcError("the compiled model was deleted before its forward or backward ran")
-            if key not in runtime.executors:
-                runtime.accounting.reserve(plan.memory.device_peak_nbytes)
-                static = static_slots(plan.layout, plan.program("forward").entry.resident)
-                store = runtime.adopt(plan.layout, static)
-                runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
-            return runtime, runtime.executors[key]
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = reference()
+        if found is None:
+            raise ChunkcError("the compiled model was deleted while its forward was captured")
+        return found(*args, **kwargs)
 
-        def forward(args: list[Any]) -> list[Any]:
-            runtime, executor = ready()
-            return runtime.forward(executor, args, held_nbytes)
-
-        def backward(args: list[Any]) -> list[Any]:
-            runtime, executor = ready()
-            return runtime.backward(executor, args)
-
-        return Compiled(forward, backward)
+    return call

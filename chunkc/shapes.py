@@ -118,14 +118,18 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
 
 
-def entry_maker(model: nn.Module, backend: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
+def entry_maker(
+    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True
+) -> Callable[[], Callable[..., Any]]:
     """A function that makes entries to ``model``'s forward by torch.compile, each over a code object of its own."""
 
     def make_run() -> Callable[..., Any]:
         def enter(*args: Any, **kwargs: Any) -> Any:
             return call_plain(model, args, kwargs)
 
-        compiled: Callable[..., Any] = torch.compile(fresh_code(enter), backend=backend, fullgraph=True, dynamic=False)
+        compiled: Callable[..., Any] = torch.compile(
+            fresh_code(enter), backend=backend, fullgraph=fullgraph, dynamic=False
+        )
         return compiled
 
     return make_run

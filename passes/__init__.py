@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from chunkc.ir.layout import Layout
+from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes.chunk_mapping import ChunkMappingPass
@@ -144,6 +144,8 @@ def assemble(draft: Draft) -> Plan:
     layout = decided(draft.layout, "mapping")
     forward, backward = decided(draft.timelines, "segments")
     segments = (*forward.segments, *backward.segments)
+    own = draft.schedule.trained_params()
+    trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
     return Plan(
         model=draft.target.model,
@@ -161,4 +163,5 @@ def assemble(draft: Draft) -> Plan:
             host_nbytes=layout.host_nbytes(),
         ),
         stages=draft.stages,
+        trained_elsewhere=tuple(p for p in trained if p not in own),
     )

@@ -94,12 +94,13 @@ def pack(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: i
 
 
 def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
-    """Members of each list in order of first use; lists in the order trained, frozen, unused."""
-    trained, used = set(liveness.trained), set(liveness.use_order)
-    unused = [p for p in range(len(schedule.params)) if p not in used]
+    """Members of each list in order of first use, what only other graphs use last; trained, frozen, unused."""
+    trained, used = set(liveness.trained).union(schedule.also_trained), set(liveness.use_order)
+    elsewhere = [p for p in schedule.also_trained if p not in used]
+    unused = [p for p in range(len(schedule.params)) if p not in used.union(elsewhere)]
     lists: dict[tuple[ChunkList, str], list[int]] = {}
     for kind in (ChunkList.TRAINED, ChunkList.FROZEN):
-        for param in liveness.use_order:
+        for param in (*liveness.use_order, *elsewhere):
             if (param in trained) == (kind is ChunkList.TRAINED):
                 lists.setdefault((kind, schedule.params[param].dtype), []).append(param)
     if unused:
@@ -130,9 +131,9 @@ def units_of(layout: Layout) -> Units:
 
 
 def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:
-    """Check that ``layout``, made for another shape of the model, serves ``schedule`` too.
+    """Check that ``layout``, made for another shape or graph of the model, serves ``schedule`` too.
 
-    An evaluation trains nothing and may read what is trained elsewhere.
+    It may train less: what no gradient comes for, the step leaves as it is.
 
     Raises:
         PlanError: naming a parameter whose list differs.
@@ -144,8 +145,9 @@ def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> Non
         if not place.num_chunks:
             continue
         kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
-        is_strange = (place.param in trained) != (kind is ChunkList.TRAINED) and not schedule.is_evaluation
-        if is_strange or (place.param in used and kind is ChunkList.UNUSED):
+        if (place.param in trained and kind is not ChunkList.TRAINED) or (
+            place.param in used and kind is ChunkList.UNUSED
+        ):
             raise PlanError(
                 f"{name!r} stands in a chunk of {kind} parameters, but the graphs of this shape use it otherwise; "
                 "give every shape the same trained parameters, or compile the model again for it"

@@ -20,12 +20,12 @@ from chunkc.passes.os_placement import os_slot
 
 
 def update_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Own chunks with gradients, in order of first use (chunks that only pad a group hold none)."""
+    """Own trained chunks in order of first use, those that only other graphs use last (padding is none)."""
     order: dict[int, None] = {}
     for param in liveness.use_order:
         order.update(dict.fromkeys(layout.placements[param].chunks))
-    own = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
-    return tuple(c for c in order if c in own)
+    own = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
+    return (*(c for c in order if c in own), *(c for c in own if c not in order))
 
 
 def step_items(layout: Layout, liveness: Liveness, home: Home) -> tuple[Item, ...]:

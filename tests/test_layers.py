@@ -48,7 +48,11 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 GROUP_OF = {
     **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling"), "hardware"),
     **dict.fromkeys(
-        ("compiled", "debug", "devices", "evaluation", "planahead", "planning", "policy", "segments", "shapes"), "api"
+        (
+            *("breaks", "compiled", "debug", "devices", "evaluation", "planahead", "planning", "policy", "programs"),
+            *("segments", "shapes"),
+        ),
+        "api",
     ),
     "__main__": "cli",
 }

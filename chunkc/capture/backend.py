@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from chunkc._torch_compat import (
     aot_backend,
+    break_reason,
     dynamo_example,
     mutated_inputs,
     num_forward_outputs,
@@ -51,6 +52,7 @@ class CaptureBackend:
         decompositions: operator decompositions for AOTAutograd, or None.
         prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
         is_cast: whether a tensor is a copy in compute dtype of what the caller handed in.
+        on_break: told why and where a graph ended before its frame did.
     """
 
     index_of: Callable[[Any], int | None]
@@ -60,9 +62,13 @@ class CaptureBackend:
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
     is_cast: Callable[[Any], bool] = lambda value: False
+    on_break: Callable[[str], None] | None = None
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
+        reason = break_reason(module)
+        if reason is not None and self.on_break is not None:
+            self.on_break(reason)
         examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
         capture = _GraphCapture(self, [self.index_of(e) for e in examples], [self.is_cast(e) for e in examples])
         compiled: Callable[..., Any] = aot_backend(

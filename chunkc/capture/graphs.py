@@ -45,7 +45,8 @@ class Captured:
 
     ``held_at_start_nbytes`` are bytes of the inputs and buffers that are alive before forward begins: a meter that
     starts there does not see them. ``stages`` say what capture did, and how long each part took.
-    ``user_outputs`` names the forward's outputs that are not merely saved for backward.
+    ``user_outputs`` names the forward's outputs that are not merely saved for backward. ``beside_nbytes`` are alive all
+    the while, for other graphs of the same call; the schedule counts them too.
     """
 
     forward: CapturedGraph
@@ -54,6 +55,7 @@ class Captured:
     held_at_start_nbytes: int
     stages: tuple[StageRecord, ...] = ()
     user_outputs: tuple[str, ...] = ()
+    beside_nbytes: int = 0
 
 
 def build(

@@ -140,6 +140,8 @@ class Plan:
             from cold to cold and joined like a transition, over the segments of its only graph, a forward graph.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
+        trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
+            from eager operators; here the step leaves them as they are.
     """
 
     model: str
@@ -150,6 +152,7 @@ class Plan:
     programs: tuple[Program, ...]
     memory: Memory
     stages: tuple[StageRecord, ...] = field(default=(), compare=False)
+    trained_elsewhere: tuple[int, ...] = ()
 
     @property
     def is_evaluation(self) -> bool:
@@ -225,6 +228,7 @@ class Plan:
             segments=tuple(Segment(**_tuples(s)) for s in data["segments"]),
             programs=tuple(_program(p) for p in data["programs"]),
             memory=Memory(**data["memory"]),
+            trained_elsewhere=tuple(data["trained_elsewhere"]),
             stages=tuple(StageRecord(**s) for s in data["stages"]),
         )
 

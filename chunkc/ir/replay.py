@@ -64,7 +64,8 @@ class Facts:
         self.due = [frozenset(params[c.index]) & landed for c in layout.chunks]
         self.lands = {s.name: self._by_chunk(s.lands) for s in plan.segments}
         self.reads = {s.name: self._by_chunk(s.reads) for s in plan.segments}
-        self.to_update = frozenset(c.index for c in layout.chunks if self.due[c.index] and self.owned[c.index])
+        trained = [c.index for c in layout.chunks if c.list is ChunkList.TRAINED and self.owned[c.index]]
+        self.to_update = frozenset(c for c in trained if self.params[c])
         self.overlaps = _overlaps(layout)
         self.needs_norm = any(a.op in (Op.NORM, Op.DECIDE) for p in plan.programs for a in p.actions)
 

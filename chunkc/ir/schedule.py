@@ -105,13 +105,15 @@ class Schedule:
     """One iteration: the parameters, the forward graph and the backward graph (without operators in an evaluation).
 
     ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
-    ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs).
+    ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs). ``also_trained``
+    are parameters whose gradients come from elsewhere: another graph of the model, or eager operators.
     """
 
     params: tuple[ParamInfo, ...]
     forward: GraphSchedule
     backward: GraphSchedule
     held_nbytes: int = 0
+    also_trained: tuple[int, ...] = ()
 
     @property
     def is_evaluation(self) -> bool:

@@ -127,16 +127,22 @@ def _check_gradients(plan: Plan) -> None:
     """Refuse gradients without a triple to update, and triples without a gradient."""
     layout = plan.layout
     landed = {p for s in plan.segments for p in s.lands}
+    twice = landed.intersection(plan.trained_elsewhere)
+    if twice:
+        raise PlanError(
+            f"the gradient of {layout.params[min(twice)].name!r} lands, but is declared to come from elsewhere"
+        )
+    due = landed.union(plan.trained_elsewhere)
     for place in layout.placements:
         info = layout.params[place.param]
         for chunk in place.chunks:
             kind = layout.chunks[chunk].list
-            if (kind is ChunkList.TRAINED) != (place.param in landed) and info.numel:
+            if (kind is ChunkList.TRAINED) != (place.param in due) and info.numel:
                 raise PlanError(
                     f"parameter {info.name!r} is in c{chunk} of list {kind}, and its gradient "
                     f"{'lands' if place.param in landed else 'never lands'}"
                 )
-            if place.param in landed and layout.chunks[chunk].os_home is None:
+            if place.param in due and layout.chunks[chunk].os_home is None:
                 raise PlanError(f"c{chunk} is trained but has no optimizer state")
     for item in layout.chunks:
         if (item.list is ChunkList.GRAD) != (item.partner is not None):

@@ -48,6 +48,8 @@ class CapturedIteration(Protocol):
     def backward(self) -> CapturedGraph: ...
     @property
     def user_outputs(self) -> tuple[str, ...]: ...
+    @property
+    def beside_nbytes(self) -> int: ...
 
 
 @dataclass(slots=True)
@@ -132,7 +134,7 @@ def iteration_bytes(
         footprints: of their segments.
     """
     heap = _Heap()
-    heap.new(_constants_nbytes(captured))
+    heap.new(_constants_nbytes(captured) + captured.beside_nbytes)
     names = _placeholders(captured.forward, heap, {})
     for storage in names.values():
         heap.hold(storage)  # the user's own hold

@@ -10,6 +10,7 @@ that a handle that was kept never shows the gradient of a later one.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -39,7 +40,7 @@ class Gradients:
         self._handles: dict[int, ManagedTensor] = {}
         self._backward: int | None = None
         self._call = -1
-        self._ran: set[object] = set()
+        self._ran: Counter[object] = Counter()
 
     @property
     def pending(self) -> bool:
@@ -55,15 +56,17 @@ class Gradients:
         """Parameters that show a gradient which nobody has zeroed."""
         return [i for i, p in enumerate(self._params) if p.grad is not None and i not in self.zeroed]
 
-    def joins(self, backward: int, call: int, graph: object) -> bool:
+    def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
         """Whether ``graph``, which ran forward in ``call``, goes on with the backward that landed the latest gradients.
+
+        ``num_forwards``: how often it ran there, as a frame does that a forward comes to more than once.
 
         Raises:
             AccumulationError: when it belongs to that backward, but would add a second contribution to it.
         """
         if not self.pending or backward != self._backward:
             return False
-        if call != self._call or graph in self._ran:
+        if call != self._call or self._ran[graph] >= num_forwards:
             raise AccumulationError(
                 "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
                 "over micro-batches, which was not declared. Call backward() and step() for each loss, or run both "
@@ -78,9 +81,8 @@ class Gradients:
         self._ran.clear()
         self._backward, self._call = backward, call
 
-    def land(self, graph: object, indexes: Iterable[int]) -> None:
-        """``graph`` has put the gradients of ``indexes`` into their chunks."""
-        self._ran.add(graph)
+    def land(self, indexes: Iterable[int]) -> None:
+        """The gradients of ``indexes`` stand in their chunks now."""
         self.landed.update(indexes)
 
     def add(self, index: int, part: torch.Tensor) -> None:
@@ -89,9 +91,11 @@ class Gradients:
         self.apart[index] = part if before is None else before + part
 
     def hand_out(self, graph: object, indexes: Iterable[int]) -> None:
-        """Set ``param.grad``. A plain gradient that was there (of an eager operator, or assigned) is added, as
-        autograd would do."""
-        self._ran.add(graph)
+        """``graph`` has run backward: set ``param.grad``.
+
+        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do.
+        """
+        self._ran[graph] += 1
         for index in indexes:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index) and index not in self.zeroed:

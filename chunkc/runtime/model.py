@@ -25,6 +25,7 @@ from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.unplanned import UnplannedGraph
 
 
 class ModelRuntime(ModelMemory):
@@ -33,6 +34,8 @@ class ModelRuntime(ModelMemory):
     Attributes:
         num_forwards: compiled forwards so far.
         executors: of every captured graph, by a key of its own.
+        ran: what has run forward in the latest call.
+        plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
     """
 
     def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
@@ -44,8 +47,10 @@ class ModelRuntime(ModelMemory):
         self._saved = False
         self._num_calls = 0
         self._call_of: dict[object, int] = {}
+        self.ran: list[Executor | UnplannedGraph] = []
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
+        self.plan_recorded: Callable[[], None] | None = None
 
     @property
     def executor(self) -> Executor | None:
@@ -80,6 +85,7 @@ class ModelRuntime(ModelMemory):
                 "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first"
             )
         self._num_calls += 1
+        self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run a forward program from wherever the last call left the model.
@@ -94,17 +100,31 @@ class ModelRuntime(ModelMemory):
         outputs = self._guarded(executor, lambda: executor.forward(args))
         self.accounting.end_forward(self.layout, outputs, is_first=is_first)
         self._saved = True
-        self._call_of[executor] = self._num_calls
-        self.num_forwards += 1
+        self._count_forward(executor)
         return outputs
+
+    def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
+        """Run the forward of a graph that has no plan yet."""
+        self.to_cold()
+        self._discard_gradients()
+        self.accounting.start(held_nbytes)
+        outputs = graph.forward(args, self.read_param)
+        self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
+        self._count_forward(graph)
+        return outputs
+
+    def _count_forward(self, graph: Executor | UnplannedGraph) -> None:
+        self._call_of[graph] = self._num_calls
+        self.ran.append(graph)
+        self.num_forwards += 1
 
     def watch(self, outputs: Any) -> None:
         """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
-        executor = self._executor
-        if executor is not None and id(executor) not in self._watched:
-            self._watched.add(id(executor))
-            wanted = {i: self.params[i] for i in executor.graded_params if i not in self._accumulators}
-            self._accumulators |= find_accumulators(outputs, wanted)
+        for graph in self.ran:
+            if id(graph) not in self._watched:
+                self._watched.add(id(graph))
+                wanted = {i: self.params[i] for i in graph.graded_params if i not in self._accumulators}
+                self._accumulators |= find_accumulators(outputs, wanted)
 
     # Backward.
 
@@ -116,17 +136,34 @@ class ModelRuntime(ModelMemory):
         outputs = self._guarded(executor, lambda: executor.backward(args))
         self.accounting.end_backward(self.layout)
         self._saved, self._consumed = False, False
-        self.gradients.land(executor, executor.graded_params)
+        self.gradients.land(executor.graded_params)
         self.gradients.hand_out(executor, executor.graded_params)
         return outputs
 
-    def _begin_backward(self, executor: Executor) -> None:
+    def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
+        """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
+        self._begin_backward(graph)
+        self.to_cold()
+        self.accounting.begin_backward()
+        try:
+            outputs, made = graph.backward(args, self.read_param)
+        except BaseException:
+            self._lose_gradients()
+            raise
+        self.accounting.end_backward(self.layout)
+        for index, gradient in made.items():
+            self.gradients.add(index, gradient)
+        self._consumed = False
+        self.gradients.hand_out(graph, graph.graded_params)
+        return outputs
+
+    def _begin_backward(self, executor: Executor | UnplannedGraph) -> None:
         """Refuse what would add to gradients undeclared; else it goes on with the backward under way, or begins one."""
         self._check_hooks()
         self._check_complete(executor.graded_params)
         gradients, backward, call = self.gradients, current_backward(), self._call_of[executor]
         try:
-            if gradients.joins(backward, call, executor):
+            if gradients.joins(backward, call, executor, self.ran.count(executor)):
                 return
         except AccumulationError:
             self._lose_gradients()
@@ -200,6 +237,8 @@ class ModelRuntime(ModelMemory):
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program and raise the autograd version of every parameter that it changes."""
+        if self._executor is None and self.plan_recorded is not None:
+            self.plan_recorded()
         self._take_assigned(hypers)
         executor = self._running()
         self.gradients.forget()
@@ -228,6 +267,10 @@ class ModelRuntime(ModelMemory):
         self._move_into_chunks()
 
     # Between programs.
+
+    def begin_with(self, executor: Executor) -> None:
+        """The model stands in the cold state, from which the programs of ``executor`` start."""
+        self._switch_to(executor)
 
     def to_cold(self) -> None:
         """Let go of what a forward left on the device for its backward."""
@@ -271,6 +314,7 @@ class ModelRuntime(ModelMemory):
             self.gradients.close()
             self._accumulators = {}
             self._call_of.clear()
+            self.ran.clear()
             self.executors.clear()
             if self._store is not None:
                 self._store.close()

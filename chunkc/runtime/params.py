@@ -24,7 +24,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 import torch
 
-from chunkc._torch_compat import is_capturing, pytree, swap_tensors, wrapper_tensor
+from chunkc._torch_compat import hidden_from_dynamo, is_capturing, pytree, swap_tensors, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.staging import StagingStore
@@ -186,20 +186,17 @@ class ManagedTensor(torch.Tensor):
             )
 
     @classmethod
+    @hidden_from_dynamo
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         managed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ManagedTensor)]
-        if any(_is_tracing(x) for x in managed):
+        if any(type(x._inner) is not torch.Tensor for x in managed):
             return _trace(func, args, kwargs)
         if func in _ALIASES:
             return _alias(args[0])
         return _run(func, args, kwargs, managed)
-
-
-def _is_tracing(tensor: ManagedTensor) -> bool:
-    return type(tensor._inner) is not torch.Tensor
 
 
 def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,0 +1,79 @@
+"""Several graphs of one forward, as one iteration: what their common layout is made from.
+
+Where a forward breaks into graphs, they run one after another, and backward runs through them in reverse. What an
+earlier graph saved, and gave out, is alive while the later ones run forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
+
+Cuts = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def saved_nbytes(schedule: Schedule) -> int:
+    """Non-model bytes that are alive when the forward graph has ended."""
+    operators = schedule.forward.operators
+    return operators[-1].live_after_nbytes if operators else 0
+
+
+def beside(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
+    """``schedule`` with ``nbytes`` more alive all the time, in a model that trains ``also_trained`` elsewhere."""
+
+    def held(graph: GraphSchedule) -> GraphSchedule:
+        return replace(graph, operators=tuple(_more(op, nbytes) for op in graph.operators))
+
+    own = schedule.trained_params()
+    elsewhere = tuple(p for p in also_trained if p not in own)
+    return replace(schedule, forward=held(schedule.forward), backward=held(schedule.backward), also_trained=elsewhere)
+
+
+def _more(op: Operator, nbytes: int) -> Operator:
+    return replace(op, live_nbytes=op.live_nbytes + nbytes, live_after_nbytes=op.live_after_nbytes + nbytes)
+
+
+def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Schedule, Cuts]:
+    """One iteration over all graphs, and the operators at which a new graph begins.
+
+    Args:
+        schedules: in the order in which their forwards run, each as it is beside the others (``beside``).
+        also_trained: parameters that may get gradients from anywhere.
+
+    A gradient to which several graphs contribute counts where the last of them runs; the others read the parameter,
+    since theirs lands in its chunk too.
+    """
+    forward = [op for s in schedules for op in s.forward.operators]
+    backward: list[Operator] = []
+    seen: set[int] = set()
+    for schedule in schedules:  # in reverse of the order of backward: the last contribution is met first
+        operators = [_contributing(op, seen) for op in schedule.backward.operators]
+        seen |= schedule.trained_params()
+        backward = operators + backward
+    cuts = (_starts([s.forward for s in schedules]), _starts([s.backward for s in reversed(schedules)]))
+    joined = Schedule(
+        params=schedules[0].params,
+        forward=GraphSchedule("forward", tuple(forward)),
+        backward=GraphSchedule("backward", tuple(backward)),
+        held_nbytes=max(s.held_nbytes for s in schedules),
+        also_trained=tuple(p for p in also_trained if p not in seen),
+    )
+    return joined, cuts
+
+
+def _contributing(op: Operator, later: set[int]) -> Operator:
+    shared = tuple(p for p in op.grads if p in later)
+    if not shared:
+        return op
+    return replace(op, reads=tuple(sorted({*op.reads, *shared})), grads=tuple(p for p in op.grads if p not in later))
+
+
+def _starts(graphs: Sequence[GraphSchedule]) -> tuple[int, ...]:
+    starts, end = [], 0
+    for graph in graphs:
+        if end and graph.operators and end not in starts:
+            starts.append(end)
+        end += len(graph.operators)
+    return tuple(starts)

@@ -1,0 +1,115 @@
+"""Callables that stand for captured graphs in compiled code, and the executors behind them.
+
+Executors take memory, so they are made at the first call and not while torch is tracing. The callables live as long as
+the process, in Dynamo's tables, so they hold on to no memory of the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from chunkc.capture.backend import BoxedCallable, Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.errors import ChunkcError
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import GraphKind
+from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.params import inner_of
+from chunkc.runtime.unplanned import UnplannedGraph
+from chunkc.runtime.values import static_slots
+
+
+@dataclass(slots=True)
+class GraphSlot:
+    """One captured graph pair: ``graphs`` run as ``plan`` says; while there is none, ``unplanned`` runs.
+
+    ``held_nbytes`` are bytes of its inputs and buffers that are alive before its forward begins; ``params`` says which
+    of its inputs stand for which parameters, as (position, index).
+    """
+
+    held_nbytes: int
+    params: tuple[tuple[int, int], ...]
+    plan: Plan | None = None
+    graphs: Mapping[GraphKind, CompiledGraph] | None = None
+    unplanned: UnplannedGraph | None = None
+
+
+def slot_of(captured: Captured) -> GraphSlot:
+    """An empty slot for a captured graph pair."""
+    inputs = captured.forward.module.graph.find_nodes(op="placeholder")
+    names = captured.forward.params
+    params = tuple((i, names[n.name]) for i, n in enumerate(inputs) if n.name in names)
+    return GraphSlot(captured.held_at_start_nbytes, params)
+
+
+def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
+    """Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class."""
+    for position, index in slot.params:
+        if args[position] is not inner_of(runtime.params[index]):
+            raise ChunkcError(
+                f"compiled code was run on a tensor that is not {runtime.name_of(index)} of the model that it was "
+                "compiled for; torch.compile has been told to compile no more (torch.compiler.set_stance, or a "
+                "recompile limit). Let it compile this call"
+            )
+
+
+def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
+    """The executor of a planned slot; made, with the memory that it takes, unless there is one.
+
+    Raises:
+        ChunkcError: when the slot has no plan.
+    """
+    key = id(slot)
+    if key not in runtime.executors:
+        if slot.plan is None or slot.graphs is None:
+            raise ChunkcError("a captured graph was to run by its plan before it had one")
+        plan, graphs = slot.plan, slot.graphs
+        runtime.accounting.reserve(plan.memory.device_peak_nbytes)
+        static = static_slots(plan.layout, plan.program("forward").entry.resident)
+        store = runtime.adopt(plan.layout, static)
+        runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
+    return runtime.executors[key]
+
+
+def callables(slot: GraphSlot, runtime: ModelRuntime) -> Compiled:
+    """What runs the graphs of ``slot``, planned or not."""
+    runtime_of = weakref.ref(runtime)
+
+    def alive() -> ModelRuntime:
+        found = runtime_of()
+        if found is None:
+            raise ChunkcError("the compiled model was deleted before its forward or backward ran")
+        return found
+
+    def forward(args: list[Any]) -> list[Any]:
+        runtime = alive()
+        _check_own(slot, runtime, args)
+        if slot.plan is None and slot.unplanned is not None:
+            return runtime.forward_unplanned(slot.unplanned, args, slot.held_nbytes)
+        return runtime.forward(install(runtime, slot), args, slot.held_nbytes)
+
+    def backward(args: list[Any]) -> list[Any]:
+        runtime = alive()
+        if slot.plan is None and slot.unplanned is not None:
+            return runtime.backward_unplanned(slot.unplanned, args)
+        return runtime.backward(install(runtime, slot), args)
+
+    return Compiled(forward, backward)
+
+
+def frozen_callable(graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRuntime) -> BoxedCallable:
+    """What runs a graph without a backward: operator by operator, outside the plan."""
+    runtime_of, unplanned = weakref.ref(runtime), UnplannedGraph(graphs)
+
+    def forward(args: list[Any]) -> list[Any]:
+        found = runtime_of()
+        if found is None:
+            raise ChunkcError("the compiled model was deleted before its forward ran")
+        return unplanned.forward(args, found.read_param)
+
+    return forward
