@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo
 import torch._dynamo.exc
-import torch._functorch.config
 import torch._guards
 import torch.fx
 from torch import nn
@@ -49,6 +48,7 @@ __all__ = [
     "capture_settings",
     "compiles_here",
     "current_backward",
+    "donate_nothing",
     "dynamo_example",
     "engine_runs",
     "foreach_copy_",
@@ -172,6 +172,12 @@ def _forward_metadata() -> Any:
     return torch._guards.TracingContext.get().fw_metadata
 
 
+def donate_nothing() -> None:
+    """The backward being compiled writes over none of what the forward saved, so that a graph may be kept for a second
+    backward. Call inside ``fw_compiler``."""
+    _forward_metadata().bw_donated_idxs = []
+
+
 def num_forward_outputs() -> int:
     """How many leading outputs of the forward graph being compiled are for the user (mutated inputs included); the
     rest is saved for backward."""
@@ -266,14 +272,13 @@ def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Settings for one call: logging inside a forward does not break the graph, hooks that modules are given later make
-    it capture anew instead of being ignored, and a graph may be kept for a second backward."""
+    """Dynamo settings for one call: logging inside a forward does not break the graph, and hooks that modules are given
+    later make it capture anew instead of being ignored."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
-    dynamo = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
-    with dynamo, torch._functorch.config.patch(donated_buffer=False):
+    with torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False):
         yield
 
 

@@ -255,7 +255,7 @@ def test_a_graph_break_is_refused_with_its_line_and_nothing_is_lost() -> None:
     """The source line of the branch."""
     model = Branching()
     before = {n: v.clone() for n, v in model.state_dict().items()}
-    chunkc.compile(model, HW, dtype=torch.float32, backend="eager")
+    chunkc.compile(model, HW, dtype=torch.float32, backend="eager", fullgraph=True)
     with pytest.raises(chunkc.CaptureError, match=r"test_bad_input\.py.*\n?.*if hidden\.sum\(\) > 0|hidden\.sum"):
         model(torch.randn(2, 8))
     for name, value in model.state_dict().items():

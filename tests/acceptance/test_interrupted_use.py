@@ -107,6 +107,21 @@ def test_both_backwards_one_after_the_other(pair: Pair, length: int) -> None:
     pair.check()
 
 
+def test_a_graph_kept_for_a_second_backward(pair: Pair) -> None:
+    """Also where the first backward of the graph did not keep it."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        loss = model(*batch(2))
+        loss.backward(retain_graph=True)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(step)
+    pair.check()
+
+
 def test_an_evaluation_between_forward_and_backward(pair: Pair) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
         loss = model(*batch(2))
