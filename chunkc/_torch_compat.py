@@ -48,7 +48,6 @@ __all__ = [
     "capture_settings",
     "compiles_here",
     "current_backward",
-    "donate_nothing",
     "dynamo_example",
     "engine_runs",
     "foreach_copy_",
@@ -170,12 +169,6 @@ def outputs_aliasing_inputs() -> tuple[int, ...]:
 
 def _forward_metadata() -> Any:
     return torch._guards.TracingContext.get().fw_metadata
-
-
-def donate_nothing() -> None:
-    """The backward being compiled writes over none of what the forward saved, so that a graph may be kept for a second
-    backward. Call inside ``fw_compiler``."""
-    _forward_metadata().bw_donated_idxs = []
 
 
 def num_forward_outputs() -> int:

@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from chunkc._torch_compat import (
     aot_backend,
     break_reason,
-    donate_nothing,
     dynamo_example,
     mutated_inputs,
     num_forward_outputs,
@@ -120,7 +119,6 @@ class _GraphCapture:
 
     def compile_forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
         self._refuse_broken_rules()
-        donate_nothing()
         if self._backward is None:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
         num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
