@@ -188,7 +188,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
 def test_what_compile_refuses_is_not_planned(make: Callable[[], nn.Module], kind: type[Exception], match: str) -> None:
     for entry in (
         lambda: chunkc.plan(make(), "emulated-1m-1m", example_inputs=(torch.randn(4, 8),), backend="eager"),
-        lambda: chunkc.compile(make(), "emulated-1m-1m", backend="eager")(torch.randn(4, 8)),
+        lambda: chunkc.compile(make(), "emulated-1m-1m", backend="eager", fullgraph=True)(torch.randn(4, 8)),
     ):
         with pytest.raises(kind, match=match):
             entry()
