@@ -161,9 +161,9 @@ class ModelRuntime(ModelMemory):
         """Refuse what would add to gradients undeclared; else it goes on with the backward under way, or begins one."""
         self._check_hooks()
         self._check_complete(executor.graded_params)
-        gradients, backward, call = self.gradients, current_backward(), self._call_of[executor]
+        gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         try:
-            if gradients.joins(backward, call, executor, self.ran.count(executor)):
+            if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
                 return
         except AccumulationError:
             self._lose_gradients()

@@ -186,6 +186,38 @@ def test_other_shapes_and_rhythms() -> None:
     pair.check()
 
 
+class Lookup(nn.Module):
+    """Its backward reads no parameter, so autograd lets it run after the parameters have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Embedding(50, 16), nn.Embedding(50, 16)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(tokens)
+        torch._dynamo.graph_break()
+        return ((hidden + self.second(targets)) ** 2).mean()
+
+
+def test_a_backward_after_the_first_step_of_a_forward_before_it() -> None:
+    """The forward ran without a plan, its backward runs by one."""
+    pair = Pair("emulated-128k-32m", Lookup())
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        early = model(*batch(0))
+        model(*batch(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        early.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(step)
+    pair.check()
+    train(pair, 3)
+    pair.check()
+
+
 def test_before_the_first_step_nothing_is_planned() -> None:
     """A first backward that is not stepped leaves parameters as they are; the plan comes with the first step."""
     pair = pair_of(Broken)
