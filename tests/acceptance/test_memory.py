@@ -1,7 +1,8 @@
-"""ACCEPTANCE 11 for the eager backend: measured <= planned <= budget on the device, and close; host bytes as planned.
+"""ACCEPTANCE 11: measured <= planned <= budget on the device, and close, for both backends; host bytes as planned.
 
-Segments are interpreted here with a reading after every operator and without pause inside convolutions, since a
-temporary of a fraction of a millisecond escapes the sampling thread on a busy machine. Model data is more than 50 MB.
+Interpreted segments are read after every operator, compiled ones at every allocation, and both without pause inside
+convolutions, since a temporary of a fraction of a millisecond escapes the sampling thread on a busy machine. Model data
+is more than 50 MB.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,12 +24,17 @@ from torch.fx import Interpreter, Node
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
+import chunkc.segments
+from chunkc.passes.lower import LoweredSegment
+from chunkc.runtime.bind import SegmentCallable
 from chunkc.runtime.meter import NonModelMeter
+from chunkc.segments import compile_inductor
 
 MIB = 1 << 20
 NUM_STEPS = 3
 MAX_STEPS = 30  # a busy machine samples a short peak seldom: it takes more steps to have seen it
 MAX_UNUSED = 0.10  # of the budget
+LIBRARIES_NBYTES = 1 << 20  # what kernels' libraries take in a first step and keep (oneDNN: its compiled primitives)
 SLACK_NBYTES = 128 << 10  # objects of the interpreter, which malloc counts like tensors
 
 pytestmark = pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
@@ -109,20 +115,47 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
             return value
 
     monkeypatch.setattr(torch.fx, "Interpreter", Sampling)
+    monkeypatch.setattr(chunkc.segments, "compile_inductor", lambda segment: sampled(segment, found))
     yield found
 
 
-def compiled(make: Make, hw: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def sampled(segment: LoweredSegment, readings: Readings) -> SegmentCallable:
+    """A compiled segment that samples at every allocation of its own code, and without pause where it convolves."""
+    compiled = compile_inductor(segment)
+    space = compiled.current_callable.__func__.__globals__
+    allocate = space["empty_strided_cpu"]
+
+    def sampling_allocate(*args: Any) -> torch.Tensor:
+        made: torch.Tensor = allocate(*args)
+        if readings.meter is not None:
+            readings.meter.sample()
+        return made
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        if readings.meter is None:
+            return compiled(args)
+        readings.nodes.add(segment.key)
+        with sampling(readings.meter) if "convolution" in segment.module.code else nullcontext():
+            return compiled(args)
+
+    space["empty_strided_cpu"] = sampling_allocate
+    run.source_code, run.constants = compiled.source_code, compiled.constants
+    return run
+
+
+def compiled(
+    make: Make, hw: str, dtype: torch.dtype, backend: str = "eager", reserve: int = 0
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model and its batch, the same every time."""
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model, batch = make()
-    return chunkc.compile(model, hw, dtype=dtype, backend="eager"), batch
+    return chunkc.compile(model, hw, dtype=dtype, backend=backend, reserve=reserve), batch
 
 
-def smallest_hw(make: Make, dtype: torch.dtype) -> tuple[str, int]:
+def smallest_hw(make: Make, dtype: torch.dtype, backend: str = "eager", reserve: int = 0) -> tuple[str, int]:
     """The machine that the error names, and its device bytes."""
-    model, batch = compiled(make, "emulated-64k-4g", dtype)
+    model, batch = compiled(make, "emulated-64k-4g", dtype, backend, reserve)
     with pytest.raises(chunkc.BudgetError) as caught:
         model(**batch)
     return f"emulated-{caught.value.min_device_nbytes / 1024}k-4g", caught.value.min_device_nbytes
@@ -138,7 +171,7 @@ def train(model: nn.Module, batch: dict[str, torch.Tensor], readings: Readings) 
     found: list[dict[str, int]] = []
     while len(found) < NUM_STEPS or (len(found) < MAX_STEPS and not is_close(found)):
         output = model(**batch)
-        loss_of(output).backward()
+        (output[0] if isinstance(output, tuple) else loss_of(output)).backward()
         optimizer.step()
         optimizer.zero_grad()
         gc.collect()
@@ -152,22 +185,28 @@ def is_close(steps: list[dict[str, int]]) -> bool:
     return unused <= MAX_UNUSED * steps[0]["budget_nbytes"]
 
 
-CASES: dict[str, tuple[Make, torch.dtype]] = {
-    "llama-fp32": (llama, torch.float32),
-    "llama-bf16": (llama, torch.bfloat16),
-    "resnet-fp32": (resnet, torch.float32),
+CASES: dict[str, tuple[Make, torch.dtype, str]] = {
+    "llama-fp32": (llama, torch.float32, "eager"),
+    "llama-bf16": (llama, torch.bfloat16, "eager"),
+    "resnet-fp32": (resnet, torch.float32, "eager"),
+    "llama-fp32-inductor": (llama, torch.float32, "inductor"),
+    "llama-bf16-inductor": (llama, torch.bfloat16, "inductor"),
+    "resnet-fp32-inductor": (resnet, torch.float32, "inductor"),
 }
+LONG = {"llama-bf16-inductor", "resnet-fp32-inductor"}  # many segments to compile
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow if c in LONG else ()) for c in CASES])
 def test_the_plan_holds_and_is_close_at_the_smallest_budget(case: str, readings: Readings) -> None:
     """Everything evicted: non-model bytes are nearly all of the budget, so that they must be planned well."""
-    make, dtype = CASES[case]
-    hw, budget_nbytes = smallest_hw(make, dtype)
-    model, batch = compiled(make, hw, dtype)
+    make, dtype, backend = CASES[case]
+    hw, budget_nbytes = smallest_hw(make, dtype, backend)
+    model, batch = compiled(make, hw, dtype, backend)
     steps = train(model, batch, readings)
     check(model, steps)
-    assert len(readings.nodes) > 50, "operators were sampled"
+    assert len(readings.nodes) > (50 if backend == "eager" else 10), "operators, or segments, were sampled"
+    assert not chunkc.plan_of(model).memory.is_bound
     assert steps[0]["budget_nbytes"] == budget_nbytes
     assert steps[0]["model_data_nbytes"] > 50 * MIB
     unused = budget_nbytes - max(step["measured_peak_nbytes"] for step in steps)
@@ -184,14 +223,61 @@ def test_the_plan_holds_with_everything_resident(readings: Readings) -> None:
     assert steps[-1]["h2d_nbytes"] == steps[-1]["d2h_nbytes"] == 0
 
 
+class Wide(nn.Module):
+    """A loss beside a large output: by itself most of what a forward takes, and its tangent most of a backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(64, 64), nn.Linear(64, 4096)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.tanh(self.narrow(x))
+        return hidden.square().mean(), self.wide(hidden)
+
+
+def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """Outputs of 16 MiB beside parameters of 1 MiB."""
+    return Wide(), {"x": torch.randn(1024, 64)}
+
+
+@pytest.mark.parametrize("backend", ("eager", "inductor"))
+def test_outputs_that_the_user_holds_and_their_tangents_count(backend: str, readings: Readings) -> None:
+    """The large output of the step before stands beside this one's in forward; in backward there is its tangent."""
+    hw, budget_nbytes = smallest_hw(wide, torch.float32, backend)
+    model, batch = compiled(wide, hw, torch.float32, backend)
+    steps = train(model, batch, readings)
+    check(model, steps)
+    segments = chunkc.plan_of(model).segments
+    for graph in ("forward", "backward"):
+        assert 32 * MIB <= max(s.live_nbytes for s in segments if s.graph == graph) <= 36 * MIB
+    held = chunkc.stats(model)["measured_peak_nbytes"]
+    assert 32 * MIB <= held and budget_nbytes - held <= MAX_UNUSED * budget_nbytes
+
+
+@pytest.mark.parametrize("backend", ("eager", "inductor"))
+def test_reserved_bytes_are_left_alone(backend: str, readings: Readings) -> None:
+    """What the error names holds the reserve too; the plan and what is measured stay below the rest."""
+    reserve = 8 * MIB
+    hw, named_nbytes = smallest_hw(wide, torch.float32, backend, reserve)
+    assert named_nbytes == smallest_hw(wide, torch.float32, backend)[1] + reserve
+    model, batch = compiled(wide, hw, torch.float32, backend, reserve)
+    steps = train(model, batch, readings)
+    check(model, steps)
+    for step in steps:
+        assert step["budget_nbytes"] == named_nbytes - reserve
+        assert step["planned_peak_nbytes"] <= named_nbytes - reserve
+    assert model._compiled_call_impl.runtime.device.free_device_nbytes() >= reserve
+
+
 def check(model: nn.Module, steps: list[dict[str, int]]) -> None:
     """What holds in every step, and the host's bytes."""
     runtime = model._compiled_call_impl.runtime
-    for step in steps:
+    for number, step in enumerate(steps):
+        slack_nbytes = SLACK_NBYTES if number else LIBRARIES_NBYTES
         assert (
             step["measured_peak_nbytes"]
-            <= step["planned_peak_nbytes"] + SLACK_NBYTES
-            <= (step["budget_nbytes"] + SLACK_NBYTES)
+            <= step["planned_peak_nbytes"] + slack_nbytes
+            <= (step["budget_nbytes"] + slack_nbytes)
         )
     plan = chunkc.plan_of(model)
     device = runtime.device
