@@ -34,10 +34,12 @@ class Accounting:
         self._device = device
         self._reserved_nbytes = 0
         self._outputs: list[tuple[Callable[[], bool], int]] = []
+        self._inputs: list[tuple[Callable[[], bool], int]] = []
 
-    def start(self, held_nbytes: int) -> None:
-        """A forward begins; ``held_nbytes`` are bytes of its inputs and buffers."""
+    def start(self, held_nbytes: int, inputs: Sequence[Any] = ()) -> None:
+        """A forward begins; ``held_nbytes`` are bytes of those of its ``inputs`` that are no parameters."""
         self._is_training = True
+        self._inputs = [(is_alive, address) for is_alive, _, address in _storages(inputs)]
         self._read_from_here(held_nbytes)
 
     def start_evaluation(self, held_nbytes: int) -> None:
@@ -56,7 +58,8 @@ class Accounting:
         that (together with what the user takes in between, this once) is no device memory.
         """
         self.measured_peak_nbytes = self._peak_nbytes(layout)
-        self._outputs = _held(outputs)
+        inputs = {address for is_alive, address in self._inputs if is_alive()}  # saved for backward, they come back
+        self._outputs = [(alive, nbytes) for alive, nbytes, address in _storages(outputs) if address not in inputs]
         if is_first:
             self._device.pause_reading()
 
@@ -65,7 +68,7 @@ class Accounting:
         self.num_evaluations += 1
         if not self._is_training:
             self.evaluation_peak_nbytes = self._peak_nbytes(layout)
-        self._outputs = [pair for pair in self._outputs if pair[0]()] + _held(outputs)
+        self._outputs = [pair for pair in self._outputs if pair[0]()] + [pair[:2] for pair in _storages(outputs)]
 
     def begin_backward(self) -> None:
         """Go on reading."""
@@ -106,7 +109,7 @@ class Accounting:
         return self._device.host_budget_nbytes - self._device.free_host_nbytes() - own
 
 
-def _held(outputs: Sequence[Any]) -> list[tuple[Callable[[], bool], int]]:
-    """Storages of ``outputs``: whether each is still alive, and its bytes."""
-    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in outputs if isinstance(v, torch.Tensor)}
-    return [(outlives(storage), storage.nbytes()) for storage in storages.values()]
+def _storages(values: Sequence[Any]) -> list[tuple[Callable[[], bool], int, int]]:
+    """Of every storage behind ``values``: whether it is still alive, its bytes, and its address."""
+    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if isinstance(v, torch.Tensor)}
+    return [(outlives(storage), storage.nbytes(), address) for address, storage in storages.items()]

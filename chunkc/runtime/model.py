@@ -96,7 +96,7 @@ class ModelRuntime(ModelMemory):
         self._discard_gradients()
         self._switch_to(executor)
         is_first = executor.num_actions == 0
-        self.accounting.start(held_nbytes)
+        self.accounting.start(held_nbytes, args)
         outputs = self._guarded(executor, lambda: executor.forward(args))
         self.accounting.end_forward(self.layout, outputs, is_first=is_first)
         self._saved = True
