@@ -24,7 +24,6 @@ from chunkc.capture.workspace import BASE_NBYTES, kernel_workspace_nbytes
 from chunkc.memory.footprint import Footprint, Recorder, tensors_in
 
 _ROOTS: Final = {"torch": "torch", "aten": "torch.ops.aten", "inductor_ops": "torch.ops.inductor"}
-_CHECKS: Final = frozenset({"assert_size_stride", "assert_alignment"})
 _ALLOCATION: Final = re.compile(r"\b(make_unique|malloc|alloc|new|vector)\b")
 _LOCAL_BUFFER: Final = re.compile(r"std::make_unique<([\w:]+) ?\[\]>\(([\w<>()* ]+)\);")
 _REBINDS_MEMORY: Final = ("set_", "resize")
@@ -195,8 +194,8 @@ class _Walk:
             return None
         args = [self._value(a) for a in node.args]
         kwargs = {k.arg: self._value(k.value) for k in node.keywords if k.arg is not None}
-        if function in _CHECKS:
-            return self._check(function, args)
+        if function.startswith("assert_"):
+            return _check(function, args)
         if function == "empty_strided_cpu":
             return torch.empty_strided(args[0], args[1], dtype=args[2])
         if function == "reinterpret_tensor":
@@ -207,11 +206,6 @@ class _Walk:
         if function in self.kernels:
             return self.recorder.took(self.kernels[function])
         return self._operator(function, args, kwargs)
-
-    def _check(self, function: str, args: list[Any]) -> None:
-        tensor = args[0]
-        if function == "assert_size_stride" and (tuple(tensor.shape), tensor.stride()) != (args[1], args[2]):
-            raise NotUnderstoodError(f"{tuple(tensor.shape)}, {tensor.stride()} where the code has {args[1:3]}")
 
     def _operator(self, function: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """An operator of PyTorch; one that writes into ``out`` takes workspace only."""
@@ -227,6 +221,19 @@ class _Walk:
         operands = tensors_in((args, {k: v for k, v in kwargs.items() if k != "out"}))
         self.recorder.took(kernel_workspace_nbytes(packet, operands, tensors_in(out)))
         return out
+
+
+def _check(function: str, args: Sequence[Any]) -> None:
+    """What the code asserts of one tensor or (torch 2.15) of several: sizes and strides; of alignment nothing here."""
+    if function == "assert_size_stride":
+        groups = [args[:3]]
+    elif function == "assert_size_stride_grouped":
+        groups = list(zip(*args[:3], strict=True))
+    else:
+        return
+    for tensor, size, stride in groups:
+        if (tuple(tensor.shape), tensor.stride()) != (size, stride):
+            raise NotUnderstoodError(f"{tuple(tensor.shape)}, {tensor.stride()} where the code has {size}, {stride}")
 
 
 def _name(node: ast.expr) -> str:

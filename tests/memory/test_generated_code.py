@@ -41,6 +41,7 @@ class Runner:
         in0, in1, in2 = args
         args.clear()
         assert_size_stride(in0, (64, 32), (32, 1), 'input')
+        assert_size_stride_grouped((in0, in1), ((64, 32), (64, 32)), ((32, 1), (32, 1)), 'input')
         buf0 = empty_strided_cpu((64, 32), (32, 1), torch.float32)
         cpp_fused_0(in0, buf0)
         del in0
@@ -90,6 +91,7 @@ CHANGES = {
     "a kernel that allocates in a way of its own": ("/* no scratch */", "auto p = malloc(n);"),
     "scratch of an unknown type": ("make_unique<float []>", "make_unique<Thing []>"),
     "another shape than the code asserts": ("(64, 32), (32, 1), 'input'", "(64, 33), (33, 1), 'input'"),
+    "other strides than the code asserts of several": ("((32, 1), (32, 1))", "((32, 1), (1, 64))"),
     "an operator that does not exist": ("native_layer_norm.default(", "native_layer_form.default("),
     "an operator with wrong arguments": ("[64], None, None, 1e-05", "[65], None, None, 1e-05"),
     "an operator that changes storages": ("native_layer_norm.default(buf1,", "set_.source_Tensor(buf1,"),
