@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 import torch
 
-from chunkc.runtime.adam import ChunkUpdate, Hyper, Piece
+from chunkc.runtime.adam import ChunkUpdate, Piece
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True)
 
@@ -34,8 +35,9 @@ def make_update(sizes: list[int], dtype: torch.dtype, *, is_cast: bool = True) -
         update = ChunkUpdate(payload, param32, *moments, pieces)
     else:
         update = ChunkUpdate(param32, param32, *moments, pieces, gradient=payload)
-    hypers, steps = dict.fromkeys(range(len(sizes)), HYPER), dict.fromkeys(range(len(sizes)), 2)
-    return lambda: update.update(hypers, steps)
+    params = range(len(sizes))
+    inputs = StepInputs(dict.fromkeys(params, HYPER), dict.fromkeys(params, 2), len(sizes))
+    return lambda: update.update(inputs)
 
 
 def make_reference(sizes: list[int]) -> Callable[[], object]:

@@ -21,13 +21,14 @@ gathered into padded scratch, updated there together and scattered back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from chunkc._torch_compat import foreach_copy_, fused_adam_, fused_adamw_
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 TILE_NUMEL = 256 * 1024
 """Elements of one fused call: four fp32 tiles and the payload's stay in a core's cache."""
@@ -40,21 +41,6 @@ GATHER_NUMEL = 16 * 1024
 
 VECTOR_NUMEL = 16
 """A multiple of the elements in a vector register on every architecture that PyTorch vectorises for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hyper:
-    """Hyperparameters of one parameter group as of the call of ``step()``.
-
-    ``decoupled`` tells AdamW's weight decay, which shrinks the parameter, from Adam's, which adds to the gradient.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +128,8 @@ class ChunkUpdate:
             raise ValueError("where the payload is param32, the gradient has memory of its own")
 
     @torch.no_grad()
-    def update(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Update the parameters in ``hypers`` and write param16 of all.
-
-        Args:
-            hypers: hyperparameters of each active parameter. The others' param32 and moments stay as they are; their
-                param16 is cast again over whatever gradient the payload holds.
-            steps: step count of each active parameter, this step included.
+    def update(self, inputs: StepInputs) -> None:
+        """Update the active parameters and write param16 of all.
 
         Raises:
             ValueError: when a step count is below 1; nothing has changed then.
@@ -156,7 +137,7 @@ class ChunkUpdate:
         unit = VECTOR_NUMEL * torch.get_num_threads()
         tile_numel = max((TILE_NUMEL if self._is_tiled else self._payload.numel()) // unit, 1) * unit
         gathered: dict[_Group, list[slice]] = {}
-        for run in list(self._runs(hypers, steps)):
+        for run in list(self._runs(inputs)):
             if run.group is None:
                 self._cast(slice(run.start, run.end))
                 continue
@@ -174,15 +155,15 @@ class ChunkUpdate:
     @torch.no_grad()
     def restore(self) -> None:
         """Write param16 of all parameters from param32, over whatever the payload holds."""
-        for run in self._runs({}, {}):
+        for run in self._runs(None):
             self._cast(slice(run.start, run.end))
 
-    def _runs(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Iterator[_Run]:
-        """Ranges of touching pieces that can be treated alike, ascending."""
+    def _runs(self, inputs: StepInputs | None) -> Iterator[_Run]:
+        """Ranges of touching pieces that can be treated alike, ascending; all are inactive without inputs."""
         run: _Run | None = None
         for piece in self._pieces:
-            hyper = hypers.get(piece.param)
-            group = None if hyper is None else _Group(hyper, steps[piece.param])
+            hyper = None if inputs is None else inputs.hypers.get(piece.param)
+            group = None if inputs is None or hyper is None else _Group(hyper, inputs.steps[piece.param])
             if group is not None and group.step < 1:
                 raise ValueError(f"step counts start at 1, parameter {piece.param} has {group.step}")
             if run is not None and run.end == piece.start and run.group == group:

@@ -16,8 +16,7 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Plan, Program
-from chunkc.runtime.adam import ChunkUpdate, Scratch
-from chunkc.runtime.device import Device
+from chunkc.runtime.device import Device, Update
 from chunkc.runtime.store import ChunkStore
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
@@ -75,7 +74,7 @@ class Bound:
     stream: Stream
     waits: tuple[str, ...]
     work: Callable[[], None]
-    update: ChunkUpdate | None = None
+    update: Update | None = None
 
 
 @dataclass(slots=True)
@@ -87,11 +86,10 @@ class Binder:
     device: Device
     graphs: Mapping[str, CompiledGraph]
     frame: Frame
-    updates: dict[tuple[int, int | None], ChunkUpdate] = field(default_factory=dict)
+    updates: dict[tuple[int, int | None], Update] = field(default_factory=dict)
     _program: str = ""
     _resident: dict[str, int] = field(default_factory=dict)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    _scratch: dict[Stream, Scratch] = field(default_factory=dict)
 
     def bind(self, program: Program) -> tuple[Bound, ...]:
         """The program's actions in order, ready to be launched."""
@@ -217,7 +215,7 @@ class Binder:
         span = slice(part.first, part.first + part.end - part.start)
         return lambda gradient: _copy_into(target, gradient.permute(memory_order).reshape(-1)[span])
 
-    def _update_of(self, action: Action) -> ChunkUpdate:
+    def _update_of(self, action: Action) -> Update:
         chunk = self._chunk(action)
         slot = self._resident[action.target] if action.stream is Stream.COMPUTE else None
         key = (chunk.index, slot)
@@ -229,10 +227,8 @@ class Binder:
                 os_slot = self._resident[f"os{chunk.index}"]
                 triple = self.store.triple_slot(chunk, os_slot)
             pieces = self.store.pieces(chunk.index)
-            scratch = self._scratch.setdefault(action.stream, Scratch())
-            self.updates[key] = ChunkUpdate(
-                payload, triple.param32, triple.exp_avg, triple.exp_avg_sq, pieces, scratch=scratch
-            )
+            tensors = (triple.param32, triple.exp_avg, triple.exp_avg_sq)
+            self.updates[key] = self.device.make_update(action.stream, payload, tensors, pieces)
         return self.updates[key]
 
 

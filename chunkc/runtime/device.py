@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 
 from chunkc.ir.actions import Stream
+from chunkc.runtime.adam import Piece
+from chunkc.runtime.step_inputs import StepInputs
 
 
 class Event(Protocol):
@@ -23,6 +25,18 @@ class Event(Protocol):
 
     def wait(self) -> None:
         """Block the host until the action has finished."""
+        ...
+
+
+class Update(Protocol):
+    """Adam on one chunk, on one stream: called as the ``work`` of a launch there."""
+
+    def update(self, inputs: StepInputs) -> None:
+        """Update the active parameters and write param16 of all."""
+        ...
+
+    def restore(self) -> None:
+        """Write param16 of all parameters from param32, over whatever the payload holds."""
         ...
 
 
@@ -86,6 +100,29 @@ class Device(Protocol):
 
     def num_host_syncs(self) -> int:
         """How often the host has waited for launched work so far: calls of ``synchronize`` and waits of events."""
+        ...
+
+    def make_update(
+        self,
+        stream: Stream,
+        payload: torch.Tensor,
+        triple: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        gradient: torch.Tensor | None = None,
+    ) -> Update:
+        """The update of one chunk on ``stream``: COMPUTE over device memory, CPU over homes.
+
+        Args:
+            payload: grad16 before an update unless ``gradient`` is given, param16 after it.
+            triple: param32, exp_avg and exp_avg_sq in float32.
+            pieces: the parameters' elements in the chunk; what lies between them is neither read nor written.
+            gradient: the gradient chunk where the overlay is not legal; it is only read.
+
+        All tensors are contiguous, have one dimension and the same number of elements.
+
+        Raises:
+            ValueError: when a tensor or a piece breaks these rules.
+        """
         ...
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:

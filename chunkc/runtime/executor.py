@@ -14,9 +14,9 @@ from typing import Any
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
-from chunkc.runtime.adam import Hyper
 from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
 
 
@@ -68,21 +68,21 @@ class Executor:
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
-        self._launch("step", hypers, steps)
+        self._launch("step", StepInputs(hypers, steps, len(self.plan.layout.params)))
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
-        self._launch("restore", {}, {})
+        self._launch("restore")
 
     def abandon(self) -> None:
         """From the forward's exit state to cold, joined."""
-        self._launch("abandon", {}, {})
+        self._launch("abandon")
         self.join()
 
     def resume(self) -> None:
         """From cold, joined, to the forward's exit state."""
         self.join()
-        self._launch("resume", {}, {})
+        self._launch("resume")
         self.join()
 
     def recover(self) -> None:
@@ -108,7 +108,7 @@ class Executor:
         args.clear()
         del pairs
         try:
-            self._launch(program, {}, {})
+            self._launch(program)
             return [self._result(entry, compiled) for entry in compiled.graph.result]
         finally:
             frame.env = {}
@@ -118,12 +118,12 @@ class Executor:
             return entry[0]
         return None if entry in compiled.gradients else self._frame.env[entry]
 
-    def _launch(self, name: str, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+    def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device, moved = self._events, self._device, self._frame.moved_nbytes
         moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
         for bound in self._programs[name]:
             waits = [events[w] for w in bound.waits if w in events]
-            work = bound.work if bound.update is None else partial(bound.update.update, hypers, steps)
+            work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
             events[bound.label] = device.launch(bound.stream, bound.text, waits, work)
             if self.trace is not None:
                 self.trace.append(bound.text)

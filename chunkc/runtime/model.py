@@ -19,12 +19,12 @@ from torch.autograd.graph import Node
 from chunkc._torch_compat import current_backward
 from chunkc.errors import AccumulationError, ChunkcError
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.adam import Hyper
 from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.step_inputs import Hyper
 from chunkc.runtime.unplanned import UnplannedGraph
 
 

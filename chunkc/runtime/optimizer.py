@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.adam import Hyper
 from chunkc.runtime.optimizer_state import (
     TORCH_OPTIONS,
     OptimizerRuntime,
@@ -33,6 +32,7 @@ from chunkc.runtime.optimizer_state import (
     read_states,
     write_states,
 )
+from chunkc.runtime.step_inputs import Hyper
 
 __all__ = ["Adam", "AdamW", "OptimizerRuntime", "find_runtime"]
 

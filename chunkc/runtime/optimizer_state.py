@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.adam import Hyper
+from chunkc.runtime.step_inputs import Hyper
 
 Groups = Sequence[Mapping[str, Any]]
 

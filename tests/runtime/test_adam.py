@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chunkc.runtime import adam
-from chunkc.runtime.adam import SMALL_NUMEL, TILE_NUMEL, ChunkUpdate, Hyper, Piece, Scratch
+from chunkc.runtime.adam import SMALL_NUMEL, TILE_NUMEL, ChunkUpdate, Piece, Scratch
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 SENTINEL = 12345.0
@@ -63,7 +64,7 @@ class Chunk:
 
     def step(self, gradients: Mapping[int, Tensor], hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         self.put(self.payload if self.gradient is None else self.gradient, gradients)
-        self.update.update(hypers, steps)
+        self.update.update(StepInputs(hypers, steps, num_params=len(gradients)))
 
     def gaps(self) -> list[Tensor]:
         inside = torch.zeros(self.payload.numel(), dtype=torch.bool)
@@ -262,7 +263,7 @@ def one_parameter(cuts: list[int], dtype: torch.dtype, num_threads: int, active:
         gradient = values(numel, 10 + step).to(dtype)
         for (start, end), (tensors, piece, update) in zip(pairwise(cuts), chunks, strict=True):
             tensors[0][piece.start : piece.end] = gradient[start:end]
-            update.update({0: HYPER} if active else {}, {0: step})
+            update.update(StepInputs({0: HYPER} if active else {}, {0: step}, 1))
     return [torch.cat([tensors[k][piece.start : piece.end] for tensors, piece, _ in chunks]) for k in range(4)]
 
 
@@ -330,9 +331,11 @@ def test_payload_that_is_param32_gives_the_same_bits(dtype: torch.dtype) -> None
     numel = 2 * TILE_NUMEL + 777
     g, p, m, v = values(numel, 1).to(dtype), values(numel, 2), values(numel, 3), values(numel, 4).square()
     apart = [p.clone(), m.clone(), v.clone()]
-    ChunkUpdate(torch.zeros(numel), *apart, [Piece(0, 3, numel - 5)], gradient=g).update({0: HYPER}, {0: 3})
+    ChunkUpdate(torch.zeros(numel), *apart, [Piece(0, 3, numel - 5)], gradient=g).update(
+        StepInputs({0: HYPER}, {0: 3}, 1)
+    )
     update = ChunkUpdate(p, p, m, v, [Piece(0, 3, numel - 5)], gradient=g)
-    update.update({0: HYPER}, {0: 3})
+    update.update(StepInputs({0: HYPER}, {0: 3}, 1))
     assert all(torch.equal(a, b) for a, b in zip(apart, (p, m, v), strict=True))
     update.restore()
     assert torch.equal(apart[0], p)
@@ -353,5 +356,5 @@ def test_bad_input_is_refused_and_changes_nothing() -> None:
             ChunkUpdate(f16, f32, f32, f32, pieces)
     chunk = Chunk.make(8, [Piece(0, 0, 4), Piece(1, 4, 8)])
     with pytest.raises(ValueError, match="start at 1"):
-        chunk.update.update({0: HYPER, 1: HYPER}, {0: 1, 1: 0})
+        chunk.update.update(StepInputs({0: HYPER, 1: HYPER}, {0: 1, 1: 0}, 2))
     assert bool((chunk.param32 == SENTINEL).all()) and bool((chunk.payload == SENTINEL).all())

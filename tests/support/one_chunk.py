@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chunkc.runtime.adam import ChunkUpdate, Hyper, Piece
+from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
 Optimizer = AdamW | Adam | torch.optim.Optimizer
@@ -58,7 +59,7 @@ class OneChunk:
 
     def drain(self) -> None:
         for hypers, steps in self.pending:
-            self.chunk.update(hypers, steps)
+            self.chunk.update(StepInputs(hypers, steps, len(self.params)))
             self.write_back()
         self.pending.clear()
 
