@@ -6,6 +6,7 @@ Training forwards go through torch.compile into our backend; forwards without gr
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -236,6 +237,8 @@ class CompiledModel:
     def request(self) -> Request:
         """What a plan made now is for: the budgets that other models leave, the layout once there is one."""
         settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
+        if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
+            gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
         others_nbytes = accounting.others_device_nbytes()
         target = replace(
             settings.target,

@@ -43,7 +43,9 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 class Pair:
     """The same model under chunkc and in plain PyTorch, driven by the same calls."""
 
-    def __init__(self, hw: str = "emulated-640k-16m", model: nn.Module | None = None, **options: Any) -> None:
+    def __init__(
+        self, hw: str | chunkc.Hardware = "emulated-640k-16m", model: nn.Module | None = None, **options: Any
+    ) -> None:
         torch.manual_seed(0)
         model = Tower() if model is None else model
         self.plain = copy.deepcopy(model)
