@@ -1,0 +1,1 @@
+"""Triton kernels over chunks: update, casts and gradient norms on the device. Imported lazily; know nothing of ours."""

@@ -1,0 +1,123 @@
+"""Sum of squares and finiteness of a chunk's gradients: deterministic, without atomics.
+
+Two launches. In the first each program reduces its tile to two numbers, in float32, by a tree over its lanes. In the
+second one program adds the tiles' sums in float64, each lane its own in ascending order and then the lanes by a tree,
+and rounds once. The order depends on the table of tiles alone, so equal gradients give equal bits.
+
+All terms have one sign, so relative errors add up along the longest chain of roundings: one for the square, at most 18
+additions within a tile (seven within a thread, seven between threads and warps, as many less for its edges, one to join
+them) and one for the result, none of which depends on the size of the chunk. `MAX_RELATIVE_ERROR` is stated with room
+for another tree. It holds where no square underflows; squares below 2^-126 add at most 2^-149 of error each.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from chunkc.triton_kernels.launch import (
+    BLOCK,
+    EDGE,
+    TILE_COLUMNS,
+    Launch,
+    check_list,
+    check_table,
+    edges,
+    has_edges,
+    tile_bounds,
+    whole_vectors,
+)
+
+MAX_RELATIVE_ERROR: Final = 32 * 2.0**-24
+"""Of the sum of squares against exact arithmetic: 1.9e-6, for any size."""
+
+FAN_IN: Final = 8192
+"""Tiles that the second launch adds at once, eight to a thread."""
+
+FAN_IN_NUM_WARPS: Final = 32
+
+_LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+def grad_norm(grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | None = None) -> None:
+    """Reduce one chunk, on the current stream; see `grad_norm_launches` for the arguments."""
+    for launch in grad_norm_launches(grad, tiles, out, partial=partial):
+        launch.run()
+
+
+def grad_norm_launches(
+    grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | None = None
+) -> tuple[Launch, Launch]:
+    """The two launches, to be run in order on one stream.
+
+    Args:
+        grad: float32, float16 or bfloat16 [numel].
+        tiles: int32 [num_tiles, 3], from `launch.make_tiles`. What no tile covers is not read.
+        out: float32 [2], written: the sum of squares (infinite where it leaves float32), and 1 where an element is
+            infinite or NaN, else 0. Without tiles both are 0.
+        partial: working memory, float32 [2, num_tiles]; allocated when left out.
+
+    Raises:
+        ValueError: when a dtype, size or device breaks these rules.
+    """
+    check_list("grad", grad, grad)
+    check_table("tiles", tiles, torch.int32, None, TILE_COLUMNS)
+    check_table("out", out, torch.float32, 2)
+    num_tiles = tiles.shape[0]
+    if partial is None:
+        partial = torch.empty(2, num_tiles, dtype=torch.float32, device=grad.device)
+    check_table("partial", partial, torch.float32, 2, num_tiles)
+    tile_args = (grad, tiles, partial, num_tiles)
+    return (
+        Launch(tile_squares_kernel, num_tiles, tile_args, {"BLOCK": BLOCK, "EDGE": EDGE}),
+        Launch(add_tiles_kernel, 1, (partial, out, num_tiles), {"FAN_IN": FAN_IN}, FAN_IN_NUM_WARPS),
+    )
+
+
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["tiles_ptr", "partial_ptr"])
+def tile_squares_kernel(
+    grad_ptr: tl.tensor,
+    tiles_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    num_tiles: tl.tensor,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+) -> None:
+    """Program ``i`` writes sum of squares and flag of tile ``i``."""
+    start, end, _ = tile_bounds(tiles_ptr)
+    at, mask = whole_vectors(start, end, BLOCK)
+    squares, flag = _reduce(grad_ptr + at, mask)
+    if has_edges(start, end):
+        edge, edge_mask = edges(start, end, EDGE)
+        edge_squares, edge_flag = _reduce(grad_ptr + edge, edge_mask)
+        squares += edge_squares
+        flag = tl.maximum(flag, edge_flag)
+    tile = tl.program_id(0)
+    tl.store(partial_ptr + tile, squares)
+    tl.store(partial_ptr + num_tiles + tile, flag)
+
+
+@triton.jit
+def _reduce(grad_ptrs: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Sum of squares of the elements in ``mask``, and 1 if one of them is not finite."""
+    grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
+    is_finite = tl.abs(grad) <= _LARGEST  # false for NaN
+    return tl.sum(grad * grad, axis=0), tl.max(tl.where(is_finite, 0.0, 1.0), axis=0)
+
+
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["partial_ptr", "out_ptr"])
+def add_tiles_kernel(partial_ptr: tl.tensor, out_ptr: tl.tensor, num_tiles: tl.tensor, FAN_IN: tl.constexpr) -> None:
+    """Add up what the tiles' programs wrote."""
+    squares = tl.zeros([FAN_IN], dtype=tl.float64)
+    flags = tl.zeros([FAN_IN], dtype=tl.float32)
+    for first in range(0, num_tiles, FAN_IN):
+        tiles = first + tl.arange(0, FAN_IN)
+        mask = tiles < num_tiles
+        squares += tl.load(partial_ptr + tiles, mask=mask, other=0.0).to(tl.float64)
+        flags = tl.maximum(flags, tl.load(partial_ptr + num_tiles + tiles, mask=mask, other=0.0))
+    tl.store(out_ptr, tl.sum(squares, axis=0).to(tl.float32))
+    tl.store(out_ptr + 1, tl.max(flags, axis=0))

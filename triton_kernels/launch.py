@@ -1,0 +1,171 @@
+"""Tiles of a chunk, and how kernels are launched over them.
+
+A *tile* is a run of at most `BLOCK` elements of one parameter, one program's work; a chunk's tiles are a table in
+device memory, made once. Between tiles lies padding, which no kernel may touch, so every access is masked.
+
+A masked access is only a vector access when the compiler can prove that the mask is equal over each vector. So a
+program works in two parts: the *whole vectors* of its tile, groups of 16 elements aligned in the chunk, under a mask
+that is a multiple of 16 by construction; and the *edges*, fewer than 16 elements before and after them, lane by lane.
+Most tiles have none: parameters start on 256 bytes, and `make_tiles` cuts a parameter at multiples of 16.
+
+Offsets are 64 bits wide in kernels. Tables hold 32-bit numbers, so a chunk has at most `MAX_NUMEL` elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK: Final = 1024
+"""Elements of the longest tile: with `NUM_WARPS`, eight to a thread, one 128-bit access of a 16-bit list."""
+
+NUM_WARPS: Final = 4
+
+EDGE: Final = 32 * NUM_WARPS
+"""Lanes that handle the edges, of which 30 are used at most: one to a thread, so that no thread repeats another's."""
+
+MAX_NUMEL: Final = 2**31 - 1
+"""Elements that a table of tiles can address."""
+
+TILE_COLUMNS: Final = 3
+
+_VECTOR = tl.constexpr(16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel over a grid, ready to be launched any number of times.
+
+    Attributes:
+        kernel: the compiled function.
+        grid: number of programs; with none, nothing is launched.
+        args: tensors and numbers, in the kernel's order. Tensors are read when the kernel runs, not when it is made.
+        constants: the kernel's compile-time parameters.
+        num_warps: warps to a program.
+    """
+
+    kernel: Any
+    grid: int
+    args: tuple[Tensor | int, ...]
+    constants: Mapping[str, int | bool] = field(default_factory=dict)
+    num_warps: int = NUM_WARPS
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """How the kernel is compiled. Contracting to fused multiply-adds is asked for: Triton's default changes."""
+        return {"num_warps": self.num_warps, "enable_fp_fusion": True}
+
+    def run(self) -> None:
+        """Launch on the current stream of the tensors' device, without waiting."""
+        if not self.grid:
+            return
+        device = next(arg.device for arg in self.args if isinstance(arg, Tensor))
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
+
+
+def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str) -> Tensor:
+    """Cut pieces of parameters into tiles.
+
+    Args:
+        pieces: ``(start, end, param)``: elements [start, end) of the chunk belong to parameter ``param``.
+        device: where the table goes.
+
+    Returns:
+        int32 [num_tiles, 3]: rows ``(start, end, param)``, ascending, at most `BLOCK` elements each. All tiles of a
+        piece but its last end at a multiple of 16.
+
+    Raises:
+        ValueError: when pieces overlap, or reach below 0 or beyond `MAX_NUMEL`.
+    """
+    tables = [torch.empty(0, TILE_COLUMNS, dtype=torch.int64)]
+    reached = 0
+    for start, end, param in sorted(piece for piece in pieces if piece[0] != piece[1]):
+        if not reached <= start < end <= MAX_NUMEL:
+            raise ValueError(
+                f"pieces of a chunk are disjoint ranges within {MAX_NUMEL} elements; "
+                f"found [{start}, {end}) of parameter {param} after element {reached}; use smaller chunks"
+            )
+        reached = end
+        bounds = torch.arange(start - start % _VECTOR.value, end, BLOCK)
+        rows = torch.stack([bounds, bounds + BLOCK, torch.full_like(bounds, param)], dim=1)
+        rows[:, :2].clamp_(start, end)
+        tables.append(rows)
+    return torch.cat(tables).to(device=device, dtype=torch.int32)
+
+
+def num_blocks(numel: int) -> int:
+    """Programs that cover ``numel`` elements, `BLOCK` each."""
+    return -(-numel // BLOCK)
+
+
+def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
+    """Check that ``tensor`` is a list of a chunk: one dimension, contiguous, floating point, like ``like``.
+
+    Raises:
+        ValueError: when it is not.
+    """
+    if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.shape != like.shape or tensor.device != like.device:
+        raise ValueError(
+            f"tensors of a chunk are contiguous, have one dimension and share size and device; found {name} of shape "
+            f"{tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}, beside {tuple(like.shape)} on "
+            f"{like.device}"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise ValueError(f"kernels take float32, float16 and bfloat16; {name} is {tensor.dtype}")
+
+
+def check_table(name: str, table: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+    """Check dtype, shape (None: any size) and contiguity of a table.
+
+    Raises:
+        ValueError: when one differs.
+    """
+    fits = table.dim() == len(shape) and all(w in (None, f) for w, f in zip(shape, table.shape, strict=True))
+    if table.dtype is not dtype or not fits or not table.is_contiguous():
+        wanted = ["any" if size is None else size for size in shape]
+        raise ValueError(
+            f"{name} is a contiguous {dtype} table of shape {wanted}; found {table.dtype}, {tuple(table.shape)}, "
+            f"strides {table.stride()}"
+        )
+
+
+@triton.jit
+def tile_bounds(tiles_ptr: tl.tensor) -> Any:
+    """Start and end of this program's tile, 64 bits wide, and its parameter."""
+    row = tiles_ptr + 3 * tl.program_id(0)
+    return tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 2)
+
+
+@triton.jit
+def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr) -> Any:
+    """Offsets and mask of the aligned groups of 16 elements that lie within [start, end)."""
+    first = (start + (_VECTOR - 1)) // _VECTOR * _VECTOR
+    numel = (end // _VECTOR * _VECTOR - first).to(tl.int32)
+    lanes = tl.arange(0, BLOCK)
+    return first + lanes, lanes < numel
+
+
+@triton.jit
+def has_edges(start: tl.tensor, end: tl.tensor) -> Any:
+    """Whether elements of [start, end) lie outside its whole vectors."""
+    return (start % _VECTOR != 0) | (end % _VECTOR != 0)
+
+
+@triton.jit
+def edges(start: tl.tensor, end: tl.tensor, EDGE: tl.constexpr) -> Any:
+    """Offsets and mask of the elements of [start, end) before and after its whole vectors."""
+    head_end = tl.minimum((start + (_VECTOR - 1)) // _VECTOR * _VECTOR, end)
+    tail_start = tl.maximum(end // _VECTOR * _VECTOR, head_end)
+    lanes = tl.arange(0, EDGE)
+    in_head = lanes < _VECTOR
+    offsets = tl.where(in_head, start + lanes, tail_start + lanes - _VECTOR)
+    return offsets, (offsets < tl.where(in_head, head_end, end)) & (lanes < 2 * _VECTOR)
