@@ -178,7 +178,7 @@ class Binder:
             for i, payload in payloads:
                 args[i] = payload
             env.update(zip(outputs, run(args), strict=True))
-            device.read_nonmodel_nbytes()
+            device.sample_nonmodel()
 
         return work
 

@@ -164,8 +164,12 @@ class Device(Protocol):
         """Go on after ``pause_reading``; nothing otherwise."""
         ...
 
+    def sample_nonmodel(self) -> None:
+        """Take this moment's level into the reading; nothing where the allocator itself keeps the highest."""
+        ...
+
     def read_nonmodel_nbytes(self) -> int:
-        """Highest level of non-model bytes since ``start_reading``; sampled at calls and inside long work."""
+        """Highest level of non-model bytes since ``start_reading``."""
         ...
 
     def close(self) -> None:

@@ -374,6 +374,10 @@ class EmulatedDevice:
         """Go on after `pause_reading`; nothing otherwise."""
         self.meter.resume()
 
+    def sample_nonmodel(self) -> None:
+        """Take this moment's level into the reading; a thread does so inside long work."""
+        self.meter.sample()
+
     def read_nonmodel_nbytes(self) -> int:
         """Highest non-model bytes since `start_reading`; 0 where ``meter.available`` is False."""
         self.meter.sample()

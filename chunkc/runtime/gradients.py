@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from chunkc.errors import AccumulationError
-from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.params import ManagedTensor, ParamStore, storage_less
+from chunkc.runtime.params import ManagedTensor, ParamStore, inner_of
 
 
 class Gradients:
@@ -26,17 +25,17 @@ class Gradients:
 
     Attributes:
         landed: parameters whose payload is a gradient.
-        apart: parts of gradients that do not stand in chunks, in compute dtype.
+        apart: parts of gradients that do not stand in chunks, in compute dtype and host memory.
         zeroed: parameters whose ``grad`` was zeroed in place.
         stamp: number of the latest backward.
     """
 
-    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], store: ParamStore) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
         self.landed: set[int] = set()
         self.apart: dict[int, torch.Tensor] = {}
         self.zeroed: set[int] = set()
         self.stamp = 0
-        self._infos, self._params, self._store = infos, params, store
+        self._params, self._store = params, store
         self._handles: dict[int, ManagedTensor] = {}
         self._backward: int | None = None
         self._call = -1
@@ -86,8 +85,8 @@ class Gradients:
         self.landed.update(indexes)
 
     def add(self, index: int, part: torch.Tensor) -> None:
-        """One more part that does not stand in a chunk; the tensor itself may be kept."""
-        before = self.apart.get(index)
+        """One more part that does not stand in a chunk; a tensor in host memory may be kept as it is."""
+        part, before = part.to("cpu"), self.apart.get(index)
         self.apart[index] = part if before is None else before + part
 
     def hand_out(self, graph: object, indexes: Iterable[int]) -> None:
@@ -100,7 +99,7 @@ class Gradients:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index) and index not in self.zeroed:
                 self.add(index, param.grad.detach().clone())
-            shell = storage_less(self._infos[index], param.device)
+            shell = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
             param.grad = self._handles[index]
 

@@ -2,6 +2,10 @@
 
 Before the first plan parameters stand in a staging store, afterwards in chunks. Managed parameters and optimizers read
 and write through here; every observation drains pending updates first. ``model`` adds what runs over this memory.
+
+To the user a parameter stands on the model's device, and so do the values and gradients that its operators gather, one
+at a time. What is handed out of the whole model at once (state dicts, optimizer states) stands in host memory, because
+the device need not hold the model.
 """
 
 from __future__ import annotations
@@ -49,8 +53,8 @@ class ModelMemory:
         self._values: ChunkValues | None = None
         self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos])
         self.params = tuple(params)
-        manage_all(self.params, self.infos, self)
-        self.gradients = Gradients(self.infos, self.params, self)
+        manage_all(self.params, self.infos, self, device.torch_device)
+        self.gradients = Gradients(self.params, self)
 
     @property
     def layout(self) -> Layout | None:
@@ -114,11 +118,15 @@ class ModelMemory:
         return threading.get_ident() in self._entered
 
     def read_param(self, index: int) -> torch.Tensor:
-        """A copy in compute dtype."""
-        return self.read_exact(index).to(self.params[index].dtype)
+        """A copy in compute dtype, on the model's device."""
+        return self._read(index).to(self.params[index].dtype).to(self.device.torch_device)
 
     def read_exact(self, index: int) -> torch.Tensor:
-        """A copy in the dtype that the parameter was handed over in, from param32 where there is one."""
+        """A copy in host memory in the dtype that the parameter was handed over in: of param32 where there is one."""
+        return self._read(index).to("cpu")
+
+    def _read(self, index: int) -> torch.Tensor:
+        """A copy in the dtype that the parameter was handed over in, wherever it stands."""
         self.drain()
         if self._values is None or self.staging.holds(index):
             return self.staging.value(index).detach().clone()
@@ -143,16 +151,16 @@ class ModelMemory:
     # Gradients.
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
-        """A copy of the gradient of backward number ``stamp``, which must be the last one."""
+        """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
-        return self._gradient(index)
+        return self._gradient(index).to(self.device.torch_device)
 
     def _gradient(self, index: int) -> torch.Tensor:
         apart = self.gradients.apart.get(index)
         if index not in self.gradients.landed and apart is not None:
             return apart.clone()
         landed = self._chunk_values().read_gradient(index)
-        return landed if apart is None else landed.add_(apart)
+        return landed if apart is None else landed.add_(apart.to(landed.device))
 
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
@@ -161,12 +169,13 @@ class ModelMemory:
             self._chunk_values().write_gradient(index, value)
             self.gradients.apart.pop(index, None)
         else:
-            self.gradients.apart[index] = value.detach().clone()
+            self.gradients.apart[index] = value.detach().to("cpu", copy=True)
 
     def zero_grad(self, index: int, stamp: int) -> None:
         """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
         if self.gradients.pending or stamp != self.gradients.stamp:
-            self.write_grad(index, stamp, torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype))
+            zeros = torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype, device="cpu")
+            self.write_grad(index, stamp, zeros)
         self.gradients.zeroed.add(index)
 
     def _require_gradient(self, index: int, stamp: int) -> None:
@@ -200,14 +209,15 @@ class ModelMemory:
     # Optimizer states.
 
     def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copies of exp_avg, exp_avg_sq and param32."""
+        """Copies of exp_avg, exp_avg_sq and param32 in host memory."""
         self.drain()
         if self._values is None:
             value = self.staging.value(param)
             state = self.staging.state(param)
             moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
             return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
-        return (*self._values.read_moments(param), self._values.read_param(param).float())
+        exp_avg, exp_avg_sq = self._values.read_moments(param)
+        return exp_avg.to("cpu"), exp_avg_sq.to("cpu"), self._values.read_param(param).float().to("cpu")
 
     def write_state(
         self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None

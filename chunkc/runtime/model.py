@@ -263,7 +263,7 @@ class ModelRuntime(ModelMemory):
             grad = self.params[index].grad
             if grad is not None:
                 gradients.landed.discard(index)
-                gradients.apart[index] = grad.detach().to(self.params[index].dtype)
+                gradients.apart[index] = grad.detach().to("cpu", self.params[index].dtype)
         self._move_into_chunks()
 
     # Between programs.

@@ -316,9 +316,10 @@ def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
 
 
 def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
-    """Fill a parameter without reading it, in the dtype that it was handed over in, as its initialisation would."""
+    """Fill a parameter without reading it, in the dtype that it was handed over in, as its initialisation would: with
+    random numbers of the parameter's device."""
     dtype = _runtime(target).staging.dtypes[target._chunkc_index]
-    value = torch.empty_strided(target.shape, target.stride(), dtype=dtype)
+    value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
     args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
     func(value, *args, **kwargs)
     return _copy_exactly(target, value)
@@ -347,15 +348,10 @@ def _plain(tensor: ManagedTensor) -> torch.Tensor:
     return _read(tensor)
 
 
-def storage_less(info: ParamInfo, device: torch.device) -> torch.Tensor:
-    """A tensor with the shape, strides and dtype of a parameter, and no bytes."""
-    shell = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
-    shell.untyped_storage().resize_(0)
-    return shell
-
-
-def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ParamStore) -> torch.nn.Parameter:
-    """Turn ``param`` into a managed parameter; the object stays the same, its payload goes.
+def manage(
+    param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ParamStore, device: torch.device
+) -> torch.nn.Parameter:
+    """Turn ``param`` into a managed parameter on ``device``; the object stays the same, its payload goes.
 
     Returns:
         a parameter that now holds the payload; swapping it with ``param`` undoes everything.
@@ -363,15 +359,19 @@ def manage(param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: Para
     Raises:
         RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
     """
-    shell = storage_less(info, torch.device("cpu")).requires_grad_(param.requires_grad)
+    shell = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
+    shell.untyped_storage().resize_(0)
+    shell.requires_grad_(param.requires_grad)
     managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
     managed.__dict__.update(param.__dict__)
     swap_tensors(param, managed)
     return managed
 
 
-def manage_all(params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore) -> None:
-    """All parameters become managed, or none.
+def manage_all(
+    params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore, device: torch.device
+) -> None:
+    """All parameters become managed, or none. To everybody they stand on ``device``, as the graphs read them.
 
     Raises:
         ChunkcError: naming the first that cannot.
@@ -379,7 +379,7 @@ def manage_all(params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo],
     done: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
     for index, (param, info) in enumerate(zip(params, infos, strict=True)):
         try:
-            done.append((param, manage(param, info, index, runtime)))
+            done.append((param, manage(param, info, index, runtime, device)))
         except RuntimeError as error:
             for swapped, original in done:
                 swap_tensors(swapped, original)

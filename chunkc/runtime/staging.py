@@ -136,8 +136,10 @@ class StagingStore:
 def keep_master(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``value`` in the master's dtype; where it is merely the master rounded, the master's own element.
 
-    So writing a parameter's 16-bit value back to itself (as ``load_state_dict`` does) loses no precision.
+    So writing a parameter's 16-bit value back to itself (as ``load_state_dict`` does) loses no precision. The result
+    stands where the master does.
     """
+    value = value.to(master.device)
     if value.dtype == master.dtype:
         return value
     return torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))

@@ -41,7 +41,7 @@ class ChunkStore:
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout = layout
-        self._nothing = torch.empty(0, dtype=torch.uint8)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         self.arena = device.allocate_arena(layout.arena_nbytes)
         payloads = [c for c in layout.owned() if c.home is Home.HOST]

@@ -1,7 +1,8 @@
 """Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
 
 param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
-All functions assume that nothing is pending: the caller has drained the device.
+All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
+of the parameter are, in host memory or on the device; what is written may come from anywhere.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ class ChunkValues:
         info, chunks = self._layout.params[index], self._layout.chunks
         parts = [of(chunks[p.chunk])[p.start : p.end] for p in self._store.parts(index)]
         dtype = parts[0].dtype if parts else getattr(torch, info.dtype)
-        found = torch.empty_strided(info.shape, info.stride, dtype=dtype)
+        device = parts[0].device if parts else torch.device("cpu")
+        found = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
         flat = _flat(found)
         for place, part in zip(self._store.parts(index), parts, strict=True):
             flat[place.first : place.first + place.end - place.start].copy_(part)
@@ -103,7 +105,7 @@ class ChunkValues:
         info, chunks = self._layout.params[index], self._layout.chunks
         dense = value
         if value.stride() != info.stride:
-            dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype).copy_(value)
+            dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
         flat = _flat(dense.detach())
         for part in self._store.parts(index):
             count = part.end - part.start

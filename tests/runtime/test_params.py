@@ -13,7 +13,7 @@ from torch import nn
 from chunkc._torch_compat import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.params import ManagedTensor, inner_of, manage, storage_less
+from chunkc.runtime.params import ManagedTensor, inner_of, manage
 from chunkc.runtime.staging import StagingStore
 
 
@@ -65,7 +65,7 @@ def managed(store: DictStore, index: int = 0) -> nn.Parameter:
     value = store.values[index]
     info = ParamInfo(store.name_of(index), (), tuple(value.shape), tuple(value.stride()), "float32", True)
     param = nn.Parameter(torch.zeros_like(value))
-    manage(param, info, index, store)
+    manage(param, info, index, store, torch.device("cpu"))
     return param
 
 
@@ -80,7 +80,7 @@ def test_managing_keeps_the_object_and_gives_the_payload_back(store: DictStore) 
     param = nn.Parameter(value)
     param.label = "kept"
     before, info = id(param), ParamInfo("a", (), (2, 3), (3, 1), "float32", True)
-    original = manage(param, info, 0, store)
+    original = manage(param, info, 0, store, torch.device("cpu"))
     assert id(param) == before and isinstance(param, ManagedTensor) and isinstance(param, nn.Parameter)
     assert param.label == "kept" and original.data_ptr() == value.data_ptr()
     assert inner_of(param).untyped_storage().nbytes() == 0, "nothing stands behind it"
@@ -88,8 +88,10 @@ def test_managing_keeps_the_object_and_gives_the_payload_back(store: DictStore) 
     assert type(param) is nn.Parameter and torch.equal(param, value)
 
 
-def test_a_storage_less_tensor_has_the_layout_and_no_bytes() -> None:
-    shell = storage_less(ParamInfo("t", (), (3, 5), (1, 3), "bfloat16", True), torch.device("cpu"))
+def test_a_storage_less_tensor_has_the_layout_and_no_bytes(store: DictStore) -> None:
+    param, info = nn.Parameter(torch.zeros(3, 5)), ParamInfo("t", (), (3, 5), (1, 3), "bfloat16", True)
+    manage(param, info, 0, store, torch.device("cpu"))
+    shell = inner_of(param)
     assert (shell.shape, shell.stride(), shell.dtype) == ((3, 5), (1, 3), torch.bfloat16)
     assert shell.untyped_storage().nbytes() == 0
 

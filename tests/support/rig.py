@@ -132,7 +132,7 @@ class Rig:
         device = EmulatedDevice(name, setup.device_nbytes, setup.host_nbytes, setup.settings)
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device)
         runtime.params = params
-        runtime.gradients = Gradients(old.infos, params, runtime)
+        runtime.gradients = Gradients(params, runtime)
         for p in params:
             p._chunkc_runtime = runtime
         with torch.no_grad():

@@ -1,0 +1,33 @@
+"""Layouts made by hand: parameters one behind the other in chunks of 64 elements."""
+
+from __future__ import annotations
+
+import torch
+
+from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.schedule import ParamInfo
+
+CHUNK_NUMEL = 64
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(shape, device="meta").stride())
+
+
+def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = False) -> Layout:
+    """Parameters one behind the other; tensors larger than a chunk span chunks."""
+    infos = tuple(ParamInfo(f"p{i}", (), s, contiguous(s), dtype, True) for i, s in enumerate(shapes))
+    places, chunk, offset = [], 0, 0
+    for index, info in enumerate(infos):
+        if offset + info.numel > CHUNK_NUMEL:
+            chunk, offset = chunk + 1, 0
+        num_chunks = max(1, -(-info.numel // CHUNK_NUMEL))
+        places.append(Placement(index, chunk, offset, num_chunks))
+        offset += info.numel
+        chunk, offset = (chunk + offset // CHUNK_NUMEL, offset % CHUNK_NUMEL) if num_chunks > 1 else (chunk, offset)
+    home = Home.DEVICE if on_device else Home.HOST
+    chunks = tuple(Chunk(i, ChunkList.TRAINED, dtype, CHUNK_NUMEL, CHUNK_NUMEL, home, home) for i in range(chunk + 1))
+    sizes = [c.nbytes for c in chunks] + [c.os_nbytes for c in chunks] if on_device else []
+    slots = tuple(Slot(i, sum(sizes[:i]), n) for i, n in enumerate(sizes))
+    groups = tuple(Group(i, i, 1) for i in range(len(chunks)))
+    return Layout(infos, tuple(places), chunks, groups, CHUNK_NUMEL, slots, sum(sizes))
