@@ -7,6 +7,9 @@ TORCH ?= 2.15.0
 COMPAT := .venv-compat-$(TORCH)
 DEMO_ARGS ?= --compare 10
 TEST_ARGS ?=
+# Tests of one file share what they capture, so a file stays with one process. TEST_WORKERS=0 runs all in one.
+TEST_WORKERS ?= 2
+PYTEST_ARGS = -rs --numprocesses=$(TEST_WORKERS) --dist=loadfile
 
 # Before Python starts: with a busy thread beside it, an OpenMP region that spins takes many times longer.
 export OMP_WAIT_POLICY := passive
@@ -34,10 +37,10 @@ demo: $(VENV)/.stamp
 	$(BIN)/python examples/train_gpt.py $(DEMO_ARGS)
 
 test: $(VENV)/.stamp
-	$(BIN)/pytest -rs $(TEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS) $(TEST_ARGS)
 
 soak: $(VENV)/.stamp
-	$(BIN)/pytest -rs --soak --timeout=0 $(TEST_ARGS)
+	$(BIN)/pytest $(PYTEST_ARGS) --soak --timeout=0 $(TEST_ARGS)
 
 architectures: $(VENV)/.stamp
 	$(BIN)/python benchmarks/architectures.py $(ARCHITECTURES_ARGS)
@@ -49,7 +52,7 @@ lint: $(VENV)/.stamp
 
 # Other versions of torch warn of other things, so warnings are shown there and are no errors.
 test-compat: $(COMPAT)/.stamp
-	$(COMPAT)/bin/pytest -rs -W default $(TEST_ARGS)
+	$(COMPAT)/bin/pytest $(PYTEST_ARGS) -W default $(TEST_ARGS)
 
 $(COMPAT)/.stamp: pyproject.toml constraints.txt
 	test -x $(COMPAT)/bin/python || $(PYTHON) -m venv $(COMPAT)
