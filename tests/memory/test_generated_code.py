@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -179,7 +180,7 @@ class Probe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Readings without pause enter into the statement under way."""
+        """Readings every few microseconds enter into the statement under way."""
         done = threading.Event()
 
         def run() -> None:
@@ -189,6 +190,7 @@ class Probe:
                     level = self.read()
                     if len(self.after) == statement:  # it is still the same one
                         self.highest[statement] = max(self.highest[statement], level)
+                time.sleep(1e-5)  # without, the kernels' threads wait for this one
 
         thread = threading.Thread(target=run)
         thread.start()

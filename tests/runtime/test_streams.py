@@ -287,7 +287,7 @@ def test_a_collected_device_stops_its_workers() -> None:
     del device
     gc.collect()
     assert gone() is None
-    assert chunkc_threads() == threads
+    assert chunkc_threads() <= threads  # fewer, where those of a device before it have ended by now
 
 
 def test_idle_workers_keep_nothing_alive(device: EmulatedDevice) -> None:
