@@ -1,7 +1,8 @@
-"""The command line: look at a plan, make one without running anything, say what this machine is.
+"""The command line: look at a plan, make one without running anything, measure this machine, say what it is.
 
     chunkc explain plan.json [--full | --summary]
     chunkc plan module:function --hw 8xv100-240g [--dtype bfloat16] [--chunk-size N] [--save plan.json] [--json]
+    chunkc calibrate --hw emulated-64m-2g [-o profile.json] [--quick] [--json]
     chunkc env
 
 Results go to standard output, log lines and everything that the user's code prints to standard error. Exit codes: 0
@@ -18,12 +19,14 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from chunkc.debug import visible
 from chunkc.errors import BudgetError, ChunkcError
+from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.environment import environment
 
@@ -61,6 +64,8 @@ def main(argv: Sequence[str] | None = None, *, planner: Planner | None = None) -
 def _run(args: argparse.Namespace, planner: Planner | None) -> int:
     if args.command == "explain":
         return _explain(args)
+    if args.command == "calibrate":
+        return _calibrate(args)
     return _plan(args, planner) if args.command == "plan" else _env()
 
 
@@ -75,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--full", action="store_true", help="everything: every action and every moment")
     form.add_argument("--summary", action="store_true", help="the numbers: memory, chunks, bytes moved")
     _add_plan(commands.add_parser("plan", help="plan a model for hardware that need not be here; nothing runs"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure this machine's copies, updates and arithmetic"))
     commands.add_parser("env", help="versions, processor, memory, GPUs and variables, for a bug report")
     return parser
 
@@ -97,6 +103,17 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print one JSON object instead: does it fit, and bytes")
 
 
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--hw", default="auto", help="this machine, or an emulated device such as emulated-64m-2g (default: auto)"
+    )
+    parser.add_argument(
+        "-o", "--output", type=_profile_path, metavar="profile.json", help="write the profile, which hw= takes"
+    )
+    parser.add_argument("--quick", action="store_true", help="a few seconds only; the spread is larger")
+    parser.add_argument("--json", action="store_true", help="print the profile as one JSON object instead of tables")
+
+
 def _chunk_size(text: str) -> int | str:
     if text == "auto":
         return text
@@ -107,6 +124,16 @@ def _chunk_size(text: str) -> int | str:
     if numel < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is neither auto nor a positive number of elements")
     return numel
+
+
+def _profile_path(text: str) -> str:
+    """Refused before anything is measured, since measuring takes a while."""
+    path = Path(text)
+    if path.suffix.lower() != ".json":
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in .json, by which hw= knows a profile")
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder, or the folder around it is missing")
+    return text
 
 
 def _explain(args: argparse.Namespace) -> int:
@@ -164,9 +191,9 @@ def _model_and_inputs(spec: str) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def _save(plan: Plan, path: str) -> None:
+def _save(result: Plan | Hardware, path: str) -> None:
     try:
-        plan.save(path)
+        result.save(path)
     except OSError as error:
         raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
     print(f"saved {path}", file=sys.stderr)
@@ -203,6 +230,17 @@ def _shortage(error: BudgetError) -> dict[str, Any]:
         "digest": None,
         "tensors": list(error.tensors),
     }
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    """Imported when it is needed, as `_planner` is."""
+    calibration = importlib.import_module("chunkc.calibrate")
+    effort = calibration.QUICK if args.quick else calibration.THOROUGH
+    hw = calibration.calibrate(args.hw, effort, lambda line: print(line, file=sys.stderr, flush=True))
+    if args.output:
+        _save(hw, args.output)
+    print(json.dumps(hw.profile()) if args.json else calibration.tables(hw, hw.rates))
+    return 0
 
 
 def _env() -> int:

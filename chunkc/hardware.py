@@ -26,12 +26,13 @@ import torch.distributed
 from chunkc._gpus import Tflops, check_rate, gpus, machines
 from chunkc._host_memory import free_host_nbytes
 from chunkc._hw_spelling import EMULATED, Spelling, any_gpu_capability, format_size, parse_size, parse_spelling
+from chunkc._rates import Rates
 from chunkc.errors import HardwareError
 
 __all__ = ["Hardware", "Tflops", "format_size", "free_host_nbytes", "parse_size"]
 
 PROFILE_FORMAT: Final = "chunkc-hardware"
-PROFILE_VERSION: Final = 1
+PROFILE_VERSION: Final = 2
 _MIB: Final = 1024**2
 
 
@@ -55,6 +56,7 @@ class Hardware:
         internode_gb_per_s: the network of one node, per direction.
         compute_capability: CUDA's, as (major, minor); ``None`` for an emulated device.
         num_cpu_cores: cores of one node, where known: aliases and `detect` know, a spelling does not.
+        rates: what ``chunkc calibrate`` measured; the rates above are those of the data sheet.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Hardware:
     internode_gb_per_s: float | None = None
     compute_capability: tuple[int, int] | None = None
     num_cpu_cores: int | None = None
+    rates: Rates | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,7 +85,7 @@ class Hardware:
                 continue
             elif field.name.endswith("_gb_per_s"):
                 check_rate(field.name, value)
-            elif field.name not in ("tflops", "compute_capability"):
+            elif field.name not in ("tflops", "compute_capability", "rates"):
                 _check_count(field.name, value)
 
     def __str__(self) -> str:
@@ -166,10 +169,13 @@ class Hardware:
         sizes = (gpu_nbytes // _MIB * _MIB, host_nbytes // _MIB * _MIB)
         return replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
 
+    def profile(self) -> dict[str, Any]:
+        """Every field under a format version, ready for JSON: what `save` writes."""
+        return {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
+
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a profile: every field as JSON under a format version, for `load` and ``hw=``."""
-        profile = {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
-        Path(path).write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
+        """Write a profile, for `load` and ``hw=``."""
+        Path(path).write_text(json.dumps(self.profile(), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Hardware:
@@ -251,6 +257,7 @@ def _from_profile(profile: Any) -> Hardware:
         tflops, capability = profile["tflops"], profile["compute_capability"]
         profile["tflops"] = None if tflops is None else Tflops(**tflops)
         profile["compute_capability"] = None if capability is None else _capability(capability)
+        profile["rates"] = None if profile["rates"] is None else Rates.from_json(profile["rates"])
         return Hardware(**profile)
     except TypeError as error:
         raise HardwareError(f"a field has a wrong shape: {error}") from error

@@ -123,7 +123,7 @@ def test_hw_arguments() -> None:
 # change to a saved profile -> piece of the message
 PROFILE_FAULTS = [
     ({"format": "other"}, "no hardware profile"),
-    ({"version": 2}, "its format version is 2, this chunkc reads 1"),
+    ({"version": 1}, "its format version is 1, this chunkc reads 2"),
     ({"colour": "red"}, "fields missing or unknown: colour"),
     ({"num_nodes": 0}, "num_nodes must be a positive whole number, found 0"),
     ({"gpus_per_node": "8"}, "gpus_per_node must be a positive whole number, found '8'"),

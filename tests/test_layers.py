@@ -46,10 +46,21 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 }
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
-    **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling"), "hardware"),
+    **dict.fromkeys(("_gpus", "_host_memory", "_hw_spelling", "_rates"), "hardware"),
     **dict.fromkeys(
         (
-            *("breaks", "compiled", "debug", "devices", "evaluation", "planahead", "planning", "policy", "programs"),
+            *(
+                "breaks",
+                "calibrate",
+                "compiled",
+                "debug",
+                "devices",
+                "evaluation",
+                "planahead",
+                "planning",
+                "policy",
+                "programs",
+            ),
             *("segments", "shapes"),
         ),
         "api",

@@ -1,0 +1,153 @@
+"""What is timed: work for one stream over the regions of a calibration, in the pieces that a plan launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+
+from chunkc.calibrate.memory import Regions, Scale
+from chunkc.ir.actions import Stream
+from chunkc.runtime.adam import ChunkUpdate, Hyper, Piece, Scratch
+from chunkc.runtime.device import Device, Event
+
+Work = Callable[[], None]
+
+HEAD_NUMEL: Final = 64
+NUM_HEADS: Final = 8
+_MAX_PLACES: Final = 64
+_MIN_COPY_NBYTES: Final = 4096
+_MAX_COPY_NBYTES: Final = 64 * 2**20
+_COLUMN_NUMEL: Final = 64  # chunks in updates have a multiple of this many elements
+# With a learning rate of 0 the parameters, which are the next gradients, stay as they are however often it runs.
+_HYPER: Final = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Pieces of equal work for one stream; they take turns, so that each finds its data out of the caches."""
+
+    stream: Stream
+    label: str
+    works: tuple[Work, ...]
+
+    def launch(self, device: Device, index: int) -> Event:
+        """Launch the piece whose turn it is."""
+        return device.launch(self.stream, self.label, (), self.works[index % len(self.works)])
+
+
+def copy_sizes(regions: Regions) -> tuple[int, ...]:
+    """Bytes of the copies to time: from 4 KiB by factors of 4, and the largest power of two that has a place."""
+    room = min(
+        region.numel()
+        for region in (regions.device_arriving, regions.device_leaving, regions.host_leaving, regions.host_arriving)
+    )
+    largest = min(_MAX_COPY_NBYTES, 1 << (room.bit_length() - 1))
+    sizes, nbytes = [], _MIN_COPY_NBYTES
+    while nbytes < largest:
+        sizes.append(nbytes)
+        nbytes *= 4
+    return (*sizes, largest)
+
+
+def copy(regions: Regions, stream: Stream, nbytes: int) -> Activity:
+    """Copies of ``nbytes`` from host to device (H2D) or back (D2H)."""
+    if stream is Stream.H2D:
+        source, target = regions.host_leaving, regions.device_arriving
+    else:
+        source, target = regions.device_leaving, regions.host_arriving
+    sources, targets = _places(source, nbytes), _places(target, nbytes)
+    pairs = ((sources[i % len(sources)], targets[i % len(targets)]) for i in range(max(len(sources), len(targets))))
+    return Activity(stream, f"copy of {nbytes} bytes", tuple(_copy(source, target) for source, target in pairs))
+
+
+def device_copy(regions: Regions) -> tuple[Activity, int]:
+    """A copy within device memory, and the bytes that it reads and writes."""
+    nbytes = regions.device_math.numel() // 2
+    source, target = regions.device_math[:nbytes], regions.device_math[nbytes : 2 * nbytes]
+    return Activity(Stream.COMPUTE, "copy on the device", (_copy(source, target),)), 2 * nbytes
+
+
+def matmul_sizes(regions: Regions, scale: Scale) -> tuple[int, ...]:
+    """Rows of the square matrices of which three fit in float32."""
+    return tuple(rows for rows in scale.matmul_sizes if 3 * rows * rows * 4 <= regions.device_math.numel())
+
+
+def matmul(regions: Regions, dtype: torch.dtype, num_rows: int) -> Activity:
+    """Products of two square matrices."""
+    numel = num_rows * num_rows
+    numbers = regions.device_math[: 3 * numel * dtype.itemsize].view(dtype)
+    left, right, product = numbers.view(3, num_rows, num_rows)
+
+    def work() -> None:
+        torch.mm(left, right, out=product)
+
+    return Activity(Stream.COMPUTE, f"matmul of {num_rows} rows", (work,))
+
+
+def attention_tokens(regions: Regions, scale: Scale) -> tuple[int, ...]:
+    """Tokens for which query, key and value fit in float32, and the output beside the arena."""
+    row_nbytes = NUM_HEADS * HEAD_NUMEL * 4
+    room = min(regions.device_math.numel() // 3, regions.outputs_nbytes) // row_nbytes
+    return tuple(tokens for tokens in scale.attention_tokens if tokens <= room)
+
+
+def attention(regions: Regions, dtype: torch.dtype, num_tokens: int) -> Activity:
+    """Causal attention over one sequence."""
+    shape = (3, 1, NUM_HEADS, num_tokens, HEAD_NUMEL)
+    numel = 3 * NUM_HEADS * num_tokens * HEAD_NUMEL
+    query, key, value = regions.device_math[: numel * dtype.itemsize].view(dtype).view(shape)
+
+    def work() -> None:
+        F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    return Activity(Stream.COMPUTE, f"attention over {num_tokens} tokens", (work,))
+
+
+def update(
+    regions: Regions, scale: Scale, scratch: Scratch, stream: Stream, dtype: torch.dtype
+) -> tuple[Activity, int]:
+    """Adam on chunks in host memory (CPU) or device memory (COMPUTE), and the elements of one chunk."""
+    memory = regions.host_update if stream is Stream.CPU else regions.device_math
+    nbytes = 3 * 4 + dtype.itemsize
+    numel = min(scale.update_numel, memory.numel() // (2 * nbytes)) // _COLUMN_NUMEL * _COLUMN_NUMEL
+    chunks = [memory[start : start + numel * nbytes] for start in _starts(memory.numel(), numel * nbytes)]
+    works = tuple(_update(chunk, numel, dtype, scratch) for chunk in chunks)
+    return Activity(stream, f"update of {numel} parameters", works), numel
+
+
+def nothing(stream: Stream) -> Activity:
+    """Work that does nothing."""
+    return Activity(stream, "nothing", (_do_nothing,))
+
+
+def _do_nothing() -> None:
+    return None
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:
+    def work() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return work
+
+
+def _update(chunk: torch.Tensor, numel: int, dtype: torch.dtype, scratch: Scratch) -> Work:
+    param32, exp_avg, exp_avg_sq = chunk[: 3 * 4 * numel].view(torch.float32).view(3, numel)
+    payload = chunk[3 * 4 * numel :].view(dtype)
+    update = ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, [Piece(0, 0, numel)], scratch=scratch)
+    return lambda: update.update({0: _HYPER}, {0: 2})
+
+
+def _places(region: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+    """Up to 64 places of ``nbytes``, spread over the region."""
+    starts = _starts(region.numel(), nbytes)
+    step = -(-len(starts) // _MAX_PLACES)
+    return [region[start : start + nbytes] for start in starts[::step]]
+
+
+def _starts(room_nbytes: int, nbytes: int) -> range:
+    return range(0, room_nbytes - nbytes + 1, nbytes)

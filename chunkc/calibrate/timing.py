@@ -1,0 +1,155 @@
+"""Timing of activities by the host's clock, through nothing but `launch` and `wait`: alone, and while others run.
+
+A *batch* is several pieces launched back to back; its time runs from the first launch to the end of the last piece, so
+that a figure contains what a plan pays for too. Of several short batches the fastest counts: what other programs do to
+a batch only ever makes it longer, and among batches of a few milliseconds some are left alone. While other activities
+run, each is kept going by a thread of its own from before the first batch until after the last: what is timed never
+runs alone at its beginning or end.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final
+
+from chunkc.calibrate.activities import Activity, nothing
+from chunkc.ir.actions import Stream
+from chunkc.runtime.device import Device, Event
+
+_QUEUED: Final = 2  # pieces that a background launches ahead
+_MAX_PIECES: Final = 256
+_EMPTY_PIECES: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long an activity is timed: batches of equal pieces."""
+
+    num_pieces: int
+    num_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timer:
+    """Times activities on a device, in microseconds of one piece in the fastest batch.
+
+    Attributes:
+        device: that the activities run on.
+        batch_ms: wanted length of a batch; one piece may be longer.
+        num_batches: batches of which the fastest counts; fewer of pieces that are longer than a batch should be.
+        clock_ns: a clock in nanoseconds; tests give one of their own.
+    """
+
+    device: Device
+    batch_ms: float
+    num_batches: int
+    clock_ns: Callable[[], int] = time.perf_counter_ns
+
+    def length(self, activity: Activity) -> Length:
+        """The length at which to time ``activity``; its first piece only warms up."""
+        self._batch_us(activity, 1)
+        piece_us = max(min(self._batch_us(activity, 1) for _ in range(3)), 1e-3)
+        num_pieces = max(1, min(_MAX_PIECES, round(self.batch_ms * 1e3 / piece_us)))
+        wanted_us = self.num_batches * self.batch_ms * 1e3
+        num_batches = max(min(self.num_batches, 2), min(self.num_batches, round(wanted_us / (num_pieces * piece_us))))
+        return Length(num_pieces, num_batches)
+
+    def time_us(self, activity: Activity, length: Length) -> float:
+        """Time of a piece when nothing else runs on the device."""
+        return min(self._batch_us(activity, length.num_pieces) for _ in range(length.num_batches))
+
+    def time_under_us(self, activity: Activity, others: Sequence[Activity], length: Length) -> float:
+        """Time of a piece while ``others`` run, which are on other streams."""
+        with ExitStack() as backgrounds:
+            for other in others:
+                backgrounds.enter_context(Background(self.device, other))
+            return self.time_us(activity, length)
+
+    def launch_us(self, stream: Stream) -> float:
+        """Host time of one launch on ``stream``; the end of the work is not waited for."""
+        return min(self._launches_us(stream) for _ in range(self.num_batches))
+
+    def handoff_us(self) -> float:
+        """Time of empty work that waits for empty work on the other copy stream: a chain to and fro."""
+        return min(self._chain_us() for _ in range(self.num_batches))
+
+    def _batch_us(self, activity: Activity, num_pieces: int) -> float:
+        start_ns = self.clock_ns()
+        for index in range(num_pieces):
+            last = activity.launch(self.device, index)
+        last.wait()
+        return (self.clock_ns() - start_ns) / 1e3 / num_pieces
+
+    def _launches_us(self, stream: Stream) -> float:
+        empty = nothing(stream)
+        start_ns = self.clock_ns()
+        for index in range(_EMPTY_PIECES):
+            last = empty.launch(self.device, index)
+        nanoseconds = self.clock_ns() - start_ns
+        last.wait()
+        return nanoseconds / 1e3 / _EMPTY_PIECES
+
+    def _chain_us(self) -> float:
+        works = {stream: nothing(stream) for stream in (Stream.H2D, Stream.D2H)}
+        waits: tuple[Event, ...] = ()
+        start_ns = self.clock_ns()
+        for index in range(_EMPTY_PIECES):
+            stream = Stream.D2H if index % 2 else Stream.H2D
+            waits = (self.device.launch(stream, "nothing", waits, works[stream].works[0]),)
+        waits[0].wait()
+        return (self.clock_ns() - start_ns) / 1e3 / _EMPTY_PIECES
+
+
+class Background:
+    """Keeps an activity running inside a ``with`` block, which is entered once its first piece has finished.
+
+    What a piece raises is raised when the block is left, unless the block itself raised.
+    """
+
+    def __init__(self, device: Device, activity: Activity) -> None:
+        self._device = device
+        self._activity = activity
+        self._has_begun = threading.Event()
+        self._is_over = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"chunkc-calibrate-{activity.stream}", daemon=True)
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        self._has_begun.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._activity.launch(self._device, 0).wait()
+            self._has_begun.set()
+            self._keep_going()
+        except BaseException as error:  # the thread that times must get it, whatever it is
+            self._error = error
+        finally:
+            self._has_begun.set()
+
+    def _keep_going(self) -> None:
+        queued: deque[Event] = deque()
+        index = 0
+        while not self._is_over.is_set():
+            index += 1
+            queued.append(self._activity.launch(self._device, index))
+            if len(queued) > _QUEUED:
+                queued.popleft().wait()
+        for event in queued:
+            event.wait()
