@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -11,8 +12,9 @@ import torch.nn.functional as F
 
 from chunkc.calibrate.memory import Regions, Scale
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import ChunkUpdate, Hyper, Piece, Scratch
+from chunkc.runtime.adam import Piece
 from chunkc.runtime.device import Device, Event
+from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 Work = Callable[[], None]
 
@@ -107,16 +109,19 @@ def attention(regions: Regions, dtype: torch.dtype, num_tokens: int) -> Activity
     return Activity(Stream.COMPUTE, f"attention over {num_tokens} tokens", (work,))
 
 
-def update(
-    regions: Regions, scale: Scale, scratch: Scratch, stream: Stream, dtype: torch.dtype
-) -> tuple[Activity, int]:
+def update(device: Device, regions: Regions, scale: Scale, stream: Stream, dtype: torch.dtype) -> tuple[Activity, int]:
     """Adam on chunks in host memory (CPU) or device memory (COMPUTE), and the elements of one chunk."""
     memory = regions.host_update if stream is Stream.CPU else regions.device_math
     nbytes = 3 * 4 + dtype.itemsize
     numel = min(scale.update_numel, memory.numel() // (2 * nbytes)) // _COLUMN_NUMEL * _COLUMN_NUMEL
-    chunks = [memory[start : start + numel * nbytes] for start in _starts(memory.numel(), numel * nbytes)]
-    works = tuple(_update(chunk, numel, dtype, scratch) for chunk in chunks)
-    return Activity(stream, f"update of {numel} parameters", works), numel
+    inputs = StepInputs({0: _HYPER}, {0: 2}, num_params=1)
+    works = []
+    for start in _starts(memory.numel(), numel * nbytes):
+        triple = memory[start : start + 3 * 4 * numel].view(torch.float32).view(3, numel)
+        payload = memory[start + 3 * 4 * numel : start + nbytes * numel].view(dtype)
+        made = device.make_update(stream, payload, tuple(triple), [Piece(0, 0, numel)])
+        works.append(partial(made.update, inputs))
+    return Activity(stream, f"update of {numel} parameters", tuple(works)), numel
 
 
 def nothing(stream: Stream) -> Activity:
@@ -133,13 +138,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:
         target.copy_(source, non_blocking=True)
 
     return work
-
-
-def _update(chunk: torch.Tensor, numel: int, dtype: torch.dtype, scratch: Scratch) -> Work:
-    param32, exp_avg, exp_avg_sq = chunk[: 3 * 4 * numel].view(torch.float32).view(3, numel)
-    payload = chunk[3 * 4 * numel :].view(dtype)
-    update = ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, [Piece(0, 0, numel)], scratch=scratch)
-    return lambda: update.update({0: _HYPER}, {0: 2})
 
 
 def _places(region: torch.Tensor, nbytes: int) -> list[torch.Tensor]:

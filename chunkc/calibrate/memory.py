@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
 
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, format_size, free_host_nbytes
+from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Device
 
 MIN_DEVICE_NBYTES: Final = 2**20
@@ -132,7 +134,7 @@ def regions(device: Device, shares: Shares) -> Iterator[Regions]:
         try:
             home = device.allocate_home(shares.home_nbytes)
             try:
-                fill(arena)
+                device.launch(Stream.COMPUTE, "fill", (), partial(fill, arena)).wait()
                 fill(home)
                 yield Regions(*_quarters(arena), *_quarters(home), shares.device_nbytes - shares.arena_nbytes)
                 device.synchronize()

@@ -18,7 +18,6 @@ from chunkc.calibrate.activities import Activity
 from chunkc.calibrate.memory import Regions, Scale, Shares, regions
 from chunkc.calibrate.timing import Length, Timer
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import Scratch
 
 TOGETHER: Final = (Stream.COMPUTE, Stream.CPU, Stream.D2H, Stream.H2D)
 _COPY_NBYTES: Final = 4 * 2**20  # of copies beside other activities, where there is room
@@ -107,7 +106,7 @@ class Sampler:
         for dtype in self.scale.dtypes:
             name = str(dtype).removeprefix("torch.")
             for stream in (Stream.CPU, Stream.COMPUTE):
-                activity, numel = activities.update(memory, self.scale, Scratch(), stream, dtype)
+                activity, numel = activities.update(self.timer.device, memory, self.scale, stream, dtype)
                 yield Subject(f"update {stream} {name}", numel, amount=numel), activity
             for rows in activities.matmul_sizes(memory, self.scale):
                 subject = Subject(f"matmul {name}", rows, amount=2 * rows**3)
@@ -137,7 +136,7 @@ class Sampler:
         rows = max(rows for rows in activities.matmul_sizes(memory, self.scale)[:2])
         return {
             Stream.COMPUTE: activities.matmul(memory, dtype, rows),
-            Stream.CPU: activities.update(memory, self.scale, Scratch(), Stream.CPU, dtype)[0],
+            Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype)[0],
             Stream.D2H: activities.copy(memory, Stream.D2H, nbytes),
             Stream.H2D: activities.copy(memory, Stream.H2D, nbytes),
         }

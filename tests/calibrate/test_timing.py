@@ -48,7 +48,7 @@ class VirtualDevice(EmulatedDevice):
         self.now_us += LAUNCH_US
         ready_us = max([self.now_us, self.free_us[stream], *(e.end_us for e in waits if isinstance(e, VirtualEvent))])
         nbytes = 0 if label == "nothing" else int(label)
-        slow = self.rng.uniform(1.0, 1.02) * (3.0 if self.rng.random() < 0.1 else 1.0)
+        slow = self.rng.uniform(1.0, 1.02) * (3.0 if self.rng.random() < 0.02 else 1.0)
         self.free_us[stream] = ready_us + (LATENCY_US + nbytes / (GB_PER_S * 1e3)) * slow
         return VirtualEvent(self, self.free_us[stream])
 
