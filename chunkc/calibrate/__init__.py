@@ -51,8 +51,9 @@ def calibrate(
     """
     if settings := os.environ.get("CHUNKC_EMULATED"):
         raise HardwareError(f"CHUNKC_EMULATED={settings} changes how fast the device is: unset it to calibrate")
-    _check_is_here(Hardware.of(hw))
-    machine, device = device_for(hw)
+    machine = Hardware.of(hw)
+    _check_is_here(machine)
+    _, device = device_for(replace(machine))  # another object: a device of its own, which is closed here
     with contextlib.closing(device):
         return measure(machine, device, effort, progress)
 
@@ -73,10 +74,13 @@ def _check_is_here(machine: Hardware) -> None:
         raise HardwareError(
             f"one device and its host are calibrated at a time, {machine} has {machine.num_gpus}: name one"
         )
-    if not machine.emulated and not torch.cuda.is_available():
+    if machine.emulated:
+        return
+    here = Hardware.detect()
+    if here.gpu != machine.gpu:
         raise HardwareError(
-            f"{machine} is not here, torch finds no CUDA device: a calibration measures the machine it runs on. Name "
-            "an emulated device, for example emulated-64m-2g"
+            f"{machine} is not here, this machine is {here}: a calibration measures what it runs on. Name this machine "
+            "by auto, or an emulated device, for example emulated-64m-2g"
         )
 
 

@@ -43,6 +43,8 @@ class Scale:
         matmul_sizes: rows of square matrices.
         attention_tokens: tokens of one sequence, in heads of 64.
         update_numel: elements of one chunk in updates, at most.
+        together_rows, together_copy_nbytes: of what runs beside other activities: long enough that launching it leaves
+            no gaps.
     """
 
     max_device_nbytes: int
@@ -51,6 +53,8 @@ class Scale:
     matmul_sizes: tuple[int, ...]
     attention_tokens: tuple[int, ...]
     update_numel: int
+    together_rows: int
+    together_copy_nbytes: int
 
 
 _SCALES: Final = {
@@ -61,6 +65,8 @@ _SCALES: Final = {
         matmul_sizes=(128, 512, 1024),
         attention_tokens=(64, 512),
         update_numel=2**20,
+        together_rows=512,
+        together_copy_nbytes=4 * _MIB,
     ),
     "cuda": Scale(
         max_device_nbytes=2048 * _MIB,
@@ -69,6 +75,8 @@ _SCALES: Final = {
         matmul_sizes=(128, 1024, 4096, 8192),
         attention_tokens=(64, 1024, 4096),
         update_numel=16 * 2**20,
+        together_rows=8192,
+        together_copy_nbytes=64 * _MIB,
     ),
 }
 

@@ -20,7 +20,6 @@ from chunkc.calibrate.timing import Length, Timer
 from chunkc.ir.actions import Stream
 
 TOGETHER: Final = (Stream.COMPUTE, Stream.CPU, Stream.D2H, Stream.H2D)
-_COPY_NBYTES: Final = 4 * 2**20  # of copies beside other activities, where there is room
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +131,8 @@ class Sampler:
     def _concurrent(self, memory: Regions) -> dict[Stream, Activity]:
         """What runs on each stream beside the others, in the dtype that models compute in."""
         dtype = self.scale.dtypes[-1]
-        nbytes = min(_COPY_NBYTES, activities.copy_sizes(memory)[-1])
-        rows = max(rows for rows in activities.matmul_sizes(memory, self.scale)[:2])
+        nbytes = min(self.scale.together_copy_nbytes, activities.copy_sizes(memory)[-1])
+        rows = min(self.scale.together_rows, activities.matmul_sizes(memory, self.scale)[-1])
         return {
             Stream.COMPUTE: activities.matmul(memory, dtype, rows),
             Stream.CPU: activities.update(self.timer.device, memory, self.scale, Stream.CPU, dtype)[0],

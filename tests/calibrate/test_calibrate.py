@@ -35,6 +35,11 @@ HW = "emulated-4m-8m"
 BRIEF = Effort(num_rounds=1, num_batches=1, batch_ms=0.1)
 
 
+@pytest.fixture(autouse=True)
+def no_debug_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHUNKC_EMULATED", raising=False)
+
+
 def emulated(device_nbytes: int, host_nbytes: int, kind: type[EmulatedDevice] = EmulatedDevice) -> EmulatedDevice:
     return kind("emulated", device_nbytes, host_nbytes)
 
@@ -153,8 +158,7 @@ def test_a_model_trains_with_a_profile_and_its_plan_says_so(profile: Path) -> No
     assert plain[-1] < plain[0]
 
 
-def test_a_profile_can_be_calibrated_again(profile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHUNKC_EMULATED", raising=False)
+def test_a_profile_can_be_calibrated_again(profile: Path) -> None:
     again = calibrate(profile, BRIEF)
     assert str(again) == f"{HW} (calibrated)"
     assert again.rates != Hardware.load(profile).rates
@@ -262,14 +266,12 @@ def test_memory_is_filled_with_positive_numbers_of_every_dtype() -> None:
         ("emulated-64m-1m", "leaves 64m and 1m"),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused(hw: str, piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHUNKC_EMULATED", raising=False)
+def test_what_cannot_be_calibrated_is_refused(hw: str, piece: str) -> None:
     with pytest.raises(HardwareError, match=piece):
         calibrate(hw, BRIEF)
 
 
 def test_a_gpu_that_is_absent_is_not_stood_in_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHUNKC_EMULATED", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(HardwareError, match="rtx2060-8g-16g is not here"):
         calibrate("rtx2060-8g-16g", BRIEF)
@@ -282,10 +284,18 @@ def test_debug_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_machine_without_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CHUNKC_EMULATED", raising=False)
     monkeypatch.setattr("chunkc.calibrate.memory.free_host_nbytes", lambda: 10 * MIB)
     with pytest.raises(HardwareError, match=f"takes {12 * MIB} bytes of host memory, {10 * MIB} are free"):
         calibrate(HW, BRIEF)
+
+
+def test_a_device_in_use_stays_open() -> None:
+    hw = Hardware.parse(HW)
+    model = chunkc.compile(nn.Linear(64, 64), hw, dtype=torch.float32, backend="eager")
+    for _ in range(2):
+        model(torch.ones(2, 64)).sum().backward()
+        calibrate(hw, BRIEF)
+        model.zero_grad()
 
 
 @pytest.mark.parametrize(
