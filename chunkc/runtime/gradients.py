@@ -37,6 +37,7 @@ class Gradients:
         self.stamp = 0
         self._params, self._store = params, store
         self._handles: dict[int, ManagedTensor] = {}
+        self._replaced: dict[int, torch.Tensor] = {}
         self._backward: int | None = None
         self._call = -1
         self._ran: Counter[object] = Counter()
@@ -92,12 +93,14 @@ class Gradients:
     def hand_out(self, graph: object, indexes: Iterable[int]) -> None:
         """``graph`` has run backward: set ``param.grad``.
 
-        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do.
+        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
+        for the case that this backward fails.
         """
         self._ran[graph] += 1
         for index in indexes:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index) and index not in self.zeroed:
+                self._replaced[index] = param.grad
                 self.add(index, param.grad.detach().clone())
             shell = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
@@ -107,13 +110,15 @@ class Gradients:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
         self.landed.clear()
         self.apart.clear()
+        self._replaced.clear()
 
     def take_back(self) -> None:
-        """Gradients are lost: no parameter shows one that this model handed out."""
+        """Gradients are lost: parameters show what they showed before this model handed them out."""
+        replaced = dict(self._replaced)
         self.forget()
         for index, handle in self._handles.items():
             if self._params[index].grad is handle:
-                self._params[index].grad = None
+                self._params[index].grad = replaced.get(index)
 
     def close(self) -> None:
         """Let go of everything, where the garbage collector cannot look."""

@@ -285,16 +285,19 @@ class ModelRuntime(ModelMemory):
             self._executor = executor
 
     def _discard_gradients(self) -> None:
-        if self.gradients.landed:
-            self._running().restore()
+        self._restore_landed()
         self.gradients.forget()
-        self._consumed = False
 
     def _lose_gradients(self) -> None:
-        """Payloads hold parameters again, and no parameter shows a gradient."""
+        """Payloads hold parameters again, which show no gradient of the backward under way."""
         self.to_cold()
-        self._discard_gradients()
+        self._restore_landed()
         self.gradients.take_back()
+
+    def _restore_landed(self) -> None:
+        if self.gradients.landed:
+            self._running().restore()
+        self._consumed = False
 
     def _guarded(self, executor: Executor, run: Callable[[], list[Any]]) -> list[Any]:
         self.device.check_usable()

@@ -144,6 +144,22 @@ def test_one_backward_over_two_forwards_is_refused(pair: Pair, length: int) -> N
     pair.check()
 
 
+def test_a_refused_backward_leaves_the_gradients_that_the_user_assigned(pair: Pair) -> None:
+    assigned = []
+    for model in (pair.model, pair.plain):
+        model.head.bias.grad = torch.full_like(pair.plain.head.bias, 0.01)
+        assigned.append(model.head.bias.grad)
+    with pytest.raises(chunkc.AccumulationError, match="two forwards"):
+        (pair.model(*batch(2)) + pair.model(*batch(3))).backward()
+    assert pair.model.head.bias.grad is assigned[0]
+    assert [n for n, p in pair.model.named_parameters() if p.grad is not None] == ["head.bias"]
+    pair.both(lambda _, optimizer: optimizer.step())
+    pair.check()
+    pair.both(lambda model, _: model.zero_grad())
+    pair.train(3)
+    pair.check()
+
+
 def test_the_earlier_backward_after_the_later_is_refused(pair: Pair) -> None:
     first, second = pair.model(*batch(2)), pair.model(*batch(3))
     second.backward()
