@@ -126,7 +126,7 @@ def test_figures_follow_from_the_table(profile: Path) -> None:
     update = largest["update cpu float32"]
     assert rates.cpu_update_gparam_per_s[0].rate.median == pytest.approx(update.size / update.figure.median / 1e3)
     copy = largest["copy d2h"]
-    assert rates.d2h.time_us(copy.size) == pytest.approx(copy.figure.median, rel=0.8)
+    assert 1 / 3 < rates.d2h.time_us(copy.size) / copy.figure.median < 3  # a law that is fitted to all sizes
 
 
 # --- the profile in use -----------------------------------------------------------------------------------------------
