@@ -6,6 +6,7 @@ without a leading promise from torch; the rest of the package imports only from 
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -30,16 +31,13 @@ CaptureFailed = torch._dynamo.exc.TorchDynamoException
 RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
 BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
 
-fused_adam_ = torch._fused_adam_
-fused_adamw_ = torch._fused_adamw_
-foreach_copy_ = torch._foreach_copy_
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 __all__ = [
     "BackendCompilerFailed",
     "CaptureFailed",
     "FakeTensorMode",
+    "LoopUnavailable",
     "OpOverload",
     "RecompileLimitHit",
     "aot_backend",
@@ -50,15 +48,13 @@ __all__ = [
     "current_backward",
     "dynamo_example",
     "engine_runs",
-    "foreach_copy_",
     "fresh_code",
-    "fused_adam_",
-    "fused_adamw_",
     "hidden_from_dynamo",
     "inductor_code",
     "inductor_compile",
     "inductor_decompositions",
     "inductor_joint_passes",
+    "inductor_loop",
     "is_capturing",
     "min_cut_partition",
     "mutated_inputs",
@@ -241,6 +237,81 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
     return compiled
+
+
+class LoopUnavailable(RuntimeError):
+    """There is no C++ compiler, or Inductor made something else than one loop."""
+
+
+def inductor_loop(
+    function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], *, is_parallel: bool
+) -> tuple[str, str, list[tuple[str, int]]]:
+    """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo; any number of elements will do.
+
+    The loop is called by address instead of through Inductor's wrapper, which holds the GIL. An input and an output may
+    be the same memory: an element is stored after it was loaded, and belongs to one iteration.
+
+    Args:
+        examples: tensors with one dimension. Those as long as the first vary in length together.
+        is_parallel: whether the loop opens a parallel region with the calling thread's number of threads.
+
+    Returns:
+        A shared library, its symbol, and the arguments in order: addresses of ("input", i) and ("output", i), and
+        the number of elements as ("numel", 0), an int64.
+
+    Raises:
+        LoopUnavailable: where there is no such loop.
+    """
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        traced = make_fx(function, inductor_decompositions(), tracing_mode="symbolic")(*examples)
+    for node in traced.graph.nodes:  # the rest of the metadata cannot be pickled on 2.11, and so not be cached
+        node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    graph = torch.fx.GraphModule(torch.nn.Module(), traced.graph)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    fakes = [node.meta["val"] for node in inputs]
+    context = torch._guards.TracingContext(torch._guards.detect_fake_mode(fakes))
+    try:
+        with torch._guards.tracing(context), torch._inductor.config.patch(_loop_settings(is_parallel)):
+            compiled = compile_fx_inner(graph, fakes)
+    except (RuntimeError, OSError) as error:
+        raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
+    return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
+
+
+def _loop_settings(is_parallel: bool) -> dict[str, Any]:
+    """Inductor's settings for a loop in which every output is computed from inputs, and rounded as IEEE 754 says."""
+    never = 1 << 20
+    return {
+        "cpp_wrapper": False,
+        "cpp.dynamic_threads": is_parallel,
+        "cpp.threads": -1 if is_parallel else 1,
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "realize_reads_threshold": never,
+        "realize_opcount_threshold": never,
+        "realize_acc_reads_threshold": never,
+    }
+
+
+def _find_loop(compiled: Any, inputs: Sequence[str], numel: str) -> tuple[str, str, list[tuple[str, int]]]:
+    """Library, symbol and arguments of the one loop in what Inductor generated; see `inductor_loop`."""
+    tree = ast.parse(compiled.source_code)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("cpp_fused")]
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
+    returned = next(n.value for n in reversed(call.body) if isinstance(n, ast.Return))
+    outputs = [ast.unparse(n) for n in returned.elts] if isinstance(returned, ast.Tuple) else []
+    known = {name: ("input", i) for i, name in enumerate(inputs)} | {numel: ("numel", 0)}
+    known |= {name: ("output", i) for i, name in enumerate(outputs)}
+    names = [ast.unparse(n) for c in calls for n in c.args]
+    if len(calls) != 1 or not set(outputs) <= set(names) <= set(known) or len(set(outputs)) != len(outputs):
+        raise LoopUnavailable(f"Inductor did not make one loop: {len(calls)} calls with {names} return {outputs}")
+    binding = compiled.current_callable.__globals__[ast.unparse(calls[0].func)]
+    return binding.__self__.__file__, "kernel", [known[name] for name in names]
 
 
 class _IgnoredFunctions(frozenset[Callable[..., Any]]):

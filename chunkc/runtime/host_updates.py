@@ -1,4 +1,4 @@
-"""Updates that the host carries out, and the working memory that those of one stream share."""
+"""Updates that the host carries out."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import ChunkUpdate, Piece, Scratch
+from chunkc.runtime.adam import ChunkUpdate, Piece
 
 
 class HostUpdates:
-    """Makes a device's host updates. A stream carries out one at a time, so its updates share one `Scratch`."""
-
-    def __init__(self) -> None:
-        self._scratch: dict[Stream, Scratch] = {}
+    """Makes a device's host updates."""
 
     def make(
         self,
@@ -26,5 +23,4 @@ class HostUpdates:
     ) -> ChunkUpdate:
         """As `chunkc.runtime.device.Device.make_update`, for tensors in host memory."""
         param32, exp_avg, exp_avg_sq = triple
-        scratch = self._scratch.setdefault(stream, Scratch())
-        return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient, scratch=scratch)
+        return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from chunkc.runtime import adam
-from chunkc.runtime.adam import SMALL_NUMEL, TILE_NUMEL, ChunkUpdate, Piece, Scratch
+from chunkc.runtime.adam import PARALLEL_NUMEL, ChunkUpdate, Piece
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 SENTINEL = 12345.0
+MEDIUM_NUMEL = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
 
@@ -97,7 +98,7 @@ def float64_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper, step:
 
 def check_against_torch(decoupled: bool, adjust: Adjust | None = None) -> None:
     """20 steps of two groups and a parameter that pauses, element by element against torch.optim."""
-    sizes = [1, 53, 13 * 7, 5000, SMALL_NUMEL + 77]
+    sizes = [1, 53, 13 * 7, 5000, PARALLEL_NUMEL + 77]
     groups = {0: 0, 1: 1, 2: 0, 3: 1, 4: 0}
     base = [replace(HYPER, decoupled=decoupled), replace(HYPER, lr=3e-3, weight_decay=0.0, decoupled=decoupled)]
     numel, pieces = pack(sizes, gap=9)
@@ -130,7 +131,7 @@ def check_against_torch(decoupled: bool, adjust: Adjust | None = None) -> None:
         chunk.step(gradients, hypers, steps)
     for i, p in plain.items():
         state = optimizer.state[p]
-        torch.testing.assert_close(chunk.take(chunk.exp_avg, i), state["exp_avg"], rtol=2e-6, atol=1e-9)
+        torch.testing.assert_close(chunk.take(chunk.exp_avg, i), state["exp_avg"], rtol=2e-6, atol=5e-9)
         torch.testing.assert_close(chunk.take(chunk.exp_avg_sq, i), state["exp_avg_sq"], rtol=2e-6, atol=1e-12)
         torch.testing.assert_close(chunk.take(chunk.param32, i), p.detach(), rtol=2e-6, atol=1e-6)
         assert torch.equal(chunk.take(chunk.payload, i), chunk.take(chunk.param32, i))
@@ -172,7 +173,7 @@ def test_comparison_with_torch_detects(mutation: str, decoupled: bool) -> None:
 )
 @pytest.mark.parametrize("step", [1, 2, 1000])
 def test_one_step_against_float64(hyper: Hyper, dtype: torch.dtype, step: int) -> None:
-    numel = SMALL_NUMEL + 1003
+    numel = MEDIUM_NUMEL + 1003
     chunk = Chunk.make(numel, [Piece(0, 0, numel)], dtype)
     p, g = values(numel, 1), values(numel, 2).to(dtype)
     m, v = values(numel, 3), values(numel, 4).square()
@@ -192,7 +193,7 @@ def test_one_step_against_float64(hyper: Hyper, dtype: torch.dtype, step: int) -
 @pytest.mark.parametrize("overlay", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inactive_parameters_keep_their_state_and_lose_their_gradient(dtype: torch.dtype, overlay: bool) -> None:
-    sizes = [70, SMALL_NUMEL * 2 + 5, 33, SMALL_NUMEL + 1]
+    sizes = [70, PARALLEL_NUMEL * 2 + 5, 33, MEDIUM_NUMEL + 1]
     numel, pieces = pack(sizes, gap=0)
     chunk = Chunk.make(numel, pieces, dtype, overlay)
     for seed, target in enumerate((chunk.param32, chunk.exp_avg, chunk.exp_avg_sq)):
@@ -249,7 +250,7 @@ def test_padding_is_never_read() -> None:
 def one_parameter(cuts: list[int], dtype: torch.dtype, num_threads: int, active: bool = True) -> list[Tensor]:
     """Three steps of one parameter whose elements lie in chunks cut at ``cuts``; its p, m, v and param16."""
     torch.set_num_threads(num_threads)
-    numel, scratch = cuts[-1], Scratch()
+    numel = cuts[-1]
     whole = [values(numel, 1).to(dtype), values(numel, 2), values(numel, 3), values(numel, 4, 1e-2).square()]
     chunks = []
     for i, (start, end) in enumerate(pairwise(cuts)):
@@ -258,7 +259,7 @@ def one_parameter(cuts: list[int], dtype: torch.dtype, num_threads: int, active:
         for source, t in zip(whole, tensors, strict=True):
             t[before : before + end - start] = source[start:end]
         piece = Piece(0, before, before + end - start)
-        chunks.append((tensors, piece, ChunkUpdate(*tensors, [piece], scratch=scratch)))
+        chunks.append((tensors, piece, ChunkUpdate(*tensors, [piece])))
     for step in (2, 3, 4):
         gradient = values(numel, 10 + step).to(dtype)
         for (start, end), (tensors, piece, update) in zip(pairwise(cuts), chunks, strict=True):
@@ -272,7 +273,7 @@ def one_parameter(cuts: list[int], dtype: torch.dtype, num_threads: int, active:
 @given(data=st.data())
 def test_cuts_do_not_change_bits(dtype: torch.dtype, data: st.DataObject) -> None:
     """Odd pieces, small and large ones, unaligned ones and another number of threads give the same bits."""
-    numel = 3 * SMALL_NUMEL + 1237
+    numel = 2 * PARALLEL_NUMEL + 1237
     inner = data.draw(st.lists(st.integers(1, numel - 1), unique=True, max_size=6))
     cuts = [0, *sorted(inner), numel]
     expected = one_parameter([0, numel], dtype, 1)
@@ -282,34 +283,44 @@ def test_cuts_do_not_change_bits(dtype: torch.dtype, data: st.DataObject) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_small_size_gives_the_bits_of_the_large_range(dtype: torch.dtype) -> None:
-    sizes = [*range(1, 70), SMALL_NUMEL - 1, SMALL_NUMEL, SMALL_NUMEL + 1, SMALL_NUMEL + 31]
+    sizes = [*range(1, 70), PARALLEL_NUMEL - 1, PARALLEL_NUMEL, PARALLEL_NUMEL + 1, PARALLEL_NUMEL + 31]
     cuts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     expected, found = one_parameter([0, cuts[-1]], dtype, 2), one_parameter(cuts, dtype, 2)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def library_kernel(tensors: list[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+    """PyTorch's fused kernel, which gives other bits to the rest of a range than to full vectors."""
+    g, p, m, v, payload = (t[start:end] for t in tensors)
+    step = torch.tensor(2.0)
+    torch._fused_adamw_(
+        [p], [g], [m], [v], [], [step], lr=1e-2, beta1=0.9, beta2=0.999, weight_decay=0.1, eps=1e-8, amsgrad=False,
+        maximize=False,
+    )  # fmt: skip
+    payload.copy_(p)
+
+
 def test_comparison_of_bits_detects_partial_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padding to full vectors the same cuts give other bits."""
+    """The same cuts under PyTorch's fused kernel."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("PyTorch runs without AVX here, and its rests were not seen to differ from its vectors")
     cuts = [*range(0, 7001, 7)]
     expected, found = one_parameter([0, 7000], torch.float32, 1), one_parameter(cuts, torch.float32, 1)
-    monkeypatch.setattr(adam, "VECTOR_NUMEL", 1)
-    monkeypatch.setattr(adam, "SMALL_NUMEL", 1)
-    partial = one_parameter(cuts, torch.float32, 1)
-    assert torch.equal(expected[3], found[3])
-    assert not torch.equal(expected[3], partial[3])
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    monkeypatch.setattr(adam, "host_kernel", lambda *dtypes, is_parallel: library_kernel)
+    whole, partial = one_parameter([0, 7000], torch.float32, 1), one_parameter(cuts, torch.float32, 1)
+    assert not torch.equal(whole[3], partial[3])
 
 
-def test_more_than_a_tile_gives_the_bits_of_small_chunks() -> None:
-    numel = 2 * TILE_NUMEL + 4321
+def test_a_large_range_gives_the_bits_of_small_chunks() -> None:
+    numel = 600_000
     cuts = [*range(0, numel, 100_003), numel]
     expected, found = one_parameter([0, numel], torch.bfloat16, 3), one_parameter(cuts, torch.bfloat16, 2)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_neighbours_do_not_change_bits() -> None:
-    """A parameter gathered together with many others, more than one gathering, equals the parameter alone."""
+    """A parameter between many others equals the parameter alone."""
     sizes = [1 + 37 * i % 900 for i in range(120)]
     numel, pieces = pack(sizes, gap=2)
     together = Chunk.make(numel, pieces)
@@ -328,7 +339,7 @@ def test_neighbours_do_not_change_bits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_payload_that_is_param32_gives_the_same_bits(dtype: torch.dtype) -> None:
     """One memory for param16 and param32, with the gradient in a chunk of its own, in fp32 or in 16 bits."""
-    numel = 2 * TILE_NUMEL + 777
+    numel = 2 * PARALLEL_NUMEL + 777
     g, p, m, v = values(numel, 1).to(dtype), values(numel, 2), values(numel, 3), values(numel, 4).square()
     apart = [p.clone(), m.clone(), v.clone()]
     ChunkUpdate(torch.zeros(numel), *apart, [Piece(0, 3, numel - 5)], gradient=g).update(
