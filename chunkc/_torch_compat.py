@@ -10,7 +10,7 @@ import ast
 import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compiles_here",
+    "cuda_sleep",
     "current_backward",
     "dynamo_example",
     "engine_runs",
@@ -61,6 +62,7 @@ __all__ = [
     "num_forward_outputs",
     "outlives",
     "outputs_aliasing_inputs",
+    "profiler_range",
     "pytree",
     "shared_frames",
     "skipped_by_dynamo",
@@ -112,6 +114,21 @@ def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
         device=inner.device,
         requires_grad=requires_grad,
     )
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """A range of torch's profiler (of NVTX under ``torch.autograd.profiler.emit_nvtx``); next to nothing without one.
+
+    A profiler sees the threads that it was started on and those of autograd.
+    """
+    if not torch._C._autograd._profiler_enabled():
+        return nullcontext()
+    return torch.autograd.profiler.record_function(name)
+
+
+def cuda_sleep(num_cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many clock cycles."""
+    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:

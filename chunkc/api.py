@@ -54,7 +54,8 @@ def compile(  # the name that torch.compile taught users
     """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
 
     The plan is made at the first training forward. Parameters become managed: their payloads live in chunks that move
-    between host and device, and reading one gathers it.
+    between host and device, and reading one gathers it. On a GPU the model takes its inputs there, as any model does,
+    and its buffers move there now; ``state_dict()`` gives parameters in host memory, which the device need not hold.
 
     Args:
         model: any module with floating-point parameters, in host memory or on the meta device. Those from the meta
@@ -85,7 +86,7 @@ def compile(  # the name that torch.compile taught users
         model=type(model).__name__,
         hw=str(machine),
         device_budget_nbytes=device.device_budget_nbytes - reserve,
-        reserved_nbytes=reserve,
+        reserved_nbytes=reserve + device.overhead_nbytes,
         host_budget_nbytes=device.host_budget_nbytes,
     )
     settings = Settings(
@@ -97,7 +98,10 @@ def compile(  # the name that torch.compile taught users
         passes=passes,
         fullgraph=fullgraph,
     )
+    buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = buffer
     compiled = CompiledModel(model, runtime, settings)
     attach(model)
     model._compiled_call_impl = compiled
@@ -191,6 +195,13 @@ def stats(model: nn.Module) -> dict[str, int]:
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         **compiled.counts_since_warm_up(),
     }
+
+
+def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Where the buffers that are not on ``device`` stand, and what takes their place; shared ones stay shared."""
+    places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    moved = {b: b.to(device) for _, _, b in places if b.device != device}
+    return [(module, name, moved[b]) for module, name, b in places if b in moved]
 
 
 @dataclass(frozen=True, slots=True)

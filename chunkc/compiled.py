@@ -193,6 +193,7 @@ class CompiledModel:
             except BackendCompilerFailed:
                 raise
             except CaptureFailed as error:
+                self._check_placed(args, kwargs, error)
                 if self.settings.fullgraph:
                     raise CaptureError(
                         f"the forward of {type(self._model).__name__} breaks into several graphs, and fullgraph=True "
@@ -217,6 +218,22 @@ class CompiledModel:
 
         cast_args, cast_kwargs = pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
         return cast_args, cast_kwargs
+
+    def _check_placed(self, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> None:
+        """After a capture that failed: were inputs on another device? Some models take such; this one did not."""
+        device = self.runtime.device.torch_device
+        named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+        found = [
+            f"{name} on {leaf.device}"
+            for name, value in named
+            for leaf in pytree.tree_leaves(value)
+            if isinstance(leaf, torch.Tensor) and leaf.device != device
+        ]
+        if found:
+            raise ChunkcError(
+                f"the compiled model runs on {device}, but was called with {', '.join(found[:5])}: move the inputs "
+                f"there (`tensor.to({str(device)!r})`). torch says: {error}"
+            ) from error
 
     def _check_params(self) -> None:
         """The module must still hold the managed parameters, all of them and no others."""
@@ -246,7 +263,8 @@ class CompiledModel:
             reserved_nbytes=settings.target.reserved_nbytes + others_nbytes,
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
-        return Request(target, settings.options, settings.passes, layout, held_nbytes=self.runtime.staged_nbytes())
+        held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
+        return Request(target, settings.options, settings.passes, layout, held_nbytes, is_host)
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()

@@ -1,7 +1,17 @@
 """Which device a model runs on, and whether this machine can hold what a plan takes.
 
+    hw names                                  on a machine with a GPU                    without
+    ``emulated-...``                          emulated                                   emulated
+    ``auto``                                  the GPU, all of it                         emulated
+    the GPU that is here                      the GPU, budget of the memory named        (is not here)
+    another GPU, with no more memory          the GPU that is here, budget of the memory emulated, one warning naming
+                                              named, one warning naming both             both
+    a GPU with more memory than the one here  refused                                    emulated, one warning
+
+So ``v100-240g`` on a larger GPU trains within a V100's memory, at the speed of the GPU that is here.
+
 Each ``hw`` text makes a device of its own. Models that were given the same ``Hardware`` object share one device and its
-budgets, so that the second gets what the first left.
+budgets, so that the second gets what the first left. Devices on one GPU share what it has, whoever named them.
 """
 
 from __future__ import annotations
@@ -9,34 +19,59 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections.abc import Callable
 
 from chunkc.errors import HardwareError
-from chunkc.hardware import Hardware, free_host_nbytes
+from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
 from chunkc.ir.plan import Plan
-from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.emulated import EmulatedDevice
 
 logger = logging.getLogger("chunkc")
 
 HardwareLike = Hardware | str | os.PathLike[str]
+MakeApi = Callable[[int], CudaApi]
 
 
-class SharedDevice(EmulatedDevice):
+class SharedEmulated(EmulatedDevice):
     """An emulated device that remembers the ``Hardware`` object it belongs to, so that the object's id stays taken."""
 
-    def __init__(self, hw: Hardware, settings: EmulationSettings) -> None:
+    def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
         super().__init__(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
         self.hardware = hw
 
 
+class SharedCuda(CudaDevice):
+    """A CUDA device that remembers the ``Hardware`` object it belongs to."""
+
+    def __init__(self, hw: Hardware, api: CudaApi, ledger: MemoryLedger, settings: DebugSettings) -> None:
+        super().__init__(str(hw), api, ledger, hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
+        self.hardware = hw
+
+
+SharedDevice = SharedEmulated | SharedCuda
+
 _shared: weakref.WeakValueDictionary[int, SharedDevice] = weakref.WeakValueDictionary()
 """The device of each ``Hardware`` object in use: budgets are a fact of the process, like the memory they stand for."""
 
+_ledgers: weakref.WeakValueDictionary[int, MemoryLedger] = weakref.WeakValueDictionary()
+"""What each GPU in use gives to this process, by its index."""
 
-def device_for(hw: HardwareLike) -> tuple[Hardware, SharedDevice]:
-    """The machine that ``hw`` names and the device to run on; CUDA devices are emulated in this release.
+
+def device_for(
+    hw: HardwareLike, find_gpu: Callable[[], PresentGpu | None] = present_gpu, make_api: MakeApi = TorchCuda
+) -> tuple[Hardware, SharedDevice]:
+    """The machine that ``hw`` names and the device to run on; see the module docstring.
+
+    Args:
+        hw: as for ``chunkc.compile``.
+        find_gpu: this rank's GPU, or None.
+        make_api: CUDA on a GPU by its index.
 
     Raises:
-        HardwareError: for an unknown machine, or one of several GPUs.
+        HardwareError: for an unknown machine, one of several GPUs, or one whose GPU has more memory than the one here.
     """
     machine = Hardware.of(hw)
     if machine.num_gpus != 1:
@@ -47,31 +82,59 @@ def device_for(hw: HardwareLike) -> tuple[Hardware, SharedDevice]:
     known = _shared.get(id(hw))
     if known is not None and known.hardware is hw:
         return machine, known
-    if not machine.emulated:
-        logger.warning(
-            "hw=%s: running on CUDA is not built yet, so the %s is emulated in host memory", machine, machine.gpu
-        )
-    settings = EmulationSettings.from_env(os.environ.get("CHUNKC_EMULATED", ""))
-    device = SharedDevice(machine, settings)
+    gpu = None if machine.emulated else find_gpu()
+    device = _emulated(machine) if gpu is None else _cuda(machine, gpu, make_api)
     if isinstance(hw, Hardware):
         _shared[id(hw)] = device
     return machine, device
 
 
-def check_free_memory(plan: Plan, already_held_nbytes: int) -> None:
-    """Refuse a plan that this machine's free memory cannot hold, since host memory stands for the device too.
+def _emulated(machine: Hardware) -> SharedEmulated:
+    if not machine.emulated:
+        logger.warning(
+            "hw=%s: there is no CUDA device here, so the %s is emulated in host memory", machine, machine.gpu
+        )
+    return SharedEmulated(machine, DebugSettings.from_env(os.environ.get("CHUNKC_EMULATED", "")))
+
+
+def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
+    if machine.gpu_memory_nbytes > gpu.nominal_nbytes:
+        raise HardwareError(
+            f"hw={machine} names a {machine.gpu} with {machine.gpu_memory_nbytes} bytes, but the GPU here, "
+            f"{gpu.gpu}, has {gpu.memory_nbytes}: name one with no more, or hw='auto'"
+        )
+    if not gpu.is_a(machine.gpu):
+        logger.warning(
+            "hw=%s: there is no %s here; running on this machine's %s within the memory named",
+            *(machine, machine.gpu),
+            gpu.gpu,
+        )
+    settings = DebugSettings.from_env(os.environ.get("CHUNKC_CUDA", ""), "CHUNKC_CUDA")
+    api = make_api(gpu.index)
+    ledger = _ledgers.get(gpu.index)
+    if ledger is None:
+        ledger = _ledgers[gpu.index] = MemoryLedger(api)
+    return SharedCuda(machine, api, ledger, settings)
+
+
+def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True) -> None:
+    """Refuse a plan that this machine's free host memory cannot hold.
 
     Args:
         already_held_nbytes: bytes of the model itself, which the chunks consume as they fill.
+        is_host: whether host memory stands for the device too.
 
     Raises:
         HardwareError: with the numbers.
     """
-    needed = plan.memory.device_peak_nbytes + plan.memory.host_nbytes - already_held_nbytes
+    device_nbytes = plan.memory.device_peak_nbytes if is_host else 0
     free = free_host_nbytes()
-    if needed > free:
-        raise HardwareError(
-            f"the plan for {plan.hw} takes {plan.memory.device_peak_nbytes} device and {plan.memory.host_nbytes} host "
-            f"bytes, both of which are host memory here, where {free} bytes are free; use a smaller model, or name a "
-            "machine with less memory"
-        )
+    if device_nbytes + plan.memory.host_nbytes - already_held_nbytes <= free:
+        return
+    taken = f"{device_nbytes} device and {plan.memory.host_nbytes} host bytes, both of which are host memory here"
+    if not is_host:
+        taken = f"{plan.memory.host_nbytes} bytes of host memory"
+    raise HardwareError(
+        f"the plan for {plan.hw} takes {taken}, where {free} bytes are free; use a smaller model, or name a machine "
+        "with less memory"
+    )

@@ -35,6 +35,10 @@ class PlanError(ChunkcError):
     """The verifier refused a plan: the message names the action, the chunk, the moment and the numbers."""
 
 
+class DeviceMemoryError(ChunkcError):
+    """The device ran out of memory while a plan ran: the message names the action and what stood on the device."""
+
+
 class BudgetError(ChunkcError):
     """A model cannot be trained within the memory of the hardware.
 

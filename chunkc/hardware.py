@@ -29,7 +29,7 @@ from chunkc._hw_spelling import EMULATED, Spelling, any_gpu_capability, format_s
 from chunkc._rates import Rates
 from chunkc.errors import HardwareError
 
-__all__ = ["Hardware", "Tflops", "format_size", "free_host_nbytes", "parse_size"]
+__all__ = ["Hardware", "PresentGpu", "Tflops", "format_size", "free_host_nbytes", "parse_size", "present_gpu"]
 
 PROFILE_FORMAT: Final = "chunkc-hardware"
 PROFILE_VERSION: Final = 2
@@ -158,9 +158,9 @@ class Hardware:
         """
         num_nodes, gpus_per_node = _job_shape()
         free_nbytes = free_host_nbytes()
-        if torch.cuda.is_available():
-            gpu, gpu_nbytes = _cuda_gpu()
-            host_nbytes = free_nbytes
+        present = present_gpu()
+        if present is not None:
+            gpu, gpu_nbytes, host_nbytes = present.gpu, present.memory_nbytes, free_nbytes
         else:
             gpu, gpu_nbytes = EMULATED, free_nbytes * 5 // 8 // gpus_per_node
             host_nbytes = free_nbytes // 4
@@ -232,17 +232,46 @@ def _job_shape() -> tuple[int, int]:
     return world_size // ranks_per_node, ranks_per_node
 
 
-def _cuda_gpu() -> tuple[str, int]:
-    """Name and memory in bytes of this rank's CUDA device; asks for its properties and allocates nothing."""
+@dataclass(frozen=True, slots=True)
+class PresentGpu:
+    """This rank's CUDA device.
+
+    Attributes:
+        index: CUDA's number of it.
+        gpu: its name in the catalogue, or ``sm<NN>``.
+        memory_nbytes: what CUDA says it has, a little less than what it is sold with.
+        capability: CUDA's compute capability.
+    """
+
+    index: int
+    gpu: str
+    memory_nbytes: int
+    capability: tuple[int, int]
+
+    @property
+    def nominal_nbytes(self) -> int:
+        """The memory that it is sold with; that which it has, for one that the catalogue does not know."""
+        row = gpus().get(self.gpu)
+        variants = () if row is None else row.variants
+        return min((v for v in variants if v >= self.memory_nbytes), default=self.memory_nbytes)
+
+    def is_a(self, gpu: str) -> bool:
+        """Whether ``gpu``, a name or ``sm<NN>``, says what it is."""
+        return gpu in (self.gpu, "sm{}{}".format(*self.capability))
+
+
+def present_gpu() -> PresentGpu | None:
+    """This rank's CUDA device, if there is one; asks for its properties and allocates nothing."""
+    if not torch.cuda.is_available():
+        return None
     local_rank = os.environ.get("LOCAL_RANK")
     index = torch.cuda.current_device() if local_rank is None else int(local_rank)
     if index >= torch.cuda.device_count():
         raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {torch.cuda.device_count()} CUDA devices are visible")
     device = torch.cuda.get_device_properties(index)
-    for gpu, row in gpus().items():
-        if row.is_device(device.name, device.total_memory):
-            return gpu, device.total_memory
-    return f"sm{device.major}{device.minor}", device.total_memory
+    known = (gpu for gpu, row in gpus().items() if row.is_device(device.name, device.total_memory))
+    name = next(known, f"sm{device.major}{device.minor}")
+    return PresentGpu(index, name, device.total_memory, (device.major, device.minor))
 
 
 def _from_profile(profile: Any) -> Hardware:

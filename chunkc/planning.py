@@ -50,6 +50,7 @@ class Request:
         passes: the pipeline, or None for the default one.
         layout: the model's layout once there is one; it is kept as it is. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
+        is_host: whether host memory stands for the device.
     """
 
     target: Target
@@ -57,6 +58,7 @@ class Request:
     passes: Sequence[Pass] | None = None
     layout: Layout | None = None
     held_nbytes: int = 0
+    is_host: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,10 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     plan = found.planned.plan
     if compiler.fuses:
         verify(plan)  # with the bytes that its compiled segments take
-    chunks_nbytes = 0 if request.layout is None else request.layout.arena_nbytes + request.layout.host_nbytes()
-    check_free_memory(plan, request.held_nbytes + chunks_nbytes)
+    held_nbytes, layout = request.held_nbytes, request.layout
+    if layout is not None:
+        held_nbytes += layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
+    check_free_memory(plan, held_nbytes, is_host=request.is_host)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
     logger.info("planned %s in %.1f s%s", plan.digest(), search.planning_s, tried)
     logger.info("compiled %d segments in %.1f s", len(plan.segments), search.compiling_s)

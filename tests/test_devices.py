@@ -7,10 +7,15 @@ import logging
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from torch import nn
 
 import chunkc
-from chunkc.devices import device_for
+from chunkc.api import _moved_buffers as moved_buffers
+from chunkc.devices import check_free_memory, device_for
+from chunkc.hardware import PresentGpu
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.emulated import EmulatedDevice
 
 
 def tower(width: int, depth: int = 4) -> nn.Module:
@@ -58,7 +63,7 @@ def test_a_deleted_model_gives_its_memory_back() -> None:
 
 def test_a_named_gpu_that_is_absent_is_emulated_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="chunkc"):
-        device_for("rtx2060-8g-16g")
+        assert isinstance(device_for("rtx2060-8g-16g", find_gpu=lambda: None)[1], EmulatedDevice)
     assert [r.getMessage() for r in caplog.records if "rtx2060" in r.getMessage() and "emulated" in r.getMessage()]
 
 
@@ -78,3 +83,115 @@ def test_more_than_the_machine_has_is_refused_before_anything_changes(monkeypatc
     monkeypatch.undo()
     train_once(model, 64)
     assert next(model.parameters()).grad is not None
+
+
+# --- a machine with a GPU ---------------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+PHYSICAL = 140 * GIB + 12345  # an H200, sold with 141 GB, shows a little less
+H200 = PresentGpu(0, "h200", PHYSICAL, (9, 0))
+
+
+def on_h200(hw: chunkc.Hardware | str, free: int = 138 * GIB) -> CudaDevice:
+    api = FakeCuda(free=free, total=PHYSICAL)
+    device = device_for(hw, find_gpu=lambda: H200, make_api=lambda index: api)[1]
+    assert isinstance(device, CudaDevice)
+    return device
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("hw", ["h200-512g", "sm90-100g-512g"])
+def test_the_gpu_that_is_here_is_used_without_a_word(hw: str, caplog: pytest.LogCaptureFixture) -> None:
+    device = on_h200(hw)
+    named, context = chunkc.Hardware.parse(hw).gpu_memory_nbytes, PHYSICAL - 138 * GIB
+    assert device.device_budget_nbytes == min(named - context, 138 * GIB - 138 * GIB // 64)
+    assert device.host_budget_nbytes == 512 * GIB
+    assert not said(caplog)
+
+
+def test_another_gpu_caps_the_one_that_is_here_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    device = on_h200("v100-240g")
+    assert device.device_budget_nbytes == 32 * GIB - (PHYSICAL - 138 * GIB)
+    assert device.host_budget_nbytes == 240 * GIB
+    assert len(said(caplog)) == 1
+    assert "v100" in said(caplog)[0] and "h200" in said(caplog)[0]
+
+
+def test_a_gpu_with_more_memory_than_the_one_here_is_refused() -> None:
+    small = PresentGpu(0, "a100", 40 * GIB - 5, (8, 0))
+    with pytest.raises(chunkc.HardwareError, match="the GPU here, a100, has"):
+        device_for("a100-80g-512g", find_gpu=lambda: small, make_api=lambda index: FakeCuda())
+    device = device_for("a100-40g-512g", find_gpu=lambda: small, make_api=lambda index: FakeCuda())[1]
+    assert isinstance(device, CudaDevice), "sold with 40 GiB is named so, whatever the driver keeps of it"
+
+
+def test_a_gpu_of_no_catalogue_is_as_large_as_it_says() -> None:
+    strange = PresentGpu(0, "sm103", 20 * GIB, (10, 3))
+    assert strange.nominal_nbytes == 20 * GIB
+    with pytest.raises(chunkc.HardwareError, match="the GPU here"):
+        device_for("a100-40g-512g", find_gpu=lambda: strange, make_api=lambda index: FakeCuda())
+
+
+def test_what_is_called_emulated_is_emulated_beside_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
+    device = device_for("emulated-4m-16m", find_gpu=lambda: H200)[1]
+    assert isinstance(device, EmulatedDevice) and not said(caplog)
+
+
+def test_devices_on_one_gpu_share_it_and_an_object_shares_its_device() -> None:
+    hw = chunkc.Hardware.parse("h200-512g")
+    first = on_h200(hw)
+    assert on_h200(hw) is first
+    second = on_h200("v100-240g", free=100 * GIB)
+    first.reserve(120 * GIB)
+    assert second.free_device_nbytes() == 138 * GIB - 138 * GIB // 64 - 120 * GIB < second.device_budget_nbytes
+    del first, hw
+    gc.collect()
+
+
+def test_debug_settings_of_cuda_have_a_variable_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKC_CUDA", "poison,delay=2,seed=3")
+    monkeypatch.setenv("CHUNKC_EMULATED", "sync")
+    settings = on_h200("v100-240g").settings
+    assert (settings.poison, settings.max_delay_ms, settings.seed, settings.synchronous) == (True, 2.0, 3, False)
+    monkeypatch.setenv("CHUNKC_CUDA", "venom")
+    with pytest.raises(chunkc.ChunkcError, match=r"CHUNKC_CUDA takes .* not 'venom'"):
+        on_h200("v100-240g")
+
+
+def test_host_memory_is_checked_without_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = chunkc.compile(tower(64), "emulated-1m-16m", dtype=torch.float32, backend="eager")
+    train_once(model, 64)
+    plan = chunkc.plan_of(model)
+    needed = plan.memory.device_peak_nbytes + plan.memory.host_nbytes
+    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: needed - 1)
+    check_free_memory(plan, 0, is_host=False)
+    with pytest.raises(chunkc.HardwareError, match="both of which are host memory"):
+        check_free_memory(plan, 0)
+    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: -1)
+    with pytest.raises(chunkc.HardwareError, match=rf"takes {plan.memory.host_nbytes} bytes of host memory"):
+        check_free_memory(plan, 0, is_host=False)
+
+
+# --- inputs and buffers -----------------------------------------------------------------------------------------------
+
+
+def test_inputs_on_another_device_are_named() -> None:
+    model = chunkc.compile(tower(8), "emulated-1m-16m", dtype=torch.float32, backend="eager")
+    with pytest.raises(chunkc.ChunkcError, match=r"runs on cpu, but was called with argument 0 on meta: move"):
+        model(torch.ones(2, 8, device="meta"))
+    train_once(model, 8)
+
+
+def test_buffers_move_to_the_device_and_stay_shared() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    before = dict(model.named_buffers(remove_duplicate=False))
+    moved = moved_buffers(model, torch.device("meta"))
+    assert all(before[name] is value for name, value in model.named_buffers(remove_duplicate=False)), "nothing yet"
+    assert {b.device.type for _, _, b in moved} == {"meta"} and len(moved) == len(before)
+    shared = [b for _, name, b in moved if name == "running_mean"]
+    assert shared[0] is shared[1]
+    assert moved_buffers(model, torch.device("cpu")) == []

@@ -17,6 +17,7 @@ NAMES = frozenset(
         "BudgetError",
         "CaptureError",
         "ChunkcError",
+        "DeviceMemoryError",
         "Hardware",
         "HardwareError",
         "Plan",

@@ -47,12 +47,14 @@ class Device(Protocol):
         name: for messages, for example ``emulated-64m-2g``.
         torch_device: where arena tensors live.
         device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
+        overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more.
     """
 
     name: str
     torch_device: torch.device
     device_budget_nbytes: int
     host_budget_nbytes: int
+    overhead_nbytes: int
 
     def free_device_nbytes(self) -> int:
         """Device bytes that no reservation holds."""
@@ -131,6 +133,10 @@ class Device(Protocol):
         ``work`` may only enqueue onto the device or use host memory that the plan orders. When a wait has failed,
         ``work`` does not run and its event fails with the same exception.
         """
+        ...
+
+    def memory_text(self) -> str:
+        """What stands on the device now, in bytes, for messages."""
         ...
 
     def check_usable(self) -> None:

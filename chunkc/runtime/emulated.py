@@ -20,14 +20,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from chunkc.errors import ChunkcError, HardwareError
+from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import ChunkUpdate, Piece
+from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event
 from chunkc.runtime.host_updates import HostUpdates
 from chunkc.runtime.meter import NonModelMeter
@@ -38,50 +38,6 @@ _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 _HUGE_NBYTES: Final = 2**21
 _EXIT_TIMEOUT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class EmulationSettings:
-    """How an emulated device helps to find mistakes.
-
-    Attributes:
-        poison: fill freed and fresh device memory with NaN.
-        max_delay_ms: longest random pause before and after each piece of work on every stream.
-        seed: of the pauses; each stream draws its own sequence from it.
-        synchronous: carry everything out at its launch, on the calling thread, which gets exceptions at once.
-    """
-
-    poison: bool = False
-    max_delay_ms: float = 0.0
-    seed: int = 0
-    synchronous: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_delay_ms < float("inf"):
-            raise ChunkcError(f"emulation: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
-
-    @classmethod
-    def from_env(cls, text: str) -> EmulationSettings:
-        """Settings from the value of ``CHUNKC_EMULATED``: words of ``poison``, ``delay=MS``, ``seed=N``, ``sync``.
-
-        Raises:
-            ChunkcError: for another word or a value that is no number.
-        """
-        values: dict[str, str] = {}
-        for word in filter(None, (word.strip() for word in text.split(","))):
-            key, separator, value = word.partition("=")
-            if key not in ("poison", "sync", "delay", "seed") or (separator == "=") != (key in ("delay", "seed")):
-                raise ChunkcError(f"CHUNKC_EMULATED takes poison, sync, delay=MS and seed=N, not {word!r}")
-            values[key] = value
-        try:
-            return cls(
-                poison="poison" in values,
-                max_delay_ms=float(values.get("delay", 0)),
-                seed=int(values.get("seed", 0)),
-                synchronous="sync" in values,
-            )
-        except ValueError as error:
-            raise ChunkcError(f"CHUNKC_EMULATED={text!r}: {error}") from error
 
 
 def rounded_nbytes(nbytes: int) -> int:
@@ -162,7 +118,7 @@ class EmulatedDevice:
         name: str,
         device_budget_nbytes: int,
         host_budget_nbytes: int,
-        settings: EmulationSettings | None = None,
+        settings: DebugSettings | None = None,
     ) -> None:
         if device_budget_nbytes <= 0 or host_budget_nbytes <= 0:
             raise HardwareError(
@@ -170,9 +126,10 @@ class EmulatedDevice:
             )
         self.name = name
         self.torch_device = torch.device("cpu")
+        self.overhead_nbytes = 0
         self.device_budget_nbytes = device_budget_nbytes
         self.host_budget_nbytes = host_budget_nbytes
-        self.settings = settings if settings is not None else EmulationSettings()
+        self.settings = settings if settings is not None else DebugSettings()
         self.num_arena_allocations = 0
         self.num_home_allocations = 0
         self.meter = NonModelMeter()
@@ -336,6 +293,10 @@ class EmulatedDevice:
             ChunkcError: on a closed device or in a forked child. A failure the host was not told is raised as it is.
         """
         return self._streams.launch(stream, label, waits, work)
+
+    def memory_text(self) -> str:
+        """What stands on the device now, in bytes, for messages."""
+        return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"
 
     def check_usable(self) -> None:
         """Raise where nothing can be launched.

@@ -12,10 +12,14 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
+from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
+from chunkc.runtime.live_set import live_set
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
 
@@ -121,13 +125,28 @@ class Executor:
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device, moved = self._events, self._device, self._frame.moved_nbytes
         moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
-        for bound in self._programs[name]:
+        for position, bound in enumerate(self._programs[name]):
             waits = [events[w] for w in bound.waits if w in events]
             work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
-            events[bound.label] = device.launch(bound.stream, bound.text, waits, work)
+            try:
+                events[bound.label] = device.launch(bound.stream, bound.text, waits, work)
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(name, position, error) from error
             if self.trace is not None:
                 self.trace.append(bound.text)
         self.num_actions += len(self._programs[name])
+
+    def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+        program = self.plan.program(name)
+        return DeviceMemoryError(
+            f"{self._device.name} ran out of memory in `{program.actions[position]}` ({name} "
+            f"{program.label(position)} of plan {self.plan.digest()}). The plan's own account of this moment:\n"
+            f"{live_set(self.plan, program, position)}\n"
+            f"  {self._device.memory_text()}\n"
+            f"What is more is held by others, in fragments of the allocator (PYTORCH_ALLOC_CONF="
+            f"expandable_segments:True helps), or by kernels that take more than was planned: pass reserve=<bytes> to "
+            f"chunkc.compile. torch says: {error}"
+        )
 
 
 def _wanted(compiled: CompiledGraph) -> frozenset[str]:

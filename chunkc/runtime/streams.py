@@ -20,14 +20,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event
-from chunkc.runtime.meter import LongWork
 
 _LOGGER = logging.getLogger("chunkc")
 
@@ -76,11 +77,24 @@ class Failures:
             self.told(failure)
             raise failure.error
 
+    @property
+    def untold(self) -> Failure | None:
+        """What the host has not been told yet."""
+        return self._untold
+
     def take_untold(self) -> Failure | None:
         """What nobody will be told any more."""
         with self._lock:
             failure, self._untold = self._untold, None
             return failure
+
+
+class Awaited(Protocol):
+    """What a worker can wait for."""
+
+    def join(self) -> Failure | None:
+        """Block until it has happened; how it failed."""
+        ...
 
 
 class Completion:
@@ -134,28 +148,35 @@ class Delays:
         self._max_delay_ms = max_delay_ms
         self._random = random.Random(f"{seed}/{stream}")
 
+    def next_ms(self) -> float:
+        """The next delay of the sequence."""
+        return self._random.uniform(0, self._max_delay_ms) if self._max_delay_ms > 0 else 0.0
+
     def pause(self) -> None:
         """Sleep for the next delay of the sequence."""
-        if self._max_delay_ms > 0:
-            time.sleep(self._random.uniform(0, self._max_delay_ms) / 1000)
+        delay_ms = self.next_ms()
+        if delay_ms > 0:
+            time.sleep(delay_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class _Item:
+class Item:
     """Work in a queue; ``work`` None only marks how far the queue has come."""
 
     label: str
-    waits: tuple[Completion, ...]
+    waits: tuple[Awaited, ...]
     work: Callable[[], None] | None
     completion: Completion
     launched_at: int
 
 
-class _Worker:
+class Worker:
     """The thread of one stream. It carries out its queue in order until it meets None."""
 
-    def __init__(self, name: str, stream: Stream, failures: Failures, delays: Delays, long_work: LongWork) -> None:
-        self.items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+    def __init__(
+        self, name: str, stream: Stream, failures: Failures, delays: Delays, long_work: AbstractContextManager[None]
+    ) -> None:
+        self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=_serve,
             args=(self.items, f"stream {stream} of {name}", failures, delays, long_work),
@@ -166,7 +187,11 @@ class _Worker:
 
 
 def _serve(
-    items: queue.SimpleQueue[_Item | None], place: str, failures: Failures, delays: Delays, long_work: LongWork
+    items: queue.SimpleQueue[Item | None],
+    place: str,
+    failures: Failures,
+    delays: Delays,
+    long_work: AbstractContextManager[None],
 ) -> None:
     with torch.no_grad():
         while (item := items.get()) is not None:
@@ -179,7 +204,9 @@ def _serve(
             del item, failure  # an idle worker keeps nothing alive
 
 
-def _attempt(work: Callable[[], None], place: str, delays: Delays, long_work: LongWork) -> Failure | None:
+def _attempt(
+    work: Callable[[], None], place: str, delays: Delays, long_work: AbstractContextManager[None]
+) -> Failure | None:
     delays.pause()
     try:
         with long_work:
@@ -203,14 +230,16 @@ class Streams:
         long_work: entered around each piece of work.
     """
 
-    def __init__(self, name: str, *, max_delay_ms: float, seed: int, synchronous: bool, long_work: LongWork) -> None:
+    def __init__(
+        self, name: str, *, max_delay_ms: float, seed: int, synchronous: bool, long_work: AbstractContextManager[None]
+    ) -> None:
         self.failures = Failures()
         self.num_synchronizes = 0
         self._name = name
         self._synchronous = synchronous
         self._long_work = long_work
         self._delays = {stream: Delays(max_delay_ms, seed, stream) for stream in Stream}
-        self._workers: dict[Stream, _Worker] = {}
+        self._workers: dict[Stream, Worker] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()
@@ -228,7 +257,7 @@ class Streams:
         if stream is Stream.COMPUTE or self._synchronous:
             return self._run_inline(stream, label, completions, work)
         completion = Completion(self.failures)
-        item = _Item(label, completions, work, completion, self.failures.num_tellings)
+        item = Item(label, completions, work, completion, self.failures.num_tellings)
         self._worker(stream).items.put(item)
         return completion
 
@@ -239,7 +268,7 @@ class Streams:
         marks = []
         for worker in list(self._workers.values()):
             marks.append(Completion(self.failures))
-            worker.items.put(_Item("synchronize", (), None, marks[-1], 0))
+            worker.items.put(Item("synchronize", (), None, marks[-1], 0))
         for mark in marks:
             mark.join()
         self.failures.raise_untold()
@@ -282,16 +311,14 @@ class Streams:
             raise failure.error
         return Completion(self.failures, is_done=True)
 
-    def _worker(self, stream: Stream) -> _Worker:
+    def _worker(self, stream: Stream) -> Worker:
         worker = self._workers.get(stream)
         if worker is not None:
             return worker
         with self._lock:
             self.check_usable()
             if stream not in self._workers:
-                self._workers[stream] = _Worker(
-                    self._name, stream, self.failures, self._delays[stream], self._long_work
-                )
+                self._workers[stream] = Worker(self._name, stream, self.failures, self._delays[stream], self._long_work)
             return self._workers[stream]
 
     def _own(self, event: Event, label: str) -> Completion:

@@ -25,10 +25,10 @@ from training import (
 )
 
 import chunkc
-from chunkc.runtime.emulated import EmulationSettings
+from chunkc.runtime.debug_settings import DebugSettings
 
 RECIPE = replace(SEMANTICS, num_steps=6)
-SLOW = EmulationSettings(poison=True, max_delay_ms=0.1, seed=5)
+SLOW = DebugSettings(poison=True, max_delay_ms=0.1, seed=5)
 PAIRS = [(chunkc.AdamW, torch.optim.AdamW), (chunkc.Adam, torch.optim.Adam)]
 NAME = "odd"
 

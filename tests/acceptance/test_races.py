@@ -14,9 +14,9 @@ from rig import GetRig, Rig, Setup
 from training import PLACEMENT, Trained, assert_same_bits
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.emulated import EmulationSettings
+from chunkc.runtime.debug_settings import DebugSettings
 
-SYNCHRONOUS = EmulationSettings(poison=True, synchronous=True)
+SYNCHRONOUS = DebugSettings(poison=True, synchronous=True)
 RECIPE = replace(PLACEMENT, num_steps=4)
 MAX_DELAY_MS = 1.0
 FEW, MANY = range(10), range(10, 100)
@@ -32,7 +32,7 @@ def odd(rig_of: GetRig) -> tuple[Rig, Setup, Trained]:
 
 def _check(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
     rig, setup, wanted = odd
-    settings = EmulationSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    settings = DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
     assert_same_bits(rig.train(replace(setup, settings=settings), RECIPE), wanted)
 
 
@@ -51,7 +51,7 @@ def test_many_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -
 def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_of: GetRig) -> None:
     """An embedding over many chunks, whose gradient lands piece by piece while later pieces are still fetched."""
     rig = rig_of("bert")
-    setup, settings = smallest(rig), EmulationSettings(poison=True, max_delay_ms=0.2, seed=seed)
+    setup, settings = smallest(rig), DebugSettings(poison=True, max_delay_ms=0.2, seed=seed)
     found = rig.train(replace(setup, settings=settings), RECIPE)
     assert max(p.num_chunks for p in rig.plan.layout.placements) > 3
     assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
@@ -60,7 +60,7 @@ def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_
 @pytest.mark.parametrize("seed", range(2))
 def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
     rig = rig_of("odd", backend="inductor")
-    setup, settings = half_evicted(rig), EmulationSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    setup, settings = half_evicted(rig), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
     found = rig.train(replace(setup, settings=settings), RECIPE)
     assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
 
@@ -68,7 +68,7 @@ def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
 def test_updates_overlap_the_next_forward(rig_of: GetRig) -> None:
     """With slow streams ``step()`` returns before its updates have run, or the delays above delay nothing."""
     rig = rig_of("odd")
-    rig.reset(replace(smallest(rig), settings=EmulationSettings(max_delay_ms=4.0, seed=1)))
+    rig.reset(replace(smallest(rig), settings=DebugSettings(max_delay_ms=4.0, seed=1)))
     device, pending = rig.compiled.runtime.device, []
 
     def observe() -> None:

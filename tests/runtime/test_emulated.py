@@ -12,8 +12,9 @@ import torch
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
+from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device, Event
-from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings, rounded_nbytes
+from chunkc.runtime.emulated import EmulatedDevice, rounded_nbytes
 
 KIB = 2**10
 MIB = 2**20
@@ -37,14 +38,14 @@ def test_it_is_a_device(device: EmulatedDevice) -> None:
 @pytest.mark.parametrize(
     ("text", "settings"),
     [
-        ("", EmulationSettings()),
-        ("poison", EmulationSettings(poison=True)),
-        ("sync", EmulationSettings(synchronous=True)),
-        (" poison , delay=2.5,seed=3, ", EmulationSettings(poison=True, max_delay_ms=2.5, seed=3)),
+        ("", DebugSettings()),
+        ("poison", DebugSettings(poison=True)),
+        ("sync", DebugSettings(synchronous=True)),
+        (" poison , delay=2.5,seed=3, ", DebugSettings(poison=True, max_delay_ms=2.5, seed=3)),
     ],
 )
-def test_settings_are_read_from_the_environment(text: str, settings: EmulationSettings) -> None:
-    assert EmulationSettings.from_env(text) == settings
+def test_settings_are_read_from_the_environment(text: str, settings: DebugSettings) -> None:
+    assert DebugSettings.from_env(text) == settings
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_settings_are_read_from_the_environment(text: str, settings: EmulationSe
 )
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(ChunkcError, match=text.partition("=")[0]):
-        EmulationSettings.from_env(text)
+        DebugSettings.from_env(text)
 
 
 @pytest.mark.parametrize("budgets", [(0, 1), (1, 0), (-1, 1)])
@@ -148,7 +149,7 @@ def test_a_collected_home_is_credited(device: EmulatedDevice) -> None:
 
 
 def test_poison_is_nan_in_fresh_and_freed_memory() -> None:
-    device = EmulatedDevice("emulated", MIB, MIB, EmulationSettings(poison=True))
+    device = EmulatedDevice("emulated", MIB, MIB, DebugSettings(poison=True))
     device.reserve(KIB)
     arena = device.allocate_arena(KIB)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -209,7 +210,7 @@ class Pipeline:
         forget_reuse: leave out the wait of a fetch for the eviction that empties its slot: a race.
     """
 
-    def __init__(self, settings: EmulationSettings, *, forget_reuse: bool = False) -> None:
+    def __init__(self, settings: DebugSettings, *, forget_reuse: bool = False) -> None:
         self.device = EmulatedDevice("emulated", MIB, MIB, settings)
         self.device.reserve(NUM_SLOTS * CHUNK_NBYTES)
         arena = self.device.allocate_arena(NUM_SLOTS * CHUNK_NBYTES)
@@ -258,7 +259,7 @@ class Pipeline:
         self.landed[position % NUM_CHUNKS] = self.device.launch(Stream.CPU, f"s{position}", [evicted], update)
 
 
-def run_pipeline(settings: EmulationSettings, *, forget_reuse: bool = False) -> torch.Tensor:
+def run_pipeline(settings: DebugSettings, *, forget_reuse: bool = False) -> torch.Tensor:
     return Pipeline(settings, forget_reuse=forget_reuse).run()
 
 
@@ -274,26 +275,26 @@ def expected_homes() -> torch.Tensor:
 @pytest.mark.parametrize(
     "settings",
     [
-        EmulationSettings(),
-        EmulationSettings(poison=True),
-        EmulationSettings(synchronous=True),
-        EmulationSettings(poison=True, synchronous=True, max_delay_ms=0.1),
+        DebugSettings(),
+        DebugSettings(poison=True),
+        DebugSettings(synchronous=True),
+        DebugSettings(poison=True, synchronous=True, max_delay_ms=0.1),
     ],
 )
-def test_a_copy_pipeline_is_equal_to_the_bit(settings: EmulationSettings) -> None:
+def test_a_copy_pipeline_is_equal_to_the_bit(settings: DebugSettings) -> None:
     assert torch.equal(run_pipeline(settings), expected_homes())
 
 
 def test_a_hundred_seeds_of_delays_are_equal_to_the_bit() -> None:
     expected = expected_homes()
     for seed in range(100):
-        settings = EmulationSettings(poison=True, max_delay_ms=0.4, seed=seed)
+        settings = DebugSettings(poison=True, max_delay_ms=0.4, seed=seed)
         assert torch.equal(run_pipeline(settings), expected), seed
 
 
 def test_delays_and_poison_find_a_forgotten_wait() -> None:
     expected = expected_homes()
-    settings = [EmulationSettings(poison=True, max_delay_ms=2.0, seed=seed) for seed in range(10)]
+    settings = [DebugSettings(poison=True, max_delay_ms=2.0, seed=seed) for seed in range(10)]
     assert any(not torch.equal(run_pipeline(each, forget_reuse=True), expected) for each in settings)
 
 
@@ -301,7 +302,7 @@ def test_delays_follow_the_seed() -> None:
     def slept(seed: int, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         pauses: list[float] = []
         monkeypatch.setattr(time, "sleep", pauses.append)
-        device = EmulatedDevice("emulated", MIB, MIB, EmulationSettings(max_delay_ms=3.0, seed=seed, synchronous=True))
+        device = EmulatedDevice("emulated", MIB, MIB, DebugSettings(max_delay_ms=3.0, seed=seed, synchronous=True))
         for stream in Stream:
             device.launch(stream, "f0", [], lambda: None)
         return pauses

@@ -18,7 +18,8 @@ import torch
 
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.emulated import EmulatedDevice
 
 WORKERS = [stream for stream in Stream if stream is not Stream.COMPUTE]
 MIB = 2**20
@@ -230,7 +231,7 @@ def test_ctrl_c_while_waiting_leaves_the_device_usable(device: EmulatedDevice) -
 
 def test_synchronous_mode_runs_everything_in_place() -> None:
     threads = chunkc_threads()
-    device = EmulatedDevice("emulated", MIB, MIB, EmulationSettings(synchronous=True))
+    device = EmulatedDevice("emulated", MIB, MIB, DebugSettings(synchronous=True))
     seen: list[tuple[Stream, int]] = []
     last = None
     for stream in Stream:
@@ -247,7 +248,7 @@ def test_synchronous_mode_runs_everything_in_place() -> None:
 def test_synchronous_mode_refuses_to_wait_for_what_has_not_run(device: EmulatedDevice) -> None:
     gate = threading.Event()
     undone = device.launch(Stream.H2D, "f0", [], lambda: (gate.wait(), None)[1])
-    synchronous = EmulatedDevice("emulated", MIB, MIB, EmulationSettings(synchronous=True))
+    synchronous = EmulatedDevice("emulated", MIB, MIB, DebugSettings(synchronous=True))
     with pytest.raises(ChunkcError, match="f1 on stream cpu"):
         synchronous.launch(Stream.CPU, "f1", [undone], nothing)
     gate.set()

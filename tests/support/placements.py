@@ -16,7 +16,7 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
-from chunkc.runtime.emulated import EmulationSettings
+from chunkc.runtime.debug_settings import DebugSettings
 
 MakeSetup = Callable[[Rig], Setup]
 
@@ -84,7 +84,7 @@ class Identities:
         cuts = cuts_of(plan)
         key = id(rig), recipe, cuts
         if key not in self._runs:
-            setup = Setup(Options(os_home="device", cuts=cuts), settings=EmulationSettings())
+            setup = Setup(Options(os_home="device", cuts=cuts), settings=DebugSettings())
             self._runs[key] = rig.train(setup, recipe)
             assert spans_of(rig.plan) == spans_of(plan), "the identity plan is cut elsewhere"
             assert_is_identity(rig.plan)

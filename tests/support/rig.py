@@ -26,13 +26,14 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options
 from chunkc.policy import unique_params
+from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device
-from chunkc.runtime.emulated import EmulatedDevice, EmulationSettings
+from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.model import ModelRuntime
 
 BIG_NBYTES = 1 << 30
-POISON = EmulationSettings(poison=True)
+POISON = DebugSettings(poison=True)
 MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device], ModelRuntime]
 GetRig = Callable[..., "Rig"]
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -45,7 +46,7 @@ class Setup:
     options: Options = Options()  # noqa: RUF009 - frozen
     device_nbytes: int = BIG_NBYTES
     host_nbytes: int = BIG_NBYTES
-    settings: EmulationSettings = POISON
+    settings: DebugSettings = POISON
     make_runtime: MakeRuntime = ModelRuntime
 
 

@@ -1,0 +1,357 @@
+"""The CUDA device: memory under a budget, streams, homes in pinned memory, updates by kernels or on the host.
+
+**Memory.** The arena is one block of torch's caching allocator, activations are the user's and torch's own blocks
+beside it: one allocator, so that either can use what the other gave back. Its settings are the user's, and chunkc
+changes none of them; ``PYTORCH_ALLOC_CONF=expandable_segments:True`` lets it waste least. What can be had is measured
+once per process and GPU (`MemoryLedger`), in bytes that the allocator *reserves*, after CUDA's context and the
+libraries' workspaces have been made to exist. The budget of a device is the least of that and of what ``hw`` names,
+less the context, which takes its share of a GPU of that size too.
+
+**Who may use what when.** Side streams touch the arena and homes only, both of which live until the device is idle, so
+that no block of the allocator is ever in use on a stream that the allocator does not know of: ``record_stream`` is
+not needed. Gradients land in the arena on the compute stream. Blocks of the arena are handed from the compute stream to
+the side streams once, when it is allocated (`chunkc.runtime.cuda_streams.CudaStreams.follow`).
+
+**Readings** are the allocator's own peaks, exact and without a sample; to read one iteration they are reset when a
+forward begins, which ``torch.cuda.max_memory_allocated`` then shows too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from chunkc._torch_compat import outlives
+from chunkc.errors import HardwareError
+from chunkc.ir.actions import Stream
+from chunkc.ir.layout import ALIGNMENT_NBYTES
+from chunkc.runtime.adam import Piece
+from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
+from chunkc.runtime.cuda_streams import CudaStreams
+from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.device import Event, Update
+from chunkc.runtime.gpu_update import GpuUpdate, StepTables
+from chunkc.runtime.host_homes import HostHomes
+from chunkc.runtime.host_updates import HostUpdates
+
+_LOGGER = logging.getLogger("chunkc")
+_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
+_EXIT_TIMEOUT_S: Final = 5.0
+_SLACK_SHARE: Final = 64
+_SLACK_NBYTES: Final = 128 * 2**20
+
+
+class MemoryLedger:
+    """What one GPU gives to all models of this process, and what they have set aside of it.
+
+    Attributes:
+        context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
+        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack (1/64, at
+            least 128 MiB) for fragments of the allocator and for kernels, which CUDA loads when they are first called.
+        base_nbytes: allocated by others in this process before.
+        reserved_nbytes: set aside by models.
+    """
+
+    def __init__(self, api: CudaApi) -> None:
+        api.warm_up()
+        free, total = api.memory_info()
+        reserved = api.allocator_nbytes("reserved", "current")
+        self.base_nbytes = api.allocator_nbytes("allocated", "current")
+        unused = reserved - self.base_nbytes
+        self.context_nbytes = total - free - reserved
+        self.capacity_nbytes = max(0, free + unused - max(_SLACK_NBYTES, (free + unused) // _SLACK_SHARE))
+        self.reserved_nbytes = 0
+        self.lock = threading.Lock()
+
+    @property
+    def free_nbytes(self) -> int:
+        """What no model has set aside."""
+        return self.capacity_nbytes - self.reserved_nbytes
+
+
+class AllocatorReading:
+    """Highest non-model bytes since `start`, from the allocator's peaks."""
+
+    def __init__(self, api: CudaApi) -> None:
+        self._api = api
+        self._baseline_nbytes = 0
+        self._peak_nbytes = 0
+        self._paused_nbytes: int | None = None
+        self._has_started = False
+
+    def start(self) -> None:
+        """This moment's level is the baseline."""
+        self._api.reset_peaks()
+        self._baseline_nbytes = self._api.allocator_nbytes("allocated", "current")
+        self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
+
+    def pause(self) -> None:
+        """What is taken from here to `resume` counts neither now nor later."""
+        self._peak_nbytes = self.peak_nbytes()
+        self._paused_nbytes = self._api.allocator_nbytes("allocated", "current")
+
+    def resume(self) -> None:
+        """Go on after `pause`; nothing otherwise."""
+        if self._paused_nbytes is not None:
+            self._baseline_nbytes += self._api.allocator_nbytes("allocated", "current") - self._paused_nbytes
+            self._api.reset_peaks()
+            self._paused_nbytes = None
+
+    def peak_nbytes(self) -> int:
+        """Highest bytes above the baseline; 0 before the first start."""
+        if not self._has_started or self._paused_nbytes is not None:
+            return self._peak_nbytes
+        return max(self._peak_nbytes, self._api.allocator_nbytes("allocated", "peak") - self._baseline_nbytes)
+
+
+class CudaDevice:
+    """One GPU, as one ``hw`` names it; implements `chunkc.runtime.device.Device`.
+
+    Args:
+        name: for messages, for example ``h200-1024g``.
+        api: CUDA.
+        ledger: of the GPU; devices of one GPU share it.
+        named_nbytes: memory of the GPU that ``hw`` names, context included.
+        host_budget_nbytes: hard limit of what `allocate_home` gives.
+        settings: debug settings; none by default.
+
+    Raises:
+        HardwareError: when the context alone passes ``named_nbytes``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        api: CudaApi,
+        ledger: MemoryLedger,
+        named_nbytes: int,
+        host_budget_nbytes: int,
+        settings: DebugSettings | None = None,
+    ) -> None:
+        self.name = name
+        self.torch_device = api.torch_device
+        self.overhead_nbytes = ledger.context_nbytes
+        self.device_budget_nbytes = min(named_nbytes - ledger.context_nbytes, ledger.capacity_nbytes)
+        self.host_budget_nbytes = host_budget_nbytes
+        self.settings = settings if settings is not None else DebugSettings()
+        if self.device_budget_nbytes <= 0:
+            raise HardwareError(
+                f"{name}: CUDA's context and what else is on this GPU take {ledger.context_nbytes} bytes and "
+                f"{ledger.capacity_nbytes} can be had, of the {named_nbytes} bytes named: name more device memory in "
+                "hw, or free some"
+            )
+        self.num_arena_allocations = 0
+        self._api = api
+        self._ledger = ledger
+        self._reserved_nbytes = 0
+        self._arenas: list[tuple[Callable[[], bool], int]] = []
+        self._homes = HostHomes(api.register_host, api.unregister_host)
+        self._host_updates = HostUpdates()
+        self._tables = StepTables(api.upload)
+        self._kernels: ChunkKernels | None = None
+        self._has_warned = False
+        self._reading = AllocatorReading(api)
+        self._streams = CudaStreams(name, api, self.settings)
+        self._stop = weakref.finalize(self, _stop, self._streams, self._homes)  # also at exit
+
+    def num_allocations(self) -> int:
+        """Arenas and homes allocated so far."""
+        return self.num_arena_allocations + self._homes.num_allocations
+
+    def num_host_syncs(self) -> int:
+        """Calls of `synchronize`, and waits of events that blocked the host, so far."""
+        return self._streams.num_synchronizes + self._streams.failures.num_host_waits
+
+    def free_device_nbytes(self) -> int:
+        """Bytes of the budget that no model has set aside, here or on another device of the same GPU."""
+        return min(self.device_budget_nbytes - self._reserved_nbytes, self._ledger.free_nbytes)
+
+    def free_host_nbytes(self) -> int:
+        """Host bytes that no home holds."""
+        return self.host_budget_nbytes - self._homes.nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Set device bytes aside for one model.
+
+        Raises:
+            HardwareError: when fewer are free.
+        """
+        with self._ledger.lock:
+            free_nbytes = self.free_device_nbytes()
+            if nbytes > free_nbytes:
+                raise HardwareError(
+                    f"{self.name}: {nbytes} device bytes were asked for, {free_nbytes} of {self.device_budget_nbytes} "
+                    "are free: let go of another model on this GPU, or name more device memory in hw"
+                )
+            self._reserved_nbytes += nbytes
+            self._ledger.reserved_nbytes += nbytes
+
+    def unreserve(self, nbytes: int) -> None:
+        """Give bytes of `reserve` back.
+
+        Raises:
+            HardwareError: when fewer are reserved.
+        """
+        with self._ledger.lock:
+            if nbytes > self._reserved_nbytes:
+                raise HardwareError(
+                    f"{self.name}: {nbytes} device bytes cannot be given back, {self._reserved_nbytes} are reserved"
+                )
+            self._reserved_nbytes -= nbytes
+            self._ledger.reserved_nbytes -= nbytes
+
+    def allocate_arena(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of device memory as uint8, within what is reserved; side streams may use it from here on.
+
+        Raises:
+            HardwareError: when less is reserved and not in use by other arenas, or the GPU does not have it.
+        """
+        self._arenas = [(alive, size) for alive, size in self._arenas if alive()]
+        used_nbytes = sum(size for _, size in self._arenas)
+        if used_nbytes + nbytes > self._reserved_nbytes:
+            raise HardwareError(
+                f"{self.name}: an arena of {nbytes} bytes passes the reservation of {self._reserved_nbytes} bytes, of "
+                f"which arenas hold {used_nbytes}: reserve before allocating"
+            )
+        arena = self._allocate(nbytes)
+        if arena.data_ptr() % ALIGNMENT_NBYTES:
+            raise HardwareError(f"{self.name}: the allocator gave an arena that is not aligned to {ALIGNMENT_NBYTES}")
+        self.num_arena_allocations += 1
+        self._arenas.append((outlives(arena.untyped_storage()), nbytes))
+        self.freed(arena)
+        self._streams.follow()
+        return arena
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        """From blocks that the allocator takes anew: what it holds unused goes back to the GPU first."""
+        self._api.release_cached()
+        try:
+            return self._api.allocate(nbytes)
+        except torch.OutOfMemoryError as error:
+            raise HardwareError(
+                f"{self.name}: this GPU does not have the {nbytes} bytes of the arena now, {self.memory_text()}: other "
+                "processes or tensors of this one have taken memory since chunkc.compile. Free it, or name less device "
+                "memory in hw"
+            ) from error
+
+    def free_arena(self, arena: torch.Tensor) -> None:
+        """Its memory goes back to the allocator with the last view; the caller has drained the device."""
+
+    def allocate_home(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` of pinned host memory as uint8, zeroed, page-aligned, not inherited by forks.
+
+        Raises:
+            HardwareError: when the host budget does not hold them, or CUDA does not pin them.
+        """
+        free_nbytes = self.free_host_nbytes()
+        if nbytes > free_nbytes:
+            raise HardwareError(
+                f"{self.name}: a home of {nbytes} bytes was asked for, {free_nbytes} of {self.host_budget_nbytes} "
+                "host bytes are free: let go of another model on this device, or name more host memory in hw"
+            )
+        return self._homes.allocate(nbytes)
+
+    def free_home(self, home: torch.Tensor) -> None:
+        """Give a home's memory back to the system now; views that live on read zeros and must not be written.
+
+        Raises:
+            HardwareError: when ``home`` is not the start of a live home of this device.
+        """
+        self._homes.free(home)
+
+    def make_update(
+        self,
+        stream: Stream,
+        payload: torch.Tensor,
+        triple: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        gradient: torch.Tensor | None = None,
+    ) -> Update:
+        """A kernel for chunks on the device, the host update for those at home."""
+        if stream is Stream.CPU:
+            return self._host_updates.make(stream, payload, triple, pieces, gradient)
+        if self._kernels is None:
+            self._kernels = self._api.kernels()
+        return GpuUpdate(self._kernels, self._tables, payload, triple, pieces, gradient)
+
+    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+        """Carry out ``work`` on ``stream`` after ``waits``; see `chunkc.runtime.cuda_streams`.
+
+        Work of CUDA streams is enqueued before this returns, and raises here what torch raises meanwhile.
+
+        Raises:
+            ChunkcError: on a closed device or in a forked child. A failure the host was not told is raised as it is.
+        """
+        return self._streams.launch(stream, label, waits, work)
+
+    def check_usable(self) -> None:
+        """Raise where nothing can be launched.
+
+        Raises:
+            ChunkcError: on a closed device or in a forked child.
+        """
+        self._streams.check_usable()
+
+    def freed(self, memory: torch.Tensor) -> None:
+        """``memory`` holds nothing from here on: NaN in every floating dtype, when the settings ask for poison."""
+        if self.settings.poison:
+            memory.fill_(_POISON)
+
+    def synchronize(self) -> None:
+        """Wait for everything launched, and re-raise the first exception that the host was not told."""
+        self._streams.synchronize()
+
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        """Call ``work``, which may wait for streams: here, or in a thread of its own where the worker calls this."""
+        self._streams.call_from_host(work)
+
+    def start_reading(self) -> None:
+        """From here on non-model bytes are read against this moment's level; resets the allocator's peaks."""
+        self._reading.start()
+
+    def pause_reading(self) -> None:
+        """What the process takes from here to `resume_reading` is no non-model data."""
+        self._reading.pause()
+
+    def resume_reading(self) -> None:
+        """Go on after `pause_reading`; nothing otherwise."""
+        self._reading.resume()
+
+    def sample_nonmodel(self) -> None:
+        """Nothing: the allocator keeps the highest level by itself."""
+
+    def read_nonmodel_nbytes(self) -> int:
+        """Highest non-model bytes since `start_reading`; warns once when the allocator has reserved too much."""
+        reserved = self._api.allocator_nbytes("reserved", "peak") - self._ledger.base_nbytes
+        if reserved > self.device_budget_nbytes and not self._has_warned:
+            self._has_warned = True
+            _LOGGER.warning(
+                "%s: torch's allocator has reserved %d bytes, more than the budget of %d: what is allocated fits, but "
+                "in fragments. Set PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts",
+                self.name,
+                reserved,
+                self.device_budget_nbytes,
+            )
+        return self._reading.peak_nbytes()
+
+    def memory_text(self) -> str:
+        """What stands in the allocator and on the GPU now, in bytes, for messages."""
+        allocated, reserved = (self._api.allocator_nbytes(kind, "current") for kind in ("allocated", "reserved"))
+        free, total = self._api.memory_info()
+        return f"{allocated} bytes allocated, {reserved} reserved by torch, {free} of {total} free on the GPU"
+
+    def close(self) -> None:
+        """Finish what was launched, stop the worker and free all homes; idempotent."""
+        self._streams.close()
+        self._homes.close()
+
+
+def _stop(streams: CudaStreams, homes: HostHomes) -> None:
+    """A device is gone, or the process ends: pages go back once nothing copies from or to them."""
+    streams.close(_EXIT_TIMEOUT_S)
+    homes.close()

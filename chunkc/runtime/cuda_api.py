@@ -1,0 +1,295 @@
+"""What the CUDA device takes from CUDA and from torch's allocator, as one protocol, and its implementation by torch.
+
+Everything above this file is ordinary Python that a recording double can drive on a machine without a GPU.
+
+A *counter* is a number in host memory that a host thread raises and that streams can wait for: ``cuStreamWaitValue32``
+of the driver, by ctypes, since torch has no binding of it. Where the driver refuses it, `CudaApi.wait_counter` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final, Protocol
+
+import torch
+
+from chunkc._torch_compat import cuda_sleep
+from chunkc.errors import HardwareError
+
+_CYCLES_PER_MS: Final = 1_500_000
+_WAIT_VALUE_GEQ: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: until (int32)(*address - value) >= 0, so counters may wrap
+_CUDA_SUCCESS: Final = 0
+_WARM_UP_NUMEL: Final = 256
+
+
+class Counter(Protocol):
+    """A number that one host thread raises."""
+
+    def set(self, value: int) -> None:
+        """Let pass whoever waits for ``value`` or less; what this thread wrote to host memory before is visible."""
+        ...
+
+
+class ChunkKernels(Protocol):
+    """The kernels that an update takes; see ``chunkc.triton_kernels`` for shapes and dtypes."""
+
+    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        """The table of tiles of a chunk."""
+        ...
+
+    def chunk_adam(self, *tensors: torch.Tensor) -> None:
+        """Update one chunk: gradient, payload, param32, moments, tiles, row_of_param, rows, control."""
+        ...
+
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
+        """Write param16 from param32."""
+        ...
+
+
+class CudaApi(Protocol):
+    """One CUDA device. Streams and events are opaque; all methods may be called from any thread.
+
+    Attributes:
+        torch_device: of all tensors made here.
+    """
+
+    torch_device: torch.device
+
+    def new_stream(self) -> Any:
+        """A stream that does not synchronise with the default stream."""
+        ...
+
+    def current_stream(self) -> Any:
+        """The calling thread's stream of this device."""
+        ...
+
+    def key(self, stream: Any) -> int:
+        """What tells streams apart."""
+        ...
+
+    def run(self, stream: Any, work: Callable[[], None]) -> None:
+        """Call ``work``, whose operators go to ``stream``; returns when they are enqueued."""
+        ...
+
+    def record(self, stream: Any) -> Any:
+        """An event at the end of what is enqueued on ``stream``."""
+        ...
+
+    def wait_event(self, stream: Any, event: Any) -> None:
+        """What is enqueued on ``stream`` from here on runs after ``event``."""
+        ...
+
+    def is_done(self, event: Any) -> bool:
+        """Whether ``event`` has happened, without waiting."""
+        ...
+
+    def wait_on_host(self, event: Any) -> None:
+        """Block the calling thread, asleep, until ``event`` has happened."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the calling thread until the device has nothing to do."""
+        ...
+
+    def new_counter(self) -> Counter:
+        """A counter at 0."""
+        ...
+
+    def wait_counter(self, stream: Any, counter: Counter, value: int) -> bool:
+        """What is enqueued on ``stream`` from here on runs once ``counter`` is at ``value``; False: cannot be done."""
+        ...
+
+    def sleep(self, stream: Any, milliseconds: float) -> None:
+        """Keep ``stream`` busy for about so long."""
+        ...
+
+    def warm_up(self) -> None:
+        """Make CUDA and its libraries take the memory that they take once."""
+        ...
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device, of all processes."""
+        ...
+
+    def allocator_nbytes(self, kind: str, moment: str) -> int:
+        """A statistic of torch's allocator in bytes: ``allocated`` or ``reserved``, ``current`` or ``peak``."""
+        ...
+
+    def reset_peaks(self) -> None:
+        """Let the allocator's peaks start from now."""
+        ...
+
+    def release_cached(self) -> None:
+        """Give blocks that the allocator holds unused back to the device."""
+        ...
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor from torch's allocator; raises ``torch.OutOfMemoryError``."""
+        ...
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor on the device, without waiting: on the current stream, from pinned memory."""
+        ...
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        """Pin a range of host memory, exactly.
+
+        Raises:
+            HardwareError: when CUDA refuses.
+        """
+        ...
+
+    def unregister_host(self, address: int) -> None:
+        """Undo ``register_host``; copies from and to the range have finished."""
+        ...
+
+    def kernels(self) -> ChunkKernels:
+        """The kernels for chunks on this device, imported when they are first asked for."""
+        ...
+
+
+class TorchCuda:
+    """`CudaApi` of device ``index`` by torch."""
+
+    def __init__(self, index: int) -> None:
+        self.torch_device = torch.device("cuda", index)
+        self._wait_value = _driver_wait_value()
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.torch_device)
+
+    def key(self, stream: torch.cuda.Stream) -> int:
+        return stream.cuda_stream
+
+    def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(stream):  # also makes this device the current one
+            work()
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits for it sleeps
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def is_done(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+
+    def wait_on_host(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def new_counter(self) -> PinnedCounter:
+        return PinnedCounter()
+
+    def wait_counter(self, stream: torch.cuda.Stream, counter: Counter, value: int) -> bool:
+        if self._wait_value is None or not isinstance(counter, PinnedCounter):
+            return False
+        with torch.cuda.device(self.torch_device):
+            result = self._wait_value(stream.cuda_stream, counter.address, value & 0xFFFFFFFF, _WAIT_VALUE_GEQ)
+        if result != _CUDA_SUCCESS:
+            self._wait_value = None
+        return bool(result == _CUDA_SUCCESS)
+
+    def sleep(self, stream: torch.cuda.Stream, milliseconds: float) -> None:
+        with torch.cuda.stream(stream):
+            cuda_sleep(int(milliseconds * _CYCLES_PER_MS))
+
+    def warm_up(self) -> None:
+        """Matrix products load cuBLAS, whose workspaces stay: one for this thread, one for autograd's."""
+        with torch.inference_mode(False), torch.enable_grad():
+            for dtype in (torch.float32, torch.float16):
+                square = torch.zeros(_WARM_UP_NUMEL, _WARM_UP_NUMEL, dtype=dtype, device=self.torch_device)
+                torch.autograd.backward(torch.mm(square.requires_grad_(), square).sum())
+        self.synchronize()
+
+    def memory_info(self) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return free, total
+
+    def allocator_nbytes(self, kind: str, moment: str) -> int:
+        stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        return int(stats[f"{kind}_bytes"]["all"][moment])
+
+    def reset_peaks(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        """torch's pinned allocator keeps the pinned copy until this copy of it has finished."""
+        return table.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
+            if int(result) == _CUDA_SUCCESS:
+                return
+            with suppress(RuntimeError):  # the runtime keeps the error for the next launch that looks: take it away
+                torch.zeros(1, device=self.torch_device)
+        raise HardwareError(
+            f"CUDA does not pin {nbytes} bytes of host memory (error {int(result)}): free host memory, raise what this "
+            "container or its cgroup may lock, or name a smaller host memory in hw"
+        )
+
+    def unregister_host(self, address: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+    def kernels(self) -> ChunkKernels:
+        return TritonKernels()
+
+
+class PinnedCounter:
+    """A counter in pinned memory, which the device reads at its host address."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
+        self.address = self._memory.data_ptr()
+        self._value = ctypes.c_uint32.from_address(self.address)
+
+    def set(self, value: int) -> None:
+        self._value.value = value & 0xFFFFFFFF
+
+
+class TritonKernels:
+    """``chunkc.triton_kernels``, imported when it is made."""
+
+    def __init__(self) -> None:
+        from chunkc.triton_kernels.cast import restore
+        from chunkc.triton_kernels.chunk_adam import chunk_adam
+        from chunkc.triton_kernels.launch import make_tiles
+
+        self._restore, self._chunk_adam, self._make_tiles = restore, chunk_adam, make_tiles
+
+    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        return self._make_tiles(pieces, device)
+
+    def chunk_adam(self, *tensors: torch.Tensor) -> None:
+        self._chunk_adam(*tensors)
+
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
+        self._restore(param32, payload, tiles)
+
+
+def _driver_wait_value() -> Any:
+    """``cuStreamWaitValue32`` of the driver, or None where there is none."""
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    function.restype = ctypes.c_int
+    return function

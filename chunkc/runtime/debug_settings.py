@@ -1,0 +1,55 @@
+"""Debug settings of a device: ways to carry out the same plan under which a race shows.
+
+They are read from an environment variable, ``CHUNKC_EMULATED`` for the emulated device and ``CHUNKC_CUDA`` for CUDA's,
+for example ``poison,delay=2,seed=3``. Results are equal to the bit under all of them, or a plan has a race.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkc.errors import ChunkcError
+
+
+@dataclass(frozen=True, slots=True)
+class DebugSettings:
+    """How a device helps to find mistakes.
+
+    Attributes:
+        poison: fill freed and fresh device memory with NaN.
+        max_delay_ms: longest random pause before and after each piece of work on every stream.
+        seed: of the pauses; each stream draws its own sequence from it.
+        synchronous: carry everything out at its launch, on the calling thread, which gets exceptions at once.
+    """
+
+    poison: bool = False
+    max_delay_ms: float = 0.0
+    seed: int = 0
+    synchronous: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_delay_ms < float("inf"):
+            raise ChunkcError(f"debug settings: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
+
+    @classmethod
+    def from_env(cls, text: str, variable: str = "CHUNKC_EMULATED") -> DebugSettings:
+        """Settings from the value of an environment variable: words of ``poison``, ``delay=MS``, ``seed=N``, ``sync``.
+
+        Raises:
+            ChunkcError: for another word or a value that is no number.
+        """
+        values: dict[str, str] = {}
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            key, separator, value = word.partition("=")
+            if key not in ("poison", "sync", "delay", "seed") or (separator == "=") != (key in ("delay", "seed")):
+                raise ChunkcError(f"{variable} takes poison, sync, delay=MS and seed=N, not {word!r}")
+            values[key] = value
+        try:
+            return cls(
+                poison="poison" in values,
+                max_delay_ms=float(values.get("delay", 0)),
+                seed=int(values.get("seed", 0)),
+                synchronous="sync" in values,
+            )
+        except ValueError as error:
+            raise ChunkcError(f"{variable}={text!r}: {error}") from error

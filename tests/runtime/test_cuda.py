@@ -1,0 +1,341 @@
+"""The CUDA device beside plans: launching without waiting, failures, budgets, homes, readings, closing."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from fake_cuda import GIB, Call, FakeCuda
+
+from chunkc.errors import ChunkcError, HardwareError
+from chunkc.ir.actions import Stream
+from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.emulated import EmulatedDevice
+
+MIB = 2**20
+
+
+def device_on(api: FakeCuda, named: int = 3 * GIB, host: int = 64 * MIB, **settings: object) -> CudaDevice:
+    return CudaDevice("fake", api, MemoryLedger(api), named, host, DebugSettings(**settings))  # type: ignore[arg-type]
+
+
+def nothing() -> None:
+    """Work."""
+
+
+def kinds(api: FakeCuda, since: int = 0) -> list[tuple[str, int]]:
+    return [(c.kind, c.stream) for c in api.calls[since:] if c.kind != "host waits"]
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fetch_and_a_run_behind_a_stuck_update_are_enqueued_at_once() -> None:
+    """Nothing is carried out here: that every launch returns shows that none of them waits."""
+    api, stuck = FakeCuda(runs=False), threading.Event()
+    device = device_on(api)
+    keys = {s: stream.key for s, stream in device._streams._side.items()}
+    evict = device.launch(Stream.D2H, "evict", [], nothing)
+    update = device.launch(Stream.CPU, "update", [evict], stuck.wait)  # type: ignore[arg-type]
+    begin = len(api.calls)
+    fetch = device.launch(Stream.H2D, "fetch", [update], nothing)
+    device.launch(Stream.COMPUTE, "run", [fetch], nothing)
+    h2d = keys[Stream.H2D]
+    assert kinds(api, begin) == [
+        ("wait event", h2d),  # the evict, which CUDA would not see through the counter
+        ("wait counter", h2d),
+        ("run", h2d),
+        ("record", h2d),
+        ("wait event", 0),
+        ("run", 0),
+        ("record", 0),
+    ]
+    assert not update.done() and device.num_host_syncs() == 0
+    stuck.set()
+
+
+def test_without_counters_the_caller_waits_and_it_counts() -> None:
+    device, ran = device_on(FakeCuda(can_wait_for_counters=False)), threading.Event()
+    update = device.launch(Stream.CPU, "update", [], lambda: threading.Event().wait(0.05) and None)
+    device.launch(Stream.H2D, "fetch", [update], ran.set)
+    assert update.done() and device.num_host_syncs() == 1
+    device.synchronize()
+    assert ran.is_set()
+
+
+def test_a_counter_is_waited_for_once_on_each_stream() -> None:
+    api = FakeCuda()
+    device, hold = device_on(api), threading.Event()
+    updates = [device.launch(Stream.CPU, f"update {i}", [], hold.wait) for i in range(3)]  # type: ignore[arg-type]
+    for update in (updates[1], updates[0], updates[2], updates[2]):
+        device.launch(Stream.H2D, "fetch", [update], nothing)
+    assert [c.value for c in api.calls if c.kind == "wait counter"] == [2, 3]
+    hold.set()
+    device.synchronize()
+
+
+def test_work_of_one_stream_needs_no_event() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    first = device.launch(Stream.H2D, "fetch", [], nothing)
+    device.launch(Stream.H2D, "fetch again", [first], nothing)
+    assert not [c for c in api.calls if c.kind == "wait event"]
+
+
+def test_another_current_stream_waits_for_the_one_before() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    device.launch(Stream.COMPUTE, "run", [], nothing)
+    api.current = api.new_stream(is_inline=True)
+    begin = len(api.calls)
+    device.launch(Stream.COMPUTE, "run elsewhere", [], nothing)
+    device.launch(Stream.COMPUTE, "run on", [], nothing)
+    key = api.current.key
+    assert kinds(api, begin) == [("record", 0), ("wait event", key), *[("run", key), ("record", key)] * 2]
+
+
+def test_a_stream_waits_for_all_that_the_worker_waited_for() -> None:
+    """The update itself waits for nothing, but the one before it, on the same worker, for an evict."""
+    api = FakeCuda()
+    device, hold = device_on(api), threading.Event()
+    evicts = [device.launch(Stream.D2H, f"evict {i}", [], nothing) for i in range(3)]
+    device.launch(Stream.CPU, "update", [evicts[2]], nothing)
+    device.launch(Stream.CPU, "update", [evicts[0]], nothing)
+    last = device.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    begin = len(api.calls)
+    device.launch(Stream.H2D, "fetch", [last], nothing)
+    waited = [c.value for c in api.calls[begin:] if c.kind == "wait event"]
+    assert waited == [evicts[2].handle.number]  # type: ignore[attr-defined]
+    hold.set()
+    device.synchronize()
+
+
+def test_events_of_another_device_are_refused() -> None:
+    device, other = device_on(FakeCuda()), device_on(FakeCuda())
+    foreign = [other.launch(Stream.H2D, "fetch", [], nothing), other.launch(Stream.CPU, "update", [], nothing)]
+    foreign.append(EmulatedDevice("emulated", 1, 1).launch(Stream.COMPUTE, "run", [], nothing))
+    for event in foreign:
+        for stream in (Stream.COMPUTE, Stream.CPU):
+            with pytest.raises(ChunkcError, match="no event of fake"):
+                device.launch(stream, "run", [event], nothing)
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def test_a_failure_of_the_worker_is_told_once_and_lets_nothing_hang() -> None:
+    api = FakeCuda()
+    device, hold, ran = device_on(api), threading.Event(), threading.Event()
+
+    def fail_late() -> None:
+        hold.wait()
+        fail()
+
+    update = device.launch(Stream.CPU, "update c3", [], fail_late)
+    fetch = device.launch(Stream.H2D, "fetch c3", [update], nothing)
+    device.launch(Stream.CPU, "update c3 again", [fetch], ran.set)
+    hold.set()
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        device.synchronize()
+    assert any("update c3" in note for note in caught.value.__notes__)
+    assert not ran.is_set(), "what waits for failed work through a stream fails too"
+    device.synchronize()
+    device.launch(Stream.CPU, "update", [], ran.set)
+    device.synchronize()
+    assert ran.is_set()
+
+
+def test_a_failure_at_launch_names_the_action() -> None:
+    device = device_on(FakeCuda())
+    with pytest.raises(ValueError, match="on purpose") as caught:
+        device.launch(Stream.COMPUTE, "run fwd.3", [], fail)
+    assert caught.value.__notes__ == ["in run fwd.3 on stream compute of fake"]
+
+
+def test_a_closed_device_refuses_and_opens_what_waits() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    done = device.launch(Stream.CPU, "update", [], nothing)
+    device.launch(Stream.H2D, "fetch", [done], nothing)
+    device.close()
+    device.close()
+    with pytest.raises(ChunkcError, match="closed"):
+        device.launch(Stream.H2D, "fetch", [], nothing)
+    worker = device._streams._worker
+    assert worker is not None and not worker.thread.is_alive()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("named", "free", "allocated", "reserved", "wanted"),
+    [
+        # context = total 11 - free - reserved; slack = 1/64 of what is free or held unused
+        (6 * GIB, 10 * GIB, 0, 0, 5 * GIB),
+        (80 * GIB, 10 * GIB, 0, 0, 10 * GIB - 10 * GIB // 64),
+        (80 * GIB, 6 * GIB, 2 * GIB, 4 * GIB, 8 * GIB - 128 * MIB),
+        (6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB, 5 * GIB),
+    ],
+)
+def test_the_budget_is_the_least_of_named_and_free(
+    named: int, free: int, allocated: int, reserved: int, wanted: int
+) -> None:
+    api = FakeCuda(free=free)
+    api.allocated["current"], api.reserved["current"] = allocated, reserved
+    device = device_on(api, named)
+    assert device.device_budget_nbytes == wanted
+    assert device.overhead_nbytes == 11 * GIB - free - reserved
+    assert device.free_device_nbytes() == wanted
+
+
+def test_less_than_the_context_is_refused() -> None:
+    with pytest.raises(HardwareError, match=f"{GIB} bytes.*name more device memory"):
+        device_on(FakeCuda(), named=GIB // 2)
+
+
+def test_devices_of_one_gpu_share_what_it_has() -> None:
+    api = FakeCuda()
+    ledger = MemoryLedger(api)
+    small = CudaDevice("small", api, ledger, 3 * GIB, MIB)
+    large = CudaDevice("large", api, ledger, 11 * GIB, MIB)
+    large.reserve(9 * GIB)
+    assert small.free_device_nbytes() == ledger.capacity_nbytes - 9 * GIB < small.device_budget_nbytes
+    with pytest.raises(HardwareError, match=f"{GIB} device bytes were asked for"):
+        small.reserve(GIB)
+    large.unreserve(9 * GIB)
+    small.reserve(2 * GIB)
+    with pytest.raises(HardwareError, match="cannot be given back"):
+        large.unreserve(1)
+
+
+def test_an_arena_stays_within_its_reservation_and_is_handed_to_all_streams() -> None:
+    api = FakeCuda()
+    device = device_on(api, poison=True)
+    with pytest.raises(HardwareError, match="reserve before allocating"):
+        device.allocate_arena(4096)
+    device.reserve(8192)
+    begin = len(api.calls)
+    arena = device.allocate_arena(4096)
+    assert arena.data_ptr() % 256 == 0 and arena.view(torch.float32).isnan().all()
+    assert sorted(kinds(api, begin)) == sorted(
+        [("release cached", -1), ("allocate", -1), ("record", 0)]
+        + [("wait event", stream.key) for stream in device._streams._side.values()]
+    )
+    with pytest.raises(HardwareError, match="of which arenas hold 4096"):
+        device.allocate_arena(8192)
+    device.free_arena(arena)
+    del arena
+    device.allocate_arena(8192)
+    assert device.num_allocations() == 2
+
+
+def test_an_arena_that_the_gpu_does_not_have_is_refused_with_numbers() -> None:
+    api = FakeCuda(has_no_memory=True)
+    device = device_on(api)
+    device.reserve(GIB)
+    with pytest.raises(HardwareError, match=rf"{GIB} bytes of the arena.*of {11 * GIB} free"):
+        device.allocate_arena(GIB)
+
+
+def test_homes_are_pinned_exactly_and_unpinned_before_they_go() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    home = device.allocate_home(3 * MIB + 5)
+    assert api.pinned == {home.data_ptr(): 3 * MIB + 4096}
+    assert home.numel() == 3 * MIB + 5 and not home.any()
+    assert device.free_host_nbytes() == 61 * MIB - 5
+    home.fill_(7)
+    device.free_home(home)
+    assert not api.pinned and not home.any() and device.free_host_nbytes() == 64 * MIB
+    with pytest.raises(HardwareError, match="already freed"):
+        device.free_home(home)
+    with pytest.raises(HardwareError, match="a home of 67108865 bytes"):
+        device.allocate_home(64 * MIB + 1)
+
+
+def test_a_home_that_cuda_does_not_pin_takes_nothing() -> None:
+    api = FakeCuda(refuses_to_pin=True)
+    device = device_on(api)
+    with pytest.raises(HardwareError, match="does not pin"):
+        device.allocate_home(MIB)
+    assert device.free_host_nbytes() == 64 * MIB
+
+
+def test_large_homes_are_touched_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, zero = set[str](), torch.Tensor.zero_
+
+    def spy(memory: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        return zero(memory)
+
+    monkeypatch.setattr("chunkc.runtime.host_homes._TOUCHED_NBYTES", MIB)
+    monkeypatch.setattr(torch.Tensor, "zero_", spy)
+    device_on(FakeCuda()).allocate_home(16 * MIB)
+    assert threads and all(name.startswith("chunkc-touch") for name in threads)
+
+
+def test_a_device_that_nobody_uses_any_more_unpins_its_homes() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    home = device.allocate_home(MIB)
+    device.launch(Stream.CPU, "update", [], nothing)
+    del device
+    gc.collect()
+    assert not api.pinned
+    assert api.calls[-2] == Call("synchronize") or "synchronize" in [c.kind for c in api.calls]
+    assert home.numel() == MIB, "its views may stay"
+
+
+def test_readings_are_peaks_above_the_baseline() -> None:
+    api = FakeCuda()
+    device = device_on(api)
+    assert device.read_nonmodel_nbytes() == 0
+    api.allocated.update(current=100)
+    device.start_reading()
+    api.allocated.update(current=150, peak=180)
+    device.sample_nonmodel()
+    assert device.read_nonmodel_nbytes() == 80
+    device.pause_reading()
+    api.allocated.update(current=1150, peak=5000)
+    assert device.read_nonmodel_nbytes() == 80
+    device.resume_reading()  # the 1000 taken meanwhile stay out
+    assert device.read_nonmodel_nbytes() == 80
+    api.allocated.update(current=1200, peak=1190)
+    assert device.read_nonmodel_nbytes() == 90
+    device.start_reading()
+    assert device.read_nonmodel_nbytes() == 0
+
+
+def test_fragments_past_the_budget_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    api = FakeCuda()
+    api.allocated["current"] = api.reserved["current"] = MIB
+    device = device_on(api)
+    api.reserved["peak"] = MIB + device.device_budget_nbytes
+    with caplog.at_level(logging.WARNING, logger="chunkc"):
+        device.read_nonmodel_nbytes()
+        assert not caplog.records
+        api.reserved["peak"] += 1
+        device.read_nonmodel_nbytes()
+        device.read_nonmodel_nbytes()
+    assert [r.getMessage().count("expandable_segments:True") for r in caplog.records] == [1]
+
+
+def test_synchronous_mode_leaves_nothing_under_way() -> None:
+    device, done = device_on(FakeCuda(), synchronous=True), list[str]()
+    works: list[tuple[Stream, Callable[[], None]]] = [
+        (stream, lambda s=stream: done.append(str(s)))  # type: ignore[misc]
+        for stream in (Stream.H2D, Stream.CPU, Stream.D2H)
+    ]
+    for number, (stream, work) in enumerate(works, 1):
+        device.launch(stream, str(stream), [], work)
+        assert len(done) == number

@@ -1,0 +1,213 @@
+"""A plan on the CUDA device: the calls of CUDA that it makes keep every wait of the plan, and the results are right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cuda_order import LaunchRecorder, faults
+from fake_cuda import GIB, FakeCuda
+from torch import nn
+
+import chunkc
+from chunkc.devices import device_for
+from chunkc.ir.actions import Stream
+from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda_streams import CudaEvent, CudaStreams, HostCompletion
+from chunkc.runtime.debug_settings import DebugSettings
+
+CONTEXT = GIB
+EVICTED, RESIDENT = 140 * 1024, 16 * 2**20
+STEPS = 5
+
+
+def cuda_device(api: FakeCuda, nbytes: int, settings: DebugSettings | None = None) -> CudaDevice:
+    return CudaDevice("fake", api, MemoryLedger(api), CONTEXT + nbytes, 1 << 24, settings)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+
+
+def compiled(hw: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, chunkc.AdamW]:
+    model = chunkc.compile(build(), hw, dtype=dtype, backend="eager", chunk_size=4160)
+    return model, chunkc.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
+    """Compiled models run on the device in the list once there is one."""
+    devices: list[CudaDevice] = []
+    monkeypatch.setattr(
+        "chunkc.api.device_for", lambda hw: (chunkc.Hardware.parse(hw), devices[0]) if devices else device_for(hw)
+    )
+    yield devices
+    devices.clear()
+
+
+def iterate(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int) -> list[float]:
+    losses = []
+    for step in range(num_steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 64)).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def states(model: nn.Module, optimizer: chunkc.AdamW) -> list[torch.Tensor]:
+    moments = [s[k] for s in optimizer.state_dict()["state"].values() for k in ("exp_avg", "exp_avg_sq")]
+    return [*model.state_dict().values(), *moments]
+
+
+def trained_on_host(nbytes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype)
+    iterate(model, optimizer, STEPS)
+    return states(model, optimizer)
+
+
+def record(device: CudaDevice, api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    """Record from here on; no work of the worker is seen to be done when something is launched behind it."""
+    monkeypatch.setattr(HostCompletion, "done", lambda self: False)
+    device.synchronize()
+    api.calls.clear()
+    recorder = LaunchRecorder(device, api)
+    monkeypatch.setattr(device, "launch", recorder)
+    return recorder
+
+
+def found_faults(recorder: LaunchRecorder, device: CudaDevice, api: FakeCuda) -> list[str]:
+    device.synchronize()
+    return faults(recorder.launches, frozenset(c.value for c in api.calls if c.kind == "host waits"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("settings", [DebugSettings(), DebugSettings(poison=True, max_delay_ms=1, seed=5)])
+def test_evicted_training_equals_the_emulated_devices_bits(
+    on_cuda: list[CudaDevice], settings: DebugSettings, dtype: torch.dtype
+) -> None:
+    wanted = trained_on_host(EVICTED, dtype)
+    on_cuda.append(cuda_device(FakeCuda(), EVICTED, settings))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m", dtype)
+    iterate(model, optimizer, STEPS)
+    assert chunkc.stats(model)["h2d_nbytes"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
+def test_resident_training_updates_by_kernels_with_one_upload_a_step(
+    on_cuda: list[CudaDevice], dtype: torch.dtype, tolerance: float
+) -> None:
+    wanted = trained_on_host(RESIDENT, dtype)
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, RESIDENT))
+    model, optimizer = compiled(f"emulated-{RESIDENT >> 10}k-16m", dtype)
+    iterate(model, optimizer, STEPS)
+    assert chunkc.stats(model)["h2d_nbytes"] == 0
+    assert len(api.uploads) == 3 * STEPS, "row_of_param, rows and control, once a step for all chunks"
+    for found, right in zip(states(model, optimizer), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=tolerance)  # an update is of size 1e-2
+
+
+def test_every_wait_of_the_plan_is_kept(on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, EVICTED))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    iterate(model, optimizer, 2)
+    recorder = record(on_cuda[0], api, monkeypatch)
+    iterate(model, optimizer, 2)
+    plan = chunkc.plan_of(model)
+    texts = [str(a) for name in ("forward", "backward", "step") for a in plan.program(name).actions]
+    assert [launch.label for launch in recorder.launches] == texts * 2
+    waits = [(launch.stream, recorder.launches[w].stream) for launch in recorder.launches for w in launch.waits]
+    crossings = {pair for pair in waits if pair[0] is not pair[1]}
+    assert crossings >= {
+        (Stream.COMPUTE, Stream.H2D),
+        (Stream.D2H, Stream.COMPUTE),
+        (Stream.CPU, Stream.D2H),
+        (Stream.H2D, Stream.CPU),
+    }
+    assert found_faults(recorder, on_cuda[0], api) == []
+
+
+@pytest.mark.parametrize("pair", [("h2d", "cpu"), ("compute", "h2d"), ("d2h", "compute")])
+def test_a_wait_that_is_forgotten_is_found(
+    pair: tuple[str, str], on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check itself: leave out all waits of one kind."""
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, EVICTED))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    iterate(model, optimizer, 2)
+    recorder, streams = record(on_cuda[0], api, monkeypatch), on_cuda[0]._streams
+    keys = {"compute": 0} | {str(s): stream.key for s, stream in streams._side.items()}
+    order = CudaStreams._order
+
+    def forgetful(self: CudaStreams, target: object, key: int, event: CudaEvent | HostCompletion) -> None:
+        source = "cpu" if isinstance(event, HostCompletion) else next(n for n, k in keys.items() if k == event.key)
+        if (key, source) != (keys[pair[0]], pair[1]):
+            order(self, target, key, event)
+
+    monkeypatch.setattr(CudaStreams, "_order", forgetful)
+    iterate(model, optimizer, 2)
+    found = found_faults(recorder, on_cuda[0], api)
+    assert found and all(f"@{pair[0]}" in text for text in found[:1])
+
+
+def test_a_worker_that_does_not_sleep_on_its_events_is_found(
+    on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, EVICTED))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    iterate(model, optimizer, 2)
+    recorder = record(on_cuda[0], api, monkeypatch)
+    monkeypatch.setattr(CudaEvent, "join", lambda self: None)
+    iterate(model, optimizer, 1)
+    assert any(text.startswith("update") for text in found_faults(recorder, on_cuda[0], api))
+
+
+@pytest.mark.parametrize("can_wait", [True, False])
+def test_a_steady_state_makes_the_host_wait_only_without_counters(can_wait: bool, on_cuda: list[CudaDevice]) -> None:
+    wanted = trained_on_host(EVICTED)
+    api = FakeCuda(can_wait_for_counters=can_wait)
+    on_cuda.append(cuda_device(api, EVICTED))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    iterate(model, optimizer, STEPS)
+    num_unasked = model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"]
+    assert num_unasked == 0 if can_wait else num_unasked >= 0
+    assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
+
+
+def test_out_of_memory_names_the_action_and_the_live_set(
+    on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, EVICTED))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    iterate(model, optimizer, 2)
+    before = [value.clone() for value in model.state_dict().values()]
+    runs, run = [0], api.run
+
+    def short_of_memory(stream: object, work: object) -> None:
+        runs[0] += stream is api.current
+        if runs[0] == 3:
+            runs[0] += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        run(stream, work)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(api, "run", short_of_memory)
+    with pytest.raises(chunkc.DeviceMemoryError) as caught:
+        model(torch.randn(4, 64))
+    text = str(caught.value)
+    plan = chunkc.plan_of(model)
+    assert any(f"`{action}`" in text for action in plan.program("forward").actions)
+    assert "in use: c" in text and "planned peak" in text and "Tried to allocate 2.00 GiB" in text
+    assert f"arena {plan.layout.arena_nbytes} bytes" in text
+    monkeypatch.undo()
+    after = list(model.state_dict().values())
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "the model is as it was"

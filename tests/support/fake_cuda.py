@@ -1,0 +1,258 @@
+"""CUDA for the CUDA device on a machine without one: queues that carry work out in order, and a record of every call.
+
+Each stream but the one that computes is a thread with a queue: what is enqueued (work, events, waits) happens there in
+order and at its own pace. The computing stream is the caller's thread, as results are asked for there at once; its
+waits block. Device memory is host memory. Allocator statistics are what a test sets, plus the arenas.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from chunkc.errors import HardwareError
+from chunkc.runtime.step_inputs import ROW_NUMEL
+
+GIB = 2**30
+
+
+class FakeEvent:
+    """Happens once."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.happened = threading.Event()
+
+
+class FakeCounter:
+    """A number to wait for."""
+
+    def __init__(self) -> None:
+        self.value = 0
+        self.changed = threading.Condition()
+
+    def set(self, value: int) -> None:
+        with self.changed:
+            self.value = value
+            self.changed.notify_all()
+
+    def wait(self, value: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.value >= value, timeout=30), "the counter never came"
+
+
+class FakeStream:
+    """A queue with a thread, or the caller's thread."""
+
+    def __init__(self, key: int, *, is_inline: bool) -> None:
+        self.key = key
+        self.is_inline = is_inline
+        self._items: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.error: BaseException | None = None
+        if not is_inline:
+            threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            item = self._items.get()
+            try:
+                item()
+            except BaseException as error:
+                self.error = error
+
+    def put(self, item: Callable[[], None]) -> None:
+        if self.is_inline:
+            item()
+        else:
+            self._items.put(item)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the API: ``value`` is an event's number, a counter's, or bytes."""
+
+    kind: str
+    stream: int = -1
+    value: int = 0
+
+
+@dataclass
+class FakeCuda:
+    """See the module docstring.
+
+    Attributes:
+        calls: in the order in which they were made.
+        allocated, reserved, free, total: bytes; ``allocated`` is beside the arenas.
+        can_wait_for_counters: whether the driver has such waits.
+        refuses_to_pin: makes ``register_host`` raise.
+        has_no_memory: makes ``allocate`` raise.
+        runs: whether streams carry anything out; else calls are recorded only, and no event ever happens.
+    """
+
+    allocated: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
+    reserved: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
+    free: int = 10 * GIB
+    total: int = 11 * GIB
+    can_wait_for_counters: bool = True
+    refuses_to_pin: bool = False
+    has_no_memory: bool = False
+    runs: bool = True
+
+    def __post_init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+        self.calls: list[Call] = []
+        self.pinned: dict[int, int] = {}
+        self.uploads: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+        self._num_events = 0
+        self._streams = [FakeStream(0, is_inline=True)]
+        self.current = self._streams[0]
+
+    def note(self, kind: str, stream: int = -1, value: int = 0) -> None:
+        with self._lock:
+            self.calls.append(Call(kind, stream, value))
+
+    def new_stream(self, *, is_inline: bool = False) -> FakeStream:
+        self._streams.append(FakeStream(len(self._streams), is_inline=is_inline or not self.runs))
+        return self._streams[-1]
+
+    def current_stream(self) -> FakeStream:
+        return self.current
+
+    def key(self, stream: FakeStream) -> int:
+        return stream.key
+
+    def run(self, stream: FakeStream, work: Callable[[], None]) -> None:
+        self.note("run", stream.key)
+        if self.runs:
+            stream.put(work)
+
+    def record(self, stream: FakeStream) -> FakeEvent:
+        with self._lock:
+            self._num_events += 1
+            event = FakeEvent(self._num_events)
+        self.note("record", stream.key, event.number)
+        if self.runs:
+            stream.put(event.happened.set)
+        return event
+
+    def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
+        self.note("wait event", stream.key, event.number)
+        if self.runs:
+            stream.put(lambda: _wait(event))
+
+    def is_done(self, event: FakeEvent) -> bool:
+        return event.happened.is_set()
+
+    def wait_on_host(self, event: FakeEvent) -> None:
+        self.note("host waits", -1, event.number)
+        if self.runs:
+            _wait(event)
+
+    def synchronize(self) -> None:
+        self.note("synchronize")
+        if not self.runs:
+            return
+        ends = [self.record(stream) for stream in self._streams]
+        for end in ends:
+            _wait(end)
+        for stream in self._streams:
+            if stream.error is not None:
+                raise RuntimeError("a stream failed") from stream.error
+
+    def new_counter(self) -> FakeCounter:
+        return FakeCounter()
+
+    def wait_counter(self, stream: FakeStream, counter: Any, value: int) -> bool:
+        if not self.can_wait_for_counters:
+            return False
+        self.note("wait counter", stream.key, value)
+        if self.runs:
+            stream.put(lambda: counter.wait(value))
+        return True
+
+    def sleep(self, stream: FakeStream, milliseconds: float) -> None:
+        if self.runs:
+            stream.put(lambda: time.sleep(milliseconds / 1000))
+
+    def warm_up(self) -> None:
+        self.note("warm up")
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.free, self.total
+
+    def allocator_nbytes(self, kind: str, moment: str) -> int:
+        found: dict[str, int] = getattr(self, kind)
+        return found[moment]
+
+    def reset_peaks(self) -> None:
+        self.note("reset peaks")
+        self.allocated["peak"] = self.allocated["current"]
+        self.reserved["peak"] = self.reserved["current"]
+
+    def release_cached(self) -> None:
+        self.note("release cached")
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.note("allocate", -1, nbytes)
+        if self.has_no_memory:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate much")
+        memory = torch.zeros(nbytes + 256, dtype=torch.uint8)
+        start = -memory.data_ptr() % 256
+        return memory[start : start + nbytes]
+
+    def upload(self, table: torch.Tensor) -> torch.Tensor:
+        self.uploads.append(table.clone())
+        return table.clone()
+
+    def register_host(self, address: int, nbytes: int) -> None:
+        self.note("register", -1, nbytes)
+        if self.refuses_to_pin:
+            raise HardwareError(f"CUDA does not pin {nbytes} bytes")
+        assert address not in self.pinned
+        self.pinned[address] = nbytes
+
+    def unregister_host(self, address: int) -> None:
+        self.note("unregister", -1, self.pinned[address])
+        del self.pinned[address]
+
+    def kernels(self) -> TorchKernels:
+        return TorchKernels()
+
+
+def _wait(event: FakeEvent) -> None:
+    assert event.happened.wait(timeout=30), f"event {event.number} never happened"
+
+
+class TorchKernels:
+    """The kernels' definitions, in float32 operators of torch."""
+
+    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        return torch.tensor([list(piece) for piece in pieces], dtype=torch.int32, device=device).reshape(-1, 3)
+
+    def chunk_adam(self, *tensors: torch.Tensor) -> None:
+        grad, payload, param32, exp_avg, exp_avg_sq, tiles, row_of_param, rows, control = tensors
+        assert rows.shape[1] == ROW_NUMEL
+        for start, end, param in tiles.tolist():
+            span, row = slice(start, end), int(row_of_param[param])
+            p, m, v = param32[span], exp_avg[span], exp_avg_sq[span]
+            if row >= 0 and not float(control[1]):
+                step_size, correction, eps, decay, l2, beta1, rest1, beta2, rest2, is_first = rows[row]
+                if is_first:
+                    m.zero_()
+                    v.zero_()
+                g = grad[span].float() * control[0] + l2 * p
+                m.copy_(beta1 * m + rest1 * g)
+                v.copy_(beta2 * v + rest2 * g * g)
+                p.copy_(decay * p - step_size * m / (v.sqrt() / correction + eps))
+            payload[span] = p.to(payload.dtype)
+
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
+        for start, end, _ in tiles.tolist():
+            payload[start:end] = param32[start:end].to(payload.dtype)
