@@ -33,11 +33,12 @@ class Reference:
 def reference(
     model: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype, lr: float, schedule: Schedule
 ) -> Reference:
-    """Train copies of ``model`` on ``inputs``, one batch a step; ``model`` itself stays as it is."""
-    fp32 = list(_train(copy.deepcopy(model), inputs, torch.float32, lr, schedule))
+    """Train copies of ``model`` on ``inputs``, one batch a step, where these are; ``model`` itself stays as it is."""
+    device = inputs[0].device
+    fp32 = list(_train(copy.deepcopy(model).to(device), inputs, torch.float32, lr, schedule))
     if dtype is torch.float32:
         return Reference(fp32, None)
-    return Reference(fp32, list(_train(copy.deepcopy(model), inputs, dtype, lr, schedule)))
+    return Reference(fp32, list(_train(copy.deepcopy(model).to(device), inputs, dtype, lr, schedule)))
 
 
 def _train(

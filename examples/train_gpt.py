@@ -1,8 +1,9 @@
 """Train a small language model under a device budget several times smaller than its model data.
 
-The model is a Llama from transformers over bytes, the text is the source of Python's standard library: nothing is
-downloaded. With ``--compare N`` the first N steps run in plain PyTorch too, and the script exits with code 1 unless the
-losses agree, the measured peak is within the budget, and the last losses are below ``--target``.
+Without ``--hw`` it runs on the GPU, where there is one, with all of its memory. The model is a Llama from transformers
+over bytes, the text is the source of Python's standard library: nothing is downloaded. With ``--compare N`` the first N
+steps run in plain PyTorch too, and the script exits with code 1 unless the losses agree, the measured peak is within
+the budget, and the last losses are below ``--target``.
 
     python examples/train_gpt.py --hw emulated-96m-4g --compare 10
 """
@@ -39,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.manual_seed(args.seed)
     model = build(args.layers, args.hidden, args.seq)
     dtype = getattr(torch, args.dtype)
+    device = device_of(args.hw)
     inputs = list(islice(batches(standard_library(), args.batch, args.seq, args.seed), args.steps))
+    inputs = [batch.to(device) for batch in inputs]
     plain = None
     if args.compare:
         print(f"plain PyTorch, {args.compare} steps")
@@ -67,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a byte-level Llama under a device budget.")
-    parser.add_argument("--hw", default="emulated-96m-4g", help="device budget and host memory (default: %(default)s)")
+    hw = "auto" if torch.cuda.is_available() else "emulated-96m-4g"
+    parser.add_argument("--hw", default=hw, help="device budget and host memory (default here: %(default)s)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="width, a multiple of 64")
     parser.add_argument("--batch", type=int, default=4)
@@ -83,6 +87,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--target", type=float, default=3.0, help="mean of the last losses to stay below, nats per byte"
     )
     return parser.parse_args(argv)
+
+
+def device_of(hw: str) -> torch.device:
+    """Where a model compiled for ``hw`` takes its inputs."""
+    return torch.device("cuda" if torch.cuda.is_available() and not hw.startswith("emulated") else "cpu")
 
 
 def build(layers: int, hidden: int, seq: int) -> LlamaForCausalLM:

@@ -49,8 +49,9 @@ def calibrate(
     Raises:
         HardwareError: several GPUs, a GPU that is not here, debug settings, or too little memory.
     """
-    if settings := os.environ.get("CHUNKC_EMULATED"):
-        raise HardwareError(f"CHUNKC_EMULATED={settings} changes how fast the device is: unset it to calibrate")
+    for variable in ("CHUNKC_EMULATED", "CHUNKC_CUDA"):
+        if settings := os.environ.get(variable):
+            raise HardwareError(f"{variable}={settings} changes how fast the device is: unset it to calibrate")
     machine = Hardware.of(hw)
     _check_is_here(machine)
     _, device = device_for(replace(machine))  # another object: a device of its own, which is closed here

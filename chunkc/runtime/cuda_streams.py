@@ -44,6 +44,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from itertools import count
 from typing import Any
 
 from chunkc._torch_compat import profiler_range
@@ -119,7 +120,7 @@ class HostCompletion(Completion):
 
 
 class CudaStreams:
-    """The five streams of one CUDA device; see the module docstring.
+    """The five streams of one CUDA device; see the module docstring. Threads may launch at the same time.
 
     Args:
         name: of the device, for messages.
@@ -138,11 +139,11 @@ class CudaStreams:
         self._compute = api.current_stream()
         self._counter = api.new_counter()
         self._num_host = 0
-        self._num_events = 0
+        self._event_numbers = count(1)
         self._behind: dict[int, CudaEvent] = {}
         self._passed: dict[int, int] = {}
         self._worker: Worker | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -228,8 +229,7 @@ class CudaStreams:
             error.add_note(f"in {label} on stream {stream} of {self._name}")
             raise
         self._pause(stream, target)
-        self._num_events += 1
-        return CudaEvent(self._api, self.failures, self._api.record(target), key, self._num_events)
+        return CudaEvent(self._api, self.failures, self._api.record(target), key, next(self._event_numbers))
 
     def _current(self) -> Any:
         """The caller's stream, behind the one of the launch before it."""
@@ -259,19 +259,20 @@ class CudaStreams:
 
     def _launch_on_host(self, label: str, waits: Sequence[Event], work: Callable[[], None]) -> HostCompletion:
         owned = tuple(self._own(event, label) for event in waits)
-        for event in owned:
-            if isinstance(event, CudaEvent):
-                latest = self._behind.setdefault(event.key, event)
-                if event.number > latest.number:
-                    self._behind[event.key] = event
-        self._num_host += 1
-        completion = HostCompletion(self.failures, self._counter, self._num_host, tuple(self._behind.values()))
 
         def ranged() -> None:
             with profiler_range(label):
                 work()
 
-        self._require_worker().items.put(Item(label, owned, ranged, completion, self.failures.num_tellings))
+        with self._lock:  # the worker's work is numbered in the order of its queue
+            for event in owned:
+                if isinstance(event, CudaEvent):
+                    latest = self._behind.setdefault(event.key, event)
+                    if event.number > latest.number:
+                        self._behind[event.key] = event
+            self._num_host += 1
+            completion = HostCompletion(self.failures, self._counter, self._num_host, tuple(self._behind.values()))
+            self._require_worker().items.put(Item(label, owned, ranged, completion, self.failures.num_tellings))
         return completion
 
     def _join_worker(self) -> None:

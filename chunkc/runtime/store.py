@@ -43,11 +43,16 @@ class ChunkStore:
         self.layout = layout
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
-        self.arena = device.allocate_arena(layout.arena_nbytes)
         payloads = [c for c in layout.owned() if c.home is Home.HOST]
         triples = [c for c in layout.owned() if c.os_home is Home.HOST]
-        self._payload_slab = self._home(sum(c.nbytes for c in payloads))
-        self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+        self._payload_slab = self._triple_slab = self._nothing
+        self.arena = device.allocate_arena(layout.arena_nbytes)
+        try:
+            self._payload_slab = self._home(sum(c.nbytes for c in payloads))
+            self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+        except BaseException:
+            self.close()
+            raise
         self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
         self._triple_offset = _offsets(triples, [c.os_nbytes for c in triples])
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]

@@ -44,6 +44,30 @@ def test_a_run_prints_plan_summary_and_comparison_and_succeeds() -> None:
     assert "tokens/s, device peak" in done.stderr and "12/12" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "arguments", "hw", "device"),
+    [
+        (False, [], "emulated-96m-4g", "cpu"),
+        (True, [], "auto", "cuda"),
+        (True, ["--hw=v100-240g"], "v100-240g", "cuda"),
+        (True, ["--hw=emulated-96m-4g"], "emulated-96m-4g", "cpu"),
+        (False, ["--hw=v100-240g"], "v100-240g", "cpu"),
+    ],
+)
+def test_the_gpu_is_used_where_there_is_one(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    has_gpu: bool,
+    arguments: list[str],
+    hw: str,
+    device: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    args = example.parse(arguments)
+    assert args.hw == hw
+    assert example.device_of(args.hw) == torch.device(device)
+
+
 def stats(budget_nbytes: int) -> dict[str, int]:
     return {"budget_nbytes": budget_nbytes, "model_data_nbytes": 400}
 
@@ -113,7 +137,10 @@ def test_the_text_is_the_library_of_this_interpreter(example: ModuleType) -> Non
     assert text == bytes(example.standard_library().tolist())
 
 
-def test_the_defaults_train_25_million_parameters_in_a_third_of_their_model_data(example: ModuleType) -> None:
+def test_the_defaults_train_25_million_parameters_in_a_third_of_their_model_data(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = example.parse([])
     model = example.build(args.layers, args.hidden, args.seq)
     tokens = torch.zeros(args.batch, args.seq, dtype=torch.long)
