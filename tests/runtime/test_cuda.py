@@ -128,6 +128,14 @@ def test_events_of_another_device_are_refused() -> None:
                 device.launch(stream, "run", [event], nothing)
 
 
+def test_a_profiler_sees_every_action_by_its_text() -> None:
+    device, ran = device_on(FakeCuda()), list[str]()
+    with torch.autograd.profiler.profile() as found:
+        device.launch(Stream.COMPUTE, "run fwd.3 @compute", [], lambda: ran.append("ran"))
+    assert "run fwd.3 @compute" in [event.name for event in found.function_events]
+    assert ran == ["ran"]
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
