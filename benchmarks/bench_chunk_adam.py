@@ -171,6 +171,7 @@ def describe(
         "settings": {k: v for k, v in vars(args).items() if k != "out"},
         "load_before": load_before,
         "load_after": os.getloadavg(),
+        "niceness": os.nice(0),
         "hardware": {"processor": processor(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "commit": commit(),
