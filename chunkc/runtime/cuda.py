@@ -30,14 +30,13 @@ from chunkc._torch_compat import outlives
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ALIGNMENT_NBYTES
-from chunkc.runtime.adam import Piece
+from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Update
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
-from chunkc.runtime.host_updates import HostUpdates
 
 _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
@@ -151,7 +150,6 @@ class CudaDevice:
         self._reserved_nbytes = 0
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
-        self._host_updates = HostUpdates()
         self._tables = StepTables(api.upload)
         self._kernels: ChunkKernels | None = None
         self._has_warned = False
@@ -274,7 +272,8 @@ class CudaDevice:
     ) -> Update:
         """A kernel for chunks on the device, the host update for those at home."""
         if stream is Stream.CPU:
-            return self._host_updates.make(stream, payload, triple, pieces, gradient)
+            param32, exp_avg, exp_avg_sq = triple
+            return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
         if self._kernels is None:
             self._kernels = self._api.kernels()
         return GpuUpdate(self._kernels, self._tables, payload, triple, pieces, gradient)

@@ -29,7 +29,6 @@ from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event
-from chunkc.runtime.host_updates import HostUpdates
 from chunkc.runtime.meter import NonModelMeter
 from chunkc.runtime.slab import Slab, allocate_slab
 from chunkc.runtime.streams import Streams
@@ -136,7 +135,6 @@ class EmulatedDevice:
         self._lock = threading.Lock()
         self._arenas = _Slabs("an arena")
         self._homes = _Slabs("a home")
-        self._updates = HostUpdates()
         self._reserved_nbytes = 0
         self._orphaned_nbytes = 0  # of arenas that are alive although their reservation was given back
         self._streams = Streams(
@@ -281,7 +279,8 @@ class EmulatedDevice:
         gradient: torch.Tensor | None = None,
     ) -> ChunkUpdate:
         """The host update, on either stream: device memory is host memory here."""
-        return self._updates.make(stream, payload, triple, pieces, gradient)
+        param32, exp_avg, exp_avg_sq = triple
+        return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``, in the order of launching.
