@@ -36,6 +36,8 @@ MAX_STEPS = 30  # a busy machine samples a short peak seldom: it takes more step
 MAX_UNUSED = 0.10  # of the budget
 LIBRARIES_NBYTES = 1 << 20  # what kernels' libraries take in a first step and keep (oneDNN: its compiled primitives)
 SLACK_NBYTES = 128 << 10  # objects of the interpreter, which malloc counts like tensors
+PACKING_NBYTES = 3 << 20  # CUDA builds of torch: their MKL packs operands into buffers that come and go (1.6 MB for two
+# threads and one product, measured with 2.11), where that of CPU builds reads them in place
 
 pytestmark = pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
 
@@ -274,6 +276,7 @@ def check(model: nn.Module, steps: list[dict[str, int]]) -> None:
     runtime = model._compiled_call_impl.runtime
     for number, step in enumerate(steps):
         slack_nbytes = SLACK_NBYTES if number else LIBRARIES_NBYTES
+        slack_nbytes += PACKING_NBYTES if torch.version.cuda else 0
         assert (
             step["measured_peak_nbytes"]
             <= step["planned_peak_nbytes"] + slack_nbytes

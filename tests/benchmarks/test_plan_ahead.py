@@ -34,7 +34,7 @@ def test_layers_of_gpt3_are_planned_in_their_share_of_time_and_without_their_mem
     assert row["num_params"] > 18e9
     assert row["cpu_s"] < MAX_S / 3
     assert row["peak_rss_nbytes"] - row["peak_rss_before_nbytes"] < 1 << 29
-    assert sum(row["stages_s"].values()) <= row["seconds"]["total"] < sum(row["stages_s"].values()) + 2
+    assert sum(row["stages_s"].values()) <= row["seconds"]["total"] < 1.2 * sum(row["stages_s"].values()) + 2
 
 
 @pytest.mark.slow
