@@ -60,7 +60,7 @@ def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
     """
     check_list("param32", param32, payload)
     check_list("payload", payload, payload)
-    check_table("tiles", tiles, torch.int32, None, TILE_COLUMNS)
+    check_table("tiles", tiles, payload, torch.int32, None, TILE_COLUMNS)
     if param32.dtype is not torch.float32:
         raise ValueError(f"param32 is float32, found {param32.dtype}")
     grid = tiles.shape[0] if payload.data_ptr() != param32.data_ptr() else 0

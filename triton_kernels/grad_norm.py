@@ -65,12 +65,12 @@ def grad_norm_launches(
         ValueError: when a dtype, size or device breaks these rules.
     """
     check_list("grad", grad, grad)
-    check_table("tiles", tiles, torch.int32, None, TILE_COLUMNS)
-    check_table("out", out, torch.float32, 2)
+    check_table("tiles", tiles, grad, torch.int32, None, TILE_COLUMNS)
+    check_table("out", out, grad, torch.float32, 2)
     num_tiles = tiles.shape[0]
     if partial is None:
         partial = torch.empty(2, num_tiles, dtype=torch.float32, device=grad.device)
-    check_table("partial", partial, torch.float32, 2, num_tiles)
+    check_table("partial", partial, grad, torch.float32, 2, num_tiles)
     tile_args = (grad, tiles, partial, num_tiles)
     return (
         Launch(tile_squares_kernel, num_tiles, tile_args, {"BLOCK": BLOCK, "EDGE": EDGE}),

@@ -50,6 +50,7 @@ class Launch:
         args: tensors and numbers, in the kernel's order. Tensors are read when the kernel runs, not when it is made.
         constants: the kernel's compile-time parameters.
         num_warps: warps to a program.
+        max_registers: registers to a thread that the assembler may use; its own choice when left out.
     """
 
     kernel: Any
@@ -57,11 +58,13 @@ class Launch:
     args: tuple[Tensor | int, ...]
     constants: Mapping[str, int | bool] = field(default_factory=dict)
     num_warps: int = NUM_WARPS
+    max_registers: int | None = None
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """How the kernel is compiled. Contracting to fused multiply-adds is asked for: Triton's default changes."""
-        return {"num_warps": self.num_warps, "enable_fp_fusion": True}
+        """How the kernel is compiled. The compiler contracts nothing: what it does could differ from place to place."""
+        options: dict[str, int | bool] = {"num_warps": self.num_warps, "enable_fp_fusion": False}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device, without waiting."""
@@ -123,18 +126,18 @@ def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
         raise ValueError(f"kernels take float32, float16 and bfloat16; {name} is {tensor.dtype}")
 
 
-def check_table(name: str, table: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
-    """Check dtype, shape (None: any size) and contiguity of a table.
+def check_table(name: str, table: Tensor, like: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
+    """Check dtype, shape (None: any size), contiguity and device (that of ``like``) of a table.
 
     Raises:
         ValueError: when one differs.
     """
     fits = table.dim() == len(shape) and all(w in (None, f) for w, f in zip(shape, table.shape, strict=True))
-    if table.dtype is not dtype or not fits or not table.is_contiguous():
+    if table.dtype is not dtype or not fits or not table.is_contiguous() or table.device != like.device:
         wanted = ["any" if size is None else size for size in shape]
         raise ValueError(
-            f"{name} is a contiguous {dtype} table of shape {wanted}; found {table.dtype}, {tuple(table.shape)}, "
-            f"strides {table.stride()}"
+            f"{name} is a contiguous {dtype} table of shape {wanted} on {like.device}; found {table.dtype}, "
+            f"{tuple(table.shape)}, strides {table.stride()}, on {table.device}"
         )
 
 

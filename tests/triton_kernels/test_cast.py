@@ -1,0 +1,17 @@
+"""The checks of cast by Triton's interpreter; tests/gpu/test_kernels_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import cast_checks
+import pytest
+from interpreted import run_interpreted
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, str]:
+    return run_interpreted("cast_checks")
+
+
+@pytest.mark.parametrize("name", cast_checks.CHECKS)
+def test_interpreted(name: str, faults: dict[str, str]) -> None:
+    assert not faults[name], faults[name]

@@ -1,0 +1,17 @@
+"""The checks of chunk_adam by Triton's interpreter; tests/gpu/test_kernels_gpu.py runs the same on a GPU."""
+
+from __future__ import annotations
+
+import chunk_adam_checks
+import pytest
+from interpreted import run_interpreted
+
+
+@pytest.fixture(scope="module")
+def faults() -> dict[str, str]:
+    return run_interpreted("chunk_adam_checks")
+
+
+@pytest.mark.parametrize("name", chunk_adam_checks.CHECKS)
+def test_interpreted(name: str, faults: dict[str, str]) -> None:
+    assert not faults[name], faults[name]
