@@ -114,10 +114,12 @@ def add_tiles_kernel(partial_ptr: tl.tensor, out_ptr: tl.tensor, num_tiles: tl.t
     """Add up what the tiles' programs wrote."""
     squares = tl.zeros([FAN_IN], dtype=tl.float64)
     flags = tl.zeros([FAN_IN], dtype=tl.float32)
-    for first in range(0, num_tiles, FAN_IN):
+    first = 0
+    while first < num_tiles:
         tiles = first + tl.arange(0, FAN_IN)
         mask = tiles < num_tiles
         squares += tl.load(partial_ptr + tiles, mask=mask, other=0.0).to(tl.float64)
         flags = tl.maximum(flags, tl.load(partial_ptr + num_tiles + tiles, mask=mask, other=0.0))
+        first += FAN_IN
     tl.store(out_ptr, tl.sum(squares, axis=0).to(tl.float32))
     tl.store(out_ptr + 1, tl.max(flags, axis=0))
