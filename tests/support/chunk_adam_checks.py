@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 
 import torch
 from kernel_chunks import DTYPES, HYPER, LISTS, SIZES, Check, KernelChunk, step_inputs, values
@@ -13,8 +14,10 @@ from kernel_reference import bits
 from torch import Tensor
 
 from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
+from chunkc.triton_kernels.cast import restore
 from chunkc.triton_kernels.chunk_adam import chunk_adam, chunk_adam_launch
-from chunkc.triton_kernels.launch import BLOCK, make_tiles
+from chunkc.triton_kernels.grad_norm import MAX_RELATIVE_ERROR, grad_norm
+from chunkc.triton_kernels.launch import BLOCK, MAX_NUMEL, make_tiles
 
 FEW = (1, 17, 33, 40, 2100, 257, 9, 700)
 
@@ -111,6 +114,41 @@ def nan_stays_in_its_element(device: torch.device) -> None:
     for name in (*LISTS, "payload"):
         found = chunk.after[name].cpu()
         assert bool(found[at].isnan()) and bool(found[inside].isfinite().all())
+
+
+def offsets_beyond_32_bits(make: Callable[[str, torch.dtype], Tensor], device: torch.device) -> None:
+    """The last elements of the largest chunk, whose byte offsets take 34 bits: the bits that a small chunk gives.
+
+    ``make`` gives memory for a list, `MAX_NUMEL` zeros.
+    """
+    used = 3000
+    triple = [values(used, 1, 0.02), values(used, 2, 0.02), values(used, 3, 0.02).square()]
+    sources = [values(used, 4).half(), *triple]
+    rows, row_of_param = (t.to(device) for t in tables_of(StepInputs({0: HYPER}, {0: 5}, 1)))
+    control = torch.tensor([1.0, 0.0], device=device)
+    small = [torch.zeros_like(data, device=device) for data in sources]
+    large = [make(name, data.dtype) for name, data in zip(("payload", *LISTS), sources, strict=True)]
+    for lists, end in ((small, used), (large, MAX_NUMEL)):
+        for data, source in zip(lists, sources, strict=True):
+            data[end - used :] = source.to(device)
+        tiles = make_tiles([(end - used, end, 0)], device)
+        chunk_adam(lists[0], *lists, tiles, row_of_param, rows, control)
+        restore(lists[1], lists[0], tiles)
+        out = torch.zeros(2, device=device)
+        grad_norm(lists[1], tiles, out)
+        exact = float(lists[1][-used:].double().square().sum())
+        assert abs(float(out[0]) - exact) <= MAX_RELATIVE_ERROR * exact
+    for a, b, source in zip(small, large, sources, strict=True):
+        assert torch.equal(bits(a), bits(b[-used:])) and not torch.equal(a.cpu(), source)
+        assert not bool(b[:used].any()) and not bool(b[-2 * used : -used].any())
+
+
+def sparse_offsets_beyond_32_bits(device: torch.device) -> None:
+    """The same in sparse files, which take no room where nothing is written."""
+    with TemporaryDirectory() as folder:
+        offsets_beyond_32_bits(
+            lambda name, dtype: torch.from_file(f"{folder}/{name}", shared=True, size=MAX_NUMEL, dtype=dtype), device
+        )
 
 
 def place_does_not_change_bits(decoupled: bool, device: torch.device) -> None:
@@ -230,3 +268,6 @@ CHECKS: dict[str, Check] = {
     "dropped_tile_rejected": dropped_tile_rejected,
     "wrong_scale_rejected": wrong_scale_rejected,
 }
+
+HOST_CHECKS: dict[str, Check] = {"sparse_offsets_beyond_32_bits": sparse_offsets_beyond_32_bits}
+"""What makes sense in host memory only."""

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,8 +20,14 @@ import torch
 TIMEOUT_S = 500
 
 
+def checks_of(module: str) -> dict[str, Callable[[torch.device], None]]:
+    """``CHECKS`` of a module, which run anywhere, and its ``HOST_CHECKS``, if any."""
+    found = importlib.import_module(module)
+    return {**found.CHECKS, **getattr(found, "HOST_CHECKS", {})}
+
+
 def run_interpreted(module: str) -> dict[str, str]:
-    """The traceback of each check of ``module`` (its ``CHECKS``), empty where it passed.
+    """The traceback of each check of ``module`` (`checks_of`), empty where it passed.
 
     Raises:
         AssertionError: when the child itself fails, with what it printed.
@@ -39,7 +46,7 @@ def main() -> None:
     """Run every check in host memory and print the faults as JSON."""
     torch.set_num_threads(1)
     faults = {}
-    for name, check in importlib.import_module(sys.argv[1]).CHECKS.items():
+    for name, check in checks_of(sys.argv[1]).items():
         try:
             check(torch.device("cpu"))
             faults[name] = ""

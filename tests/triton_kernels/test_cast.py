@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import cast_checks
 import pytest
-from interpreted import run_interpreted
+from interpreted import checks_of, run_interpreted
 
 
 @pytest.fixture(scope="module")
@@ -12,6 +11,6 @@ def faults() -> dict[str, str]:
     return run_interpreted("cast_checks")
 
 
-@pytest.mark.parametrize("name", cast_checks.CHECKS)
+@pytest.mark.parametrize("name", checks_of("cast_checks"))
 def test_interpreted(name: str, faults: dict[str, str]) -> None:
     assert not faults[name], faults[name]

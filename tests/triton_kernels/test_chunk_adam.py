@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import chunk_adam_checks
 import pytest
-from interpreted import run_interpreted
+from interpreted import checks_of, run_interpreted
 
 
 @pytest.fixture(scope="module")
@@ -12,6 +11,6 @@ def faults() -> dict[str, str]:
     return run_interpreted("chunk_adam_checks")
 
 
-@pytest.mark.parametrize("name", chunk_adam_checks.CHECKS)
+@pytest.mark.parametrize("name", checks_of("chunk_adam_checks"))
 def test_interpreted(name: str, faults: dict[str, str]) -> None:
     assert not faults[name], faults[name]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import grad_norm_checks
 import pytest
-from interpreted import run_interpreted
+from interpreted import checks_of, run_interpreted
 
 
 @pytest.fixture(scope="module")
@@ -12,6 +11,6 @@ def faults() -> dict[str, str]:
     return run_interpreted("grad_norm_checks")
 
 
-@pytest.mark.parametrize("name", grad_norm_checks.CHECKS)
+@pytest.mark.parametrize("name", checks_of("grad_norm_checks"))
 def test_interpreted(name: str, faults: dict[str, str]) -> None:
     assert not faults[name], faults[name]
