@@ -1,14 +1,10 @@
 """What the CUDA device takes from CUDA and from torch's allocator, as one protocol, and its implementation by torch.
 
 Everything above this file is ordinary Python that a recording double can drive on a machine without a GPU.
-
-A *counter* is a number in host memory that a host thread raises and that streams can wait for: ``cuStreamWaitValue32``
-of the driver, by ctypes, since torch has no binding of it. Where the driver refuses it, `CudaApi.wait_counter` says so.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Protocol
@@ -19,17 +15,8 @@ from chunkc._torch_compat import cuda_sleep
 from chunkc.errors import HardwareError
 
 _CYCLES_PER_MS: Final = 1_500_000
-_WAIT_VALUE_GEQ: Final = 0  # CU_STREAM_WAIT_VALUE_GEQ: until (int32)(*address - value) >= 0, so counters may wrap
 _CUDA_SUCCESS: Final = 0
 _WARM_UP_NUMEL: Final = 256
-
-
-class Counter(Protocol):
-    """A number that one host thread raises."""
-
-    def set(self, value: int) -> None:
-        """Let pass whoever waits for ``value`` or less; what this thread wrote to host memory before is visible."""
-        ...
 
 
 class ChunkKernels(Protocol):
@@ -93,14 +80,6 @@ class CudaApi(Protocol):
         """Block the calling thread until the device has nothing to do."""
         ...
 
-    def new_counter(self) -> Counter:
-        """A counter at 0."""
-        ...
-
-    def wait_counter(self, stream: Any, counter: Counter, value: int) -> bool:
-        """What is enqueued on ``stream`` from here on runs once ``counter`` is at ``value``; False: cannot be done."""
-        ...
-
     def sleep(self, stream: Any, milliseconds: float) -> None:
         """Keep ``stream`` busy for about so long."""
         ...
@@ -155,7 +134,6 @@ class TorchCuda:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._wait_value = _driver_wait_value()
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
@@ -186,18 +164,6 @@ class TorchCuda:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
-
-    def new_counter(self) -> PinnedCounter:
-        return PinnedCounter()
-
-    def wait_counter(self, stream: torch.cuda.Stream, counter: Counter, value: int) -> bool:
-        if self._wait_value is None or not isinstance(counter, PinnedCounter):
-            return False
-        with torch.cuda.device(self.torch_device):
-            result = self._wait_value(stream.cuda_stream, counter.address, value & 0xFFFFFFFF, _WAIT_VALUE_GEQ)
-        if result != _CUDA_SUCCESS:
-            self._wait_value = None
-        return bool(result == _CUDA_SUCCESS)
 
     def sleep(self, stream: torch.cuda.Stream, milliseconds: float) -> None:
         with torch.cuda.stream(stream):
@@ -252,18 +218,6 @@ class TorchCuda:
         return TritonKernels()
 
 
-class PinnedCounter:
-    """A counter in pinned memory, which the device reads at its host address."""
-
-    def __init__(self) -> None:
-        self._memory = torch.zeros(1, dtype=torch.int32, device="cpu").pin_memory()
-        self.address = self._memory.data_ptr()
-        self._value = ctypes.c_uint32.from_address(self.address)
-
-    def set(self, value: int) -> None:
-        self._value.value = value & 0xFFFFFFFF
-
-
 class TritonKernels:
     """``chunkc.triton_kernels``, imported when it is made."""
 
@@ -282,14 +236,3 @@ class TritonKernels:
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
         self._restore(param32, payload, tiles)
-
-
-def _driver_wait_value() -> Any:
-    """``cuStreamWaitValue32`` of the driver, or None where there is none."""
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
-    except (OSError, AttributeError):
-        return None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    function.restype = ctypes.c_int
-    return function

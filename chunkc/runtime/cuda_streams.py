@@ -1,4 +1,4 @@
-"""Streams of the CUDA device: everything is launched from the caller's thread, nothing makes that thread wait.
+"""Streams of the CUDA device: the caller's thread launches everything, and the device never waits for the host.
 
     stream    carried by
     compute   the CUDA stream that is current when the caller launches: kernels of the model see theirs as always
@@ -15,7 +15,8 @@ streams, for a wait of ``b`` for ``a``:
     CUDA        cpu       update reads the gradient that an evict brought    the worker sleeps on that event, whose
                           home; update overwrites a home that a fetch has    completion makes device writes to host
                           read                                               memory visible to the host
-    cpu         CUDA      fetch reads the home that an update wrote          the stream waits for a *counter*, below
+    cpu         h2d, ...  fetch reads the home that an update wrote          ``b`` is *held back* on the host, below
+    cpu         compute   (no plan asks for it)                              the caller waits for the worker
     cpu         cpu       updates share scratch and threads                  one worker
     caller      any       values that the user writes; tables of a step      blocking copies have finished; the others
                                                                              are on the compute stream already
@@ -23,18 +24,21 @@ streams, for a wait of ``b`` for ``a``:
 
 Where the current stream changes between two launches on compute, the new one first waits for what the old one had.
 
-**The counter.** The worker numbers its work and writes the number of each that has ended, also by an exception, into a
-word of pinned memory; a stream that depends on work ``n`` waits until the word has reached ``n``
-(``cuStreamWaitValue32``). So a fetch can be enqueued behind an update that has not begun, and a run behind that
-fetch, while the host goes on. CUDA does not see this order, so the same stream also waits for the events on which
-that work and all before it depend, as the driver's manual asks for. It cannot deadlock: whatever a piece of work
-waits for was launched before it, so queues that share hardware are in an order that can be carried out. The cost is
-a write to host memory for each update and a poll of it by the device's front end. Where the driver has no such wait
-(it returns an error), the caller waits for the worker instead, which counts as a host wait.
+**Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
+and what is launched on that stream after it queues up behind it. It is enqueued by the first launch or ``synchronize``
+that finds the host work ended. Where something else needs what is held back (a run its fetched slot), the caller sleeps
+until the worker has come so far: the compute stream would stand still there too, and the host has enqueued all that
+comes before it.
 
-**Failures** of the worker are told as `chunkc.runtime.streams` says. What waits for failed work on a CUDA stream does
-run, over parameters as they were: the counter opens, so that nothing hangs, and the next launch or ``synchronize``
-raises. Worker items that wait for an event fail in the meantime. Errors of CUDA itself raise where torch meets them.
+**Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: whatever is enqueued here can
+finish by itself, so no call of CUDA, whoever makes it, can wait for the worker, which needs the GIL. If a stream waited
+for the worker, any call that waits for the device with the GIL held would never return: Inductor's launches and its
+allocations hold it, a launch waits once about a thousand are pending, an allocation frees others when memory is short,
+and a kernel that is first called may be loaded, which may wait for the device too.
+
+**Failures** of the worker are told as `chunkc.runtime.streams` says. What is held back behind failed work does run,
+over parameters as they were, so that nothing hangs; what the caller launches next, or ``synchronize``, raises. Worker
+items that wait for an event fail in the meantime. Errors of CUDA itself raise where torch meets them.
 """
 
 from __future__ import annotations
@@ -42,15 +46,16 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from itertools import count
+from dataclasses import dataclass
 from typing import Any
 
 from chunkc._torch_compat import profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda_api import Counter, CudaApi
+from chunkc.runtime.cuda_api import CudaApi
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event
 from chunkc.runtime.streams import Completion, Delays, Failure, Failures, Item, Worker
@@ -63,32 +68,39 @@ class CudaEvent:
     """Completion of work on a CUDA stream.
 
     Attributes:
-        handle: the API's event.
-        key: of the stream; ``number`` counts events of all streams, so that the later of two on one stream has more.
+        handle: the API's event; None while the work is held back.
+        key: of the stream.
     """
 
-    __slots__ = ("_api", "failures", "handle", "key", "number")
+    __slots__ = ("_api", "_enqueue", "failures", "handle", "key")
 
-    def __init__(self, api: CudaApi, failures: Failures, handle: Any, key: int, number: int) -> None:
+    def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
+        """``enqueue`` makes held work go to its stream."""
         self._api = api
+        self._enqueue = enqueue
         self.failures = failures
-        self.handle = handle
+        self.handle: Any = None
         self.key = key
-        self.number = number
 
     def done(self) -> bool:
         """Whether the work has finished, without waiting."""
-        return self._api.is_done(self.handle)
+        return self.handle is not None and self._api.is_done(self.handle)
 
     def wait(self) -> None:
         """Block the host until the work has finished; raises a failure that the host was not told."""
         if not self.done():
             self.failures.num_host_waits += 1
+        self.enqueue()
         self._api.wait_on_host(self.handle)
         self.failures.raise_untold()
 
+    def enqueue(self) -> None:
+        """See to it that the work is enqueued, waiting for the worker where it is held back."""
+        if self.handle is None:
+            self._enqueue(self)
+
     def join(self) -> Failure | None:
-        """Block a worker until the work has finished; a failure there has been before it, or CUDA's."""
+        """Block a worker until the work, which is not held back, has finished; a failure there has been before it."""
         try:
             self._api.wait_on_host(self.handle)
         except RuntimeError as error:
@@ -97,26 +109,28 @@ class CudaEvent:
 
 
 class HostCompletion(Completion):
-    """Event of one piece of the worker's work, for which streams can wait too.
+    """Event of one piece of the worker's work."""
 
-    Attributes:
-        number: the counter's when it has ended.
-        behind: CUDA events before which it cannot end.
-    """
+    __slots__ = ("failures",)
 
-    __slots__ = ("_counter", "behind", "failures", "number")
-
-    def __init__(self, failures: Failures, counter: Counter, number: int, behind: tuple[CudaEvent, ...]) -> None:
+    def __init__(self, failures: Failures) -> None:
         super().__init__(failures)
         self.failures = failures
-        self._counter = counter
-        self.number = number
-        self.behind = behind
 
-    def settle(self, failure: Failure | None) -> None:
-        """Called once by the worker: opens the event on the host, then on the device."""
-        super().settle(failure)
-        self._counter.set(self.number)
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Work of a side stream that waits for host work, or for what is held before it."""
+
+    stream: Stream
+    label: str
+    waits: tuple[CudaEvent | HostCompletion, ...]
+    work: Callable[[], None]
+    event: CudaEvent
+
+    def is_ready(self) -> bool:
+        """Whether all host work that it waits for has ended."""
+        return all(event.done() for event in self.waits if isinstance(event, HostCompletion))
 
 
 class CudaStreams:
@@ -126,22 +140,23 @@ class CudaStreams:
         name: of the device, for messages.
         api: CUDA.
         settings: delays, and whether everything is waited for at its launch.
+
+    Attributes:
+        num_worker_waits: how often the compute stream was kept waiting for the worker, by the caller's sleep.
     """
 
     def __init__(self, name: str, api: CudaApi, settings: DebugSettings) -> None:
         self.failures = Failures()
         self.num_synchronizes = 0
+        self.num_worker_waits = 0
         self._name = name
         self._api = api
         self._settings = settings
         self._delays = {s: Delays(settings.max_delay_ms, settings.seed, s) for s in Stream}
         self._side = {stream: api.new_stream() for stream in _SIDE_STREAMS}
         self._compute = api.current_stream()
-        self._counter = api.new_counter()
-        self._num_host = 0
-        self._event_numbers = count(1)
-        self._behind: dict[int, CudaEvent] = {}
-        self._passed: dict[int, int] = {}
+        self._held: dict[int, deque[Held]] = {api.key(side): deque() for side in self._side.values()}
+        self._is_enqueuing = False
         self._worker: Worker | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -155,11 +170,12 @@ class CudaStreams:
         """
         self.check_usable()
         self.failures.raise_untold()
-        event = (
-            self._launch_on_host(label, waits, work)
-            if stream is Stream.CPU
-            else self._enqueue(stream, label, waits, work)
-        )
+        owned = tuple(self._own(event, label) for event in waits)
+        event: Event
+        if stream is Stream.CPU:
+            event = self._launch_on_host(label, owned, work)
+        else:
+            event = self._launch_on_device(stream, label, owned, work)
         if self._settings.synchronous:
             self.synchronize()
         return event
@@ -176,8 +192,9 @@ class CudaStreams:
         self.check_usable()
         self.num_synchronizes += 1
         self._join_worker()
+        for key in self._held:
+            self._enqueue_held(key)
         self._api.synchronize()
-        self._behind.clear()
         self.failures.raise_untold()
 
     def call_from_host(self, work: Callable[[], None]) -> None:
@@ -208,7 +225,8 @@ class CudaStreams:
                 worker.items.put(None)
             if worker.thread is not threading.current_thread():
                 worker.thread.join(timeout_s)
-        self._counter.set(self._num_host)  # whatever still waits for the worker would wait for ever
+        for held in self._held.values():
+            held.clear()  # nobody is left to ask for it
         if not is_closed:
             with suppress(RuntimeError):  # a broken device has nothing under way
                 self._api.synchronize()
@@ -216,20 +234,70 @@ class CudaStreams:
         if failure is not None:
             _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
 
-    def _enqueue(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> CudaEvent:
+    def _launch_on_device(
+        self, stream: Stream, label: str, waits: tuple[CudaEvent | HostCompletion, ...], work: Callable[[], None]
+    ) -> CudaEvent:
+        for event in waits:
+            if isinstance(event, HostCompletion) and event.done():
+                event.raise_failure()
         target = self._side[stream] if stream in self._side else self._current()
         key = self._api.key(target)
-        for event in waits:
-            self._order(target, key, self._own(event, label))
-        self._pause(stream, target)
+        item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
+        with self._lock:
+            for other in self._held:
+                self._enqueue_held(other, only_ready=True)
+            if stream in self._side and (self._held[key] or not item.is_ready()):
+                self._held[key].append(item)
+            else:
+                for event in waits:
+                    self._await(event)
+                self.failures.raise_untold()
+                self._enqueue(item, target)
+        return item.event
+
+    def _enqueue_event(self, event: CudaEvent) -> None:
+        self._enqueue_held(event.key, event)
+        if event.handle is None:
+            raise ChunkcError(f"{self._name} was closed, or interrupted, before what is waited for was enqueued")
+
+    def _enqueue_held(self, key: int, until: CudaEvent | None = None, *, only_ready: bool = False) -> None:
+        """Enqueue what is held back on a stream, in order: all, as far as ``until``, or as far as nothing waits."""
+        with self._lock:
+            held = self._held[key]
+            while held and not self._is_enqueuing and (until is None or until.handle is None):
+                item = held[0]
+                if only_ready and not item.is_ready():
+                    return
+                for event in item.waits:
+                    self._await(event)
+                if held and held[0] is item:  # a finaliser may have come here while this thread waited
+                    held.popleft()
+                    self._enqueue(item, self._side[item.stream])
+
+    def _await(self, event: CudaEvent | HostCompletion) -> None:
+        """The caller sleeps until the device can be told to wait for ``event``."""
+        if isinstance(event, CudaEvent):
+            event.enqueue()
+        elif not event.done():
+            self.num_worker_waits += 1
+            event.join()
+
+    def _enqueue(self, item: Held, target: Any) -> None:
+        """Everything that ``item`` waits for is enqueued, or has ended on the host."""
+        self._is_enqueuing, before = True, self._is_enqueuing  # a finaliser must not come between work and event
         try:
-            with profiler_range(label):
-                self._api.run(target, work)
+            for event in item.waits:
+                self._order(target, item.event.key, event)
+            self._pause(item.stream, target)
+            with profiler_range(item.label):
+                self._api.run(target, item.work)
+            self._pause(item.stream, target)
+            item.event.handle = self._api.record(target)
         except BaseException as error:
-            error.add_note(f"in {label} on stream {stream} of {self._name}")
+            error.add_note(f"in {item.label} on stream {item.stream} of {self._name}")
             raise
-        self._pause(stream, target)
-        return CudaEvent(self._api, self.failures, self._api.record(target), key, next(self._event_numbers))
+        finally:
+            self._is_enqueuing = before
 
     def _current(self) -> Any:
         """The caller's stream, behind the one of the launch before it."""
@@ -240,39 +308,22 @@ class CudaStreams:
         return current
 
     def _order(self, target: Any, key: int, event: CudaEvent | HostCompletion) -> None:
-        """What is enqueued on ``target`` from here on runs after ``event``."""
-        if isinstance(event, CudaEvent):
-            if event.key != key:
-                self._api.wait_event(target, event.handle)
-            return
-        if event.done():
-            event.raise_failure()
-            return
-        if self._passed.get(key, 0) >= event.number:
-            return
-        for before in event.behind:
-            self._order(target, key, before)
-        if self._api.wait_counter(target, self._counter, event.number):
-            self._passed[key] = event.number
-        else:
-            event.wait()
+        """What is enqueued on ``target`` from here on runs after ``event``; host work has ended already."""
+        if isinstance(event, CudaEvent) and event.key != key:
+            self._api.wait_event(target, event.handle)
 
-    def _launch_on_host(self, label: str, waits: Sequence[Event], work: Callable[[], None]) -> HostCompletion:
-        owned = tuple(self._own(event, label) for event in waits)
-
+    def _launch_on_host(
+        self, label: str, waits: tuple[CudaEvent | HostCompletion, ...], work: Callable[[], None]
+    ) -> HostCompletion:
         def ranged() -> None:
             with profiler_range(label):
                 work()
 
-        with self._lock:  # the worker's work is numbered in the order of its queue
-            for event in owned:
-                if isinstance(event, CudaEvent):
-                    latest = self._behind.setdefault(event.key, event)
-                    if event.number > latest.number:
-                        self._behind[event.key] = event
-            self._num_host += 1
-            completion = HostCompletion(self.failures, self._counter, self._num_host, tuple(self._behind.values()))
-            self._require_worker().items.put(Item(label, owned, ranged, completion, self.failures.num_tellings))
+        for event in waits:
+            if isinstance(event, CudaEvent):
+                event.enqueue()  # the worker can only sleep on what is recorded
+        completion = HostCompletion(self.failures)
+        self._require_worker().items.put(Item(label, waits, ranged, completion, self.failures.num_tellings))
         return completion
 
     def _join_worker(self) -> None:

@@ -9,13 +9,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from fake_cuda import GIB, FakeCounter, FakeCuda
+from fake_cuda import GIB, FakeCuda
 from layouts import layout_of
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda import CudaDevice, MemoryLedger
-from chunkc.runtime.cuda_api import TorchCuda
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.store import ChunkStore
@@ -38,48 +37,93 @@ def kinds(api: FakeCuda, since: int = 0) -> list[tuple[str, int]]:
 # --- launching --------------------------------------------------------------------------------------------------------
 
 
-def test_a_fetch_and_a_run_behind_a_stuck_update_are_enqueued_at_once() -> None:
-    """Nothing is carried out here: that every launch returns shows that none of them waits."""
-    api, stuck = FakeCuda(runs=False), threading.Event()
-    device = device_on(api)
-    keys = {s: stream.key for s, stream in device._streams._side.items()}
+def test_the_device_never_waits_for_the_host() -> None:
+    """All streams can finish while an update is stuck, so nothing that waits for the device waits for the worker."""
+    api, stuck = FakeCuda(), threading.Event()
+    device, fetched = device_on(api), list[int]()
     evict = device.launch(Stream.D2H, "evict", [], nothing)
     update = device.launch(Stream.CPU, "update", [evict], stuck.wait)  # type: ignore[arg-type]
-    begin = len(api.calls)
-    fetch = device.launch(Stream.H2D, "fetch", [update], nothing)
-    device.launch(Stream.COMPUTE, "run", [fetch], nothing)
-    h2d = keys[Stream.H2D]
-    assert kinds(api, begin) == [
-        ("wait event", h2d),  # the evict, which CUDA would not see through the counter
-        ("wait counter", h2d),
-        ("run", h2d),
-        ("record", h2d),
-        ("wait event", 0),
-        ("run", 0),
-        ("record", 0),
-    ]
-    assert not update.done() and device.num_host_syncs() == 0
+    fetches = [device.launch(Stream.H2D, "fetch", [update], lambda: fetched.append(0))]
+    fetches += [device.launch(Stream.H2D, f"fetch {i}", [], lambda i=i: fetched.append(i)) for i in (1, 2)]  # type: ignore[misc]
+    ran = device.launch(Stream.COMPUTE, "run that needs no fetch", [evict], nothing)
+    api.synchronize()
+    assert ran.done() and not update.done() and not any(fetch.done() for fetch in fetches)
+    assert fetched == [] and device.num_host_syncs() == 0 and device._streams.num_worker_waits == 0
     stuck.set()
-
-
-def test_without_counters_the_caller_waits_and_it_counts() -> None:
-    device, ran = device_on(FakeCuda(can_wait_for_counters=False)), threading.Event()
-    update = device.launch(Stream.CPU, "update", [], lambda: threading.Event().wait(0.05) and None)
-    device.launch(Stream.H2D, "fetch", [update], ran.set)
-    assert update.done() and device.num_host_syncs() == 1
     device.synchronize()
-    assert ran.is_set()
+    assert fetched == [0, 1, 2], "in the order of launching"
+    assert all(fetch.done() for fetch in fetches)
 
 
-def test_a_counter_is_waited_for_once_on_each_stream() -> None:
-    api = FakeCuda()
-    device, hold = device_on(api), threading.Event()
-    updates = [device.launch(Stream.CPU, f"update {i}", [], hold.wait) for i in range(3)]  # type: ignore[arg-type]
-    for update in (updates[1], updates[0], updates[2], updates[2]):
+def test_what_is_held_back_is_enqueued_by_the_next_launch_that_finds_the_update_ended() -> None:
+    api, hold = FakeCuda(), threading.Event()
+    device = device_on(api)
+    h2d = device._streams._side[Stream.H2D].key
+    updates = [device.launch(Stream.CPU, "update", [], hold.wait)]  # type: ignore[arg-type]
+    updates.append(device.launch(Stream.CPU, "update", [], (later := threading.Event()).wait))  # type: ignore[arg-type]
+    begin = len(api.calls)
+    for update in updates:
         device.launch(Stream.H2D, "fetch", [update], nothing)
-    assert [c.value for c in api.calls if c.kind == "wait counter"] == [2, 3]
     hold.set()
+    updates[0].wait()
+    device.launch(Stream.COMPUTE, "run", [], nothing)
+    assert kinds(api, begin) == [("run", h2d), ("record", h2d), ("run", 0), ("record", 0)]
+    later.set()
     device.synchronize()
+    assert kinds(api, begin).count(("run", h2d)) == 2
+
+
+def test_a_run_that_needs_what_is_held_back_waits_for_the_worker_and_for_no_more() -> None:
+    api, hold = FakeCuda(), threading.Event()
+    device, order = device_on(api), list[str]()
+    first = device.launch(Stream.CPU, "update", [], lambda: order.append("update"))
+    second = device.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    fetches = [
+        device.launch(Stream.H2D, "fetch", [update], lambda: order.append("fetch")) for update in (first, second)
+    ]
+    device.launch(Stream.COMPUTE, "run", [fetches[0]], lambda: order.append("run"))
+    assert order == ["update", "fetch", "run"] and not second.done()
+    threading.Timer(0.05, hold.set).start()
+    device.launch(Stream.COMPUTE, "run", [fetches[1]], lambda: order.append("run"))
+    assert order == ["update", "fetch", "run", "fetch", "run"] and second.done()
+    assert device._streams.num_worker_waits >= 1
+
+
+def test_an_update_behind_what_is_held_back_sleeps_on_its_event() -> None:
+    device, order = device_on(FakeCuda()), list[str]()
+    update = device.launch(Stream.CPU, "update", [], lambda: order.append("update"))
+    fetch = device.launch(Stream.H2D, "fetch", [update], lambda: order.append("fetch"))
+    device.launch(Stream.CPU, "update", [fetch], lambda: order.append("update again"))
+    device.synchronize()
+    assert order == ["update", "fetch", "update again"]
+
+
+def test_a_run_behind_a_failed_update_raises_instead() -> None:
+    device, hold, ran = device_on(FakeCuda()), threading.Event(), list[str]()
+
+    def fail_late() -> None:
+        hold.wait()
+        fail()
+
+    update = device.launch(Stream.CPU, "update c3", [], fail_late)
+    fetch = device.launch(Stream.H2D, "fetch c3", [update], nothing)
+    threading.Timer(0.05, hold.set).start()
+    with pytest.raises(ValueError, match="on purpose"):
+        device.launch(Stream.COMPUTE, "run", [fetch], lambda: ran.append("run"))
+    assert ran == []
+    with pytest.raises(ValueError, match="on purpose"):
+        device.launch(Stream.COMPUTE, "run", [update], lambda: ran.append("run"))
+
+
+def test_a_closed_device_forgets_what_is_held_back() -> None:
+    device, hold, ran = device_on(FakeCuda()), threading.Event(), list[str]()
+    update = device.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    fetch = device.launch(Stream.H2D, "fetch", [update], lambda: ran.append("fetch"))
+    threading.Timer(0.05, hold.set).start()
+    device.close()
+    assert ran == [] and not fetch.done()
+    with pytest.raises(ChunkcError, match="closed"):
+        fetch.wait()
 
 
 def test_work_of_one_stream_needs_no_event() -> None:
@@ -100,22 +144,6 @@ def test_another_current_stream_waits_for_the_one_before() -> None:
     device.launch(Stream.COMPUTE, "run on", [], nothing)
     key = api.current.key
     assert kinds(api, begin) == [("record", 0), ("wait event", key), *[("run", key), ("record", key)] * 2]
-
-
-def test_a_stream_waits_for_all_that_the_worker_waited_for() -> None:
-    """The update itself waits for nothing, but the one before it, on the same worker, for an evict."""
-    api = FakeCuda()
-    device, hold = device_on(api), threading.Event()
-    evicts = [device.launch(Stream.D2H, f"evict {i}", [], nothing) for i in range(3)]
-    device.launch(Stream.CPU, "update", [evicts[2]], nothing)
-    device.launch(Stream.CPU, "update", [evicts[0]], nothing)
-    last = device.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
-    begin = len(api.calls)
-    device.launch(Stream.H2D, "fetch", [last], nothing)
-    waited = [c.value for c in api.calls[begin:] if c.kind == "wait event"]
-    assert waited == [evicts[2].handle.number]  # type: ignore[attr-defined]
-    hold.set()
-    device.synchronize()
 
 
 def test_events_of_another_device_are_refused() -> None:
@@ -153,8 +181,8 @@ def test_a_failure_of_the_worker_is_told_once_and_lets_nothing_hang() -> None:
 
     update = device.launch(Stream.CPU, "update c3", [], fail_late)
     fetch = device.launch(Stream.H2D, "fetch c3", [update], nothing)
+    threading.Timer(0.05, hold.set).start()
     device.launch(Stream.CPU, "update c3 again", [fetch], ran.set)
-    hold.set()
     with pytest.raises(ValueError, match="on purpose") as caught:
         device.synchronize()
     assert any("update c3" in note for note in caught.value.__notes__)
@@ -360,9 +388,3 @@ def test_a_store_that_does_not_get_all_its_homes_gives_back_those_it_got() -> No
     with pytest.raises(HardwareError, match="host bytes are free"):
         ChunkStore(layout, device)
     assert not api.pinned and device.free_host_nbytes() == layout.host_nbytes() - 1
-
-
-def test_torchs_api_without_a_driver_says_that_counters_cannot_be_waited_for() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a driver")
-    assert not TorchCuda(0).wait_counter(None, FakeCounter(), 1)  # type: ignore[arg-type]

@@ -1,38 +1,51 @@
 """Whether the calls that a CUDA device made keep the order that a plan asks for.
 
 The record of launches and of API calls is replayed with vector clocks, as CUDA defines order: a stream's calls in
-their order; an event's wait behind its record; a counter's wait behind the host work of that number; host work behind
-the events that the worker slept on. What a launch is ordered behind is then compared with the waits of its action.
+their order; an event's wait behind its record; host work behind the events that the worker slept on; and all calls
+behind the host work that the caller has waited for. What a launch is ordered behind is then compared with the waits of
+its action. A launch that is held back makes its calls later, so that the record is one list for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fake_cuda import Call, FakeCuda
 
 from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_streams import HostCompletion
+from chunkc.runtime.cuda_streams import CudaEvent, HostCompletion
 from chunkc.runtime.device import Event
 
 
-@dataclass
+@dataclass(frozen=True)
 class Launch:
-    """One launch: what it was told to wait for, and the calls that it made on the caller's thread."""
+    """One launch: what it was told to wait for, as numbers of launches; and whether a worker carries it out."""
 
-    number: int
     stream: Stream
     label: str
     waits: tuple[int, ...]
-    calls: list[Call] = field(default_factory=list)
-    host_number: int = 0
-    slept_on: frozenset[int] = frozenset()
+    is_on_host: bool
+
+
+class Numbered:
+    """Work that knows its launch."""
+
+    def __init__(self, work: Callable[[], None], number: int) -> None:
+        self.number = number
+        self._work = work
+
+    def __call__(self) -> None:
+        self._work()
 
 
 class LaunchRecorder:
-    """Stands in for ``launch`` of a device; ``launches`` in order."""
+    """Stands in for ``launch`` of a device; ``launches`` in order.
+
+    Beside the API's calls it notes in ``api.calls``: "host launch" (value: number of the launch), "sleeps on" (the
+    event of a worker's launch) and "joined" (number of the launch whose end the caller has waited for).
+    """
 
     def __init__(self, device: CudaDevice, api: FakeCuda) -> None:
         self.launches: list[Launch] = []
@@ -41,48 +54,57 @@ class LaunchRecorder:
         self._launch, self._api = device.launch, api
 
     def __call__(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+        number = len(self.launches)
         waited = tuple(self._number_of[id(e)] for e in waits if id(e) in self._number_of)
-        launch = Launch(len(self.launches), stream, label, waited)
-        self.launches.append(launch)
-        begin = len(self._api.calls)
-        event = self._launch(stream, label, waits, work)
-        launch.calls = [c for c in self._api.calls[begin:] if c.kind != "host waits"]
-        if isinstance(event, HostCompletion):
-            launch.host_number = event.number
-            launch.slept_on = frozenset(e.handle.number for e in waits if not isinstance(e, HostCompletion))
+        self.launches.append(Launch(stream, label, waited, stream is Stream.CPU))
+        event = self._launch(stream, label, waits, Numbered(work, number))
+        if stream is Stream.CPU:
+            for slept in (e for e in waits if isinstance(e, CudaEvent)):
+                self._api.note("sleeps on", number, slept.handle.number)
+            self._api.note("host launch", -1, number)
         self._events.append(event)  # so that no identity is used again
-        self._number_of[id(event)] = launch.number
+        self._number_of[id(event)] = number
         return event
 
+    def joined(self, event: HostCompletion) -> None:
+        """The caller has waited for ``event``."""
+        if id(event) in self._number_of:
+            self._api.note("joined", -1, self._number_of[id(event)])
 
-def faults(launches: Sequence[Launch], host_waits: frozenset[int]) -> list[str]:
+
+def faults(launches: Sequence[Launch], calls: Sequence[Call]) -> list[str]:
     """Launches that are not ordered behind one of their waits.
 
     Args:
         launches: of one run, from a joined device on.
-        host_waits: events that the worker really slept on.
+        calls: all calls since then. Of those that the worker slept on, only the ones that it really waited for count.
     """
+    really = {c.value for c in calls if c.kind == "host waits"}
     known: dict[int, frozenset[int]] = {}  # stream -> launches that what it does next is behind
     recorded: dict[int, frozenset[int]] = {}  # event -> the same
-    host: dict[int, frozenset[int]] = {0: frozenset()}  # counter -> the same
-    found = []
-    for launch in launches:
-        if launch.stream is Stream.CPU:
-            behind = host[launch.host_number - 1] if launch.host_number - 1 in host else frozenset()
-            behind |= frozenset().union(*(recorded[e] for e in launch.slept_on & host_waits if e in recorded))
-            host[launch.host_number] = behind | {launch.number}
-        else:
-            behind = frozenset()
-            for call in launch.calls:
-                before = known.get(call.stream, frozenset())
-                if call.kind == "wait event":
-                    known[call.stream] = before | recorded.get(call.value, frozenset())
-                elif call.kind == "wait counter":
-                    known[call.stream] = before | host.get(call.value, frozenset())
-                elif call.kind == "run":
-                    behind = before
-                    known[call.stream] = before | {launch.number}
-                elif call.kind == "record":
-                    recorded[call.value] = before
-        found += [f"{launch.label} is not behind {launches[wait].label}" for wait in launch.waits if wait not in behind]
-    return found
+    slept: dict[int, frozenset[int]] = {}  # worker's launch -> what it slept on
+    ended: dict[int, frozenset[int]] = {}  # worker's launch -> what has ended when it has
+    on_host = last = frozenset[int]()  # what has ended for the caller; and when the worker ends its latest work
+    behind: dict[int, frozenset[int]] = {}
+    for call in calls:
+        before = known.get(call.stream, frozenset()) | on_host
+        if call.kind == "wait event":
+            known[call.stream] = before | recorded.get(call.value, frozenset())
+        elif call.kind == "run" and call.stream >= 0:
+            behind[call.value] = before
+            known[call.stream] = before | {call.value}
+        elif call.kind == "record":
+            recorded[call.value] = before
+        elif call.kind == "sleeps on" and call.value in really:
+            slept[call.stream] = slept.get(call.stream, frozenset()) | recorded.get(call.value, frozenset())
+        elif call.kind == "host launch":
+            behind[call.value] = last | slept.get(call.value, frozenset())
+            ended[call.value] = last = behind[call.value] | {call.value}
+        elif call.kind == "joined":
+            on_host |= ended[call.value]
+    return [
+        f"{launch.label} is not behind {launches[wait].label}"
+        for number, launch in enumerate(launches)
+        for wait in launch.waits
+        if wait not in behind[number]
+    ]

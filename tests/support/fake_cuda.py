@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -28,23 +27,6 @@ class FakeEvent:
     def __init__(self, number: int) -> None:
         self.number = number
         self.happened = threading.Event()
-
-
-class FakeCounter:
-    """A number to wait for."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self.changed = threading.Condition()
-
-    def set(self, value: int) -> None:
-        with self.changed:
-            self.value = value
-            self.changed.notify_all()
-
-    def wait(self, value: int) -> None:
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.value >= value, timeout=30), "the counter never came"
 
 
 class FakeStream:
@@ -75,7 +57,7 @@ class FakeStream:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the API: ``value`` is an event's number, a counter's, or bytes."""
+    """One call of the API: ``value`` is an event's number, bytes, or the number that work was given by a recorder."""
 
     kind: str
     stream: int = -1
@@ -89,7 +71,6 @@ class FakeCuda:
     Attributes:
         calls: in the order in which they were made.
         allocated, reserved, free, total: bytes; ``allocated`` is beside the arenas.
-        can_wait_for_counters: whether the driver has such waits.
         refuses_to_pin: makes ``register_host`` raise.
         has_no_memory: makes ``allocate`` raise.
         runs: whether streams carry anything out; else calls are recorded only, and no event ever happens.
@@ -99,7 +80,6 @@ class FakeCuda:
     reserved: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
     free: int = 10 * GIB
     total: int = 11 * GIB
-    can_wait_for_counters: bool = True
     refuses_to_pin: bool = False
     has_no_memory: bool = False
     runs: bool = True
@@ -129,7 +109,7 @@ class FakeCuda:
         return stream.key
 
     def run(self, stream: FakeStream, work: Callable[[], None]) -> None:
-        self.note("run", stream.key)
+        self.note("run", stream.key, getattr(work, "number", 0))
         if self.runs:
             stream.put(work)
 
@@ -165,17 +145,6 @@ class FakeCuda:
         for stream in self._streams:
             if stream.error is not None:
                 raise RuntimeError("a stream failed") from stream.error
-
-    def new_counter(self) -> FakeCounter:
-        return FakeCounter()
-
-    def wait_counter(self, stream: FakeStream, counter: Any, value: int) -> bool:
-        if not self.can_wait_for_counters:
-            return False
-        self.note("wait counter", stream.key, value)
-        if self.runs:
-            stream.put(lambda: counter.wait(value))
-        return True
 
     def sleep(self, stream: FakeStream, milliseconds: float) -> None:
         if self.runs:
