@@ -15,7 +15,7 @@ from torch import nn
 
 Batch = dict[str, torch.Tensor]
 VOCABULARY, HIDDEN, HEADS, LAYERS = 128, 64, 4, 2
-NUM_BATCHES, BATCH, LENGTH, IMAGE, CLASSES = 3, 2, 8, 16, 5
+NUM_BATCHES, BATCH, NUM_IMAGES, LENGTH, IMAGE, CLASSES = 3, 2, 8, 8, 16, 5
 BLOCKS = {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS}
 TEXT = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 POSITIONS = {"max_position_embeddings": 32}
@@ -48,8 +48,8 @@ class Architecture:
 
     def _batch(self, generator: torch.Generator) -> Batch:
         if self.images:
-            pixels = torch.randn(BATCH, 3, IMAGE, IMAGE, generator=generator)
-            return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (BATCH,), generator=generator)}
+            pixels = torch.randn(NUM_IMAGES, 3, IMAGE, IMAGE, generator=generator)
+            return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (NUM_IMAGES,), generator=generator)}
         tokens = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=generator)
         return {"input_ids": tokens, "labels": tokens}
 

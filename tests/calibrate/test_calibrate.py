@@ -58,8 +58,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = subprocess.run(command, capture_output=True, text=True, check=True, env=environ)
     assert json.loads(found.stdout) == json.loads(path.read_text())
     assert found.stdout.count("\n") == 1
-    lines = found.stderr.splitlines()
-    assert lines[0] == "warming up" and lines[1] == "round 1 of 7" and lines[-1] == f"saved {path}"
+    lines = found.stderr.splitlines()  # and what builds of torch log in between
+    told = [line for line in lines if line.startswith(("warming up", "round ", "saved "))]
+    assert told == ["warming up", *(f"round {number} of 7" for number in range(1, 8)), f"saved {path}"]
     return path
 
 
