@@ -50,7 +50,7 @@ def close(found: Any, expected: Any) -> None:
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     "clone": lambda p: p.detach().clone(),
-    "arithmetic": lambda p: (p * 2 + 1).sum(0).detach(),
+    "arithmetic": lambda p: (p * 2 + 1).mean(0).detach(),
     "data": lambda p: p.data + 0,
     "index": lambda p: p[3].detach() + 0,
     "transpose": lambda p: p.t().reshape(-1)[5:40].detach() + 0,
