@@ -1,0 +1,86 @@
+"""Bandwidth of chunkc's kernels against a copy on the device that moves as many bytes, paired, median of the ratios."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chunkc._torch_compat import cuda_sleep
+from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
+from chunkc.triton_kernels.cast import cast, restore
+from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+from chunkc.triton_kernels.grad_norm import grad_norm
+from chunkc.triton_kernels.launch import make_tiles
+
+Work = Callable[[], object]
+AHEAD_CYCLES = 500_000  # a quarter of a millisecond
+HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+
+
+def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
+    """Every kernel on chunks of ``numel`` elements, bf16 beside fp32; ``ratio`` is the copy's time over the kernel's.
+
+    Bytes are those that must move: each list read or written once.
+    """
+    payload = torch.randn(numel, device=device).mul_(1e-2).bfloat16()
+    triple = [torch.rand(numel, device=device).mul_(1e-2) for _ in range(3)]
+    tiles = make_tiles([(0, numel, 0)], device)
+    rows, row_of_param = tables_of(StepInputs({0: HYPER}, {0: 7}, 1))
+    control = torch.tensor([1.0, 0.0], device=device)
+    adam = chunk_adam_launch(payload, payload, *triple, tiles, row_of_param.to(device), rows.to(device), control)
+    norm = torch.zeros(2, device=device)
+    kernels: dict[str, tuple[Work, int]] = {
+        "chunk_adam": (adam.run, 28),  # bf16 gradient read and parameter written in place, three fp32 lists both ways
+        "cast fp32 to bf16": (lambda: cast(triple[0], payload), 6),
+        "cast bf16 to fp32": (lambda: cast(payload, triple[0]), 6),
+        "restore": (lambda: restore(triple[0], payload, tiles), 6),
+        "grad_norm": (lambda: grad_norm(payload, tiles, norm), 2),
+    }
+    source = torch.empty(14 * numel, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    found = {}
+    for name, (work, nbytes) in kernels.items():
+        half = nbytes * numel // 2
+        found[name] = paired(work, copying(target[:half], source[:half]), nbytes * numel, pairs, device)
+    return {"numel": numel, "kernels": found}
+
+
+def copying(target: torch.Tensor, source: torch.Tensor) -> Work:
+    """A copy on the device; it moves twice the bytes of ``source``."""
+    return lambda: target.copy_(source)
+
+
+def paired(work: Work, copy: Work, nbytes: int, pairs: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds of both in turn, after three of each."""
+    for _ in range(3):
+        work(), copy()
+    times = [(milliseconds(work, device), milliseconds(copy, device)) for _ in range(pairs)]
+    kernel_ms, copy_ms = (statistics.median(side) for side in zip(*times, strict=True))
+    ratios = sorted(copied / ran for ran, copied in times)
+    return {
+        "kernel_ms": round(kernel_ms, 4),
+        "copy_ms": round(copy_ms, 4),
+        "gb_per_s": round(nbytes / kernel_ms / 1e6, 1),
+        "copy_gb_per_s": round(nbytes / copy_ms / 1e6, 1),
+        "ratio": round(statistics.median(ratios), 4),
+        "ratio_20_80": [round(ratios[len(ratios) // 5], 4), round(ratios[len(ratios) * 4 // 5], 4)],
+    }
+
+
+def milliseconds(work: Work, device: torch.device) -> float:
+    """By CUDA events, behind a pause in which the host gets ahead; by the clock where there is no GPU."""
+    if device.type != "cuda":
+        started_s = time.perf_counter()
+        work()
+        return (time.perf_counter() - started_s) * 1000
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cuda_sleep(AHEAD_CYCLES)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))

@@ -1,0 +1,172 @@
+"""The systems that train the benchmark's models: chunkc, plain PyTorch, and what others offer for models too large.
+
+Each makes a step over one batch and something that waits until everything it has launched is done. All compute in bf16
+with parameters, gradients of the update and moments as its users run it; ``settings`` says how, in the result.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_models import Gpt, Shape, initialise
+
+import chunkc
+
+LEARNING_RATE = 1e-4
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class System:
+    """``step(batch)`` returns the loss as a tensor; ``finish()`` waits; ``facts()`` adds to the result."""
+
+    step: Callable[[Batch], torch.Tensor]
+    finish: Callable[[], object]
+    settings: dict[str, Any]
+    facts: Callable[[], dict[str, Any]] = field(default=dict)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def stepping(
+    forward: Callable[..., torch.Tensor], optimizer: torch.optim.Optimizer, device: torch.device, *, autocast: bool
+) -> Callable[[Batch], torch.Tensor]:
+    """The usual training step."""
+
+    def step(batch: Batch) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+            loss = forward(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def chunkc_system(shape: Shape, device: torch.device, hw: str, backend: str = "inductor") -> System:
+    """chunkc within the memory that ``hw`` names."""
+    model = chunkc.compile(shape.build(), hw, dtype=torch.bfloat16, backend=backend, fullgraph=True)
+    initialise(model)
+    optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
+    settings = {"hw": hw, "dtype": "bf16, fp32 master", "backend": backend, "optimizer": "chunkc.AdamW"}
+
+    def facts() -> dict[str, Any]:
+        plan = chunkc.plan_of(model)
+        segments = {kind: len(plan.graph_segments(kind)) for kind in ("forward", "backward")}
+        return {"stats": chunkc.stats(model), "plan": plan.digest(), "num_segments": segments, "summary": str(plan)}
+
+    step = stepping(model, optimizer, device, autocast=False)
+    return System(step, lambda: chunkc.stats(model), settings, facts)
+
+
+def plain_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool) -> System:
+    """PyTorch with everything on the device: fp32 parameters under autocast, fused AdamW."""
+    model = shape.build().to_empty(device=device)
+    model.head.weight = model.embed.weight
+    initialise(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+    settings = {"parameters": "fp32, autocast to bf16", "optimizer": "torch.optim.AdamW(fused=True)"}
+    settings["compiled"] = "torch.compile(fullgraph=True, dynamic=False)" if compiled else "no"
+    return System(stepping(forward, optimizer, device, autocast=True), lambda: synchronize(device), settings)
+
+
+def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool) -> System:
+    """FSDP2 on one rank with everything offloaded to pinned host memory between uses."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29533")}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
+    mesh = dist.init_device_mesh(device.type, (1,))
+    options = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
+    }
+    model = shape.build()
+    for block in model.blocks:
+        if compiled:
+            block.compile(fullgraph=True, dynamic=False)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cpu")
+    initialise(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    settings = {
+        "sharding": "fully_shard of every block and the model, world size 1, CPUOffloadPolicy(pin_memory=True)",
+        "precision": "MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), fp32 parameters",
+        "optimizer": "torch.optim.AdamW(fused=True) on the CPU",
+        "compiled": "every block" if compiled else "no",
+    }
+    return System(stepping(model, optimizer, device, autocast=False), lambda: synchronize(device), settings)
+
+
+def torchao_system(shape: Shape, device: torch.device, hw: str) -> System:
+    """torchao's optimizer whose states and step are on the CPU; parameters stay on the device."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = shape.build().to_empty(device=device)
+    model.head.weight = model.embed.weight
+    initialise(model)
+    options = {"lr": LEARNING_RATE, "fused": True}
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, **options)
+    forward = torch.compile(model, fullgraph=True, dynamic=False)
+    settings = {
+        "parameters": "fp32, autocast to bf16",
+        "optimizer": "CPUOffloadOptimizer(torch.optim.AdamW, offload_gradients=True, fused=True)",
+        "compiled": "torch.compile(fullgraph=True, dynamic=False)",
+    }
+    return System(stepping(forward, optimizer, device, autocast=True), lambda: synchronize(device), settings)
+
+
+def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
+    """DeepSpeed's ZeRO stage 3 with parameters and optimizer in pinned host memory."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": shape.batch,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Gpt(shape)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return System(step, lambda: synchronize(device), {"config": config})
+
+
+SYSTEMS: dict[str, Callable[[Shape, torch.device, str], System]] = {
+    "chunkc": chunkc_system,
+    "eager": partial(plain_system, compiled=False),
+    "compile": partial(plain_system, compiled=True),
+    "fsdp2": partial(fsdp2_system, compiled=False),
+    "fsdp2_compile": partial(fsdp2_system, compiled=True),
+    "torchao": torchao_system,
+    "deepspeed": deepspeed_system,
+}
+PACKAGES = {"torchao": "torchao", "deepspeed": "deepspeed"}
+"""What must be importable for a system beside torch."""
