@@ -1,4 +1,8 @@
-"""What all tests share: which are skipped here and why, and how many cases hypothesis tries."""
+"""What all tests share: which are skipped here and why, how many cases hypothesis tries, and which warnings are errors.
+
+torch and hypothesis are imported inside hooks: what is imported while conftest files are loaded already meets the rule
+that a warning is an error, which holds for the versions in constraints.txt only. A machine with a GPU has others.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,41 @@ import os
 import signal
 
 import pytest
-import torch
-from hypothesis import settings
-
-settings.register_profile("test", deadline=None, max_examples=60)
-settings.register_profile("soak", deadline=None, max_examples=2000)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     parser.addoption("--soak", action="store_true", help="run full counts: tests marked slow, 2000 hypothesis examples")
+    parser.addoption(
+        "--stand-in",
+        choices=("emulated", "double"),
+        help="run tests marked gpu without a GPU: on the emulated device, or on CUDA's over a double of CUDA",
+    )
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds for a test; without effect, as pytest-timeout is not installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    import torch
+    from hypothesis import settings
+
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
+    settings.register_profile("test", deadline=None, max_examples=60)
+    settings.register_profile("soak", deadline=None, max_examples=2000)
     settings.load_profile("soak" if config.getoption("--soak") else "test")
+    if not config.pluginmanager.hasplugin("timeout"):
+        config.addinivalue_line("markers", "timeout: without effect, as pytest-timeout is not installed")
+    if torch.cuda.is_available():
+        config.addinivalue_line("filterwarnings", "default")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip, with the reason that `make test` prints, what this machine or this run cannot do."""
+    import torch
+
     absent = {}
     if not config.getoption("--soak"):
         absent["slow"] = "slow: runs with --soak (make soak)"
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and config.getoption("--stand-in") is None:
         absent["gpu"] = "gpu: no CUDA device is available"
     if not torch.distributed.is_available() or os.name != "posix":
         absent["distributed"] = "distributed: torch.distributed is not available"

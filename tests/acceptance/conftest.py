@@ -6,24 +6,18 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-import torch
-from models import CASES
+from machines import EMULATED
 from placements import Identities
-from rig import GetRig, Rig
-from training import GetPlain, Recipe, Trained, train_plain, train_plain_16
+from rig import GetRig
+from shelves import Rigs, Runs
+from training import GetPlain, train_plain, train_plain_16
 
 
 @pytest.fixture(scope="session")
 def rig_of() -> Iterator[GetRig]:
     """``rig_of(name, dtype, backend)``: the rig of a model, captured at its first use."""
-    rigs: dict[tuple[str, torch.dtype, str], Rig] = {}
-
-    def get(name: str, dtype: torch.dtype = torch.float32, backend: str = "eager") -> Rig:
-        if (name, dtype, backend) not in rigs:
-            rigs[name, dtype, backend] = Rig(CASES[name], dtype, backend)
-        return rigs[name, dtype, backend]
-
-    yield get
+    rigs = Rigs(EMULATED)
+    yield rigs
     rigs.clear()
     gc.collect()
 
@@ -31,27 +25,13 @@ def rig_of() -> Iterator[GetRig]:
 @pytest.fixture(scope="session")
 def plain_of() -> GetPlain:
     """``plain_of(name, recipe)``: the run of eager PyTorch in fp32, made once."""
-    runs: dict[tuple[str, Recipe], Trained] = {}
-
-    def get(name: str, recipe: Recipe) -> Trained:
-        if (name, recipe) not in runs:
-            runs[name, recipe] = train_plain(CASES[name], recipe)
-        return runs[name, recipe]
-
-    return get
+    return Runs(train_plain, EMULATED)
 
 
 @pytest.fixture(scope="session")
 def plain_16_of() -> GetPlain:
     """``plain_16_of(name, recipe)``: the run of eager PyTorch in bfloat16 with an fp32 master, made once."""
-    runs: dict[tuple[str, Recipe], Trained] = {}
-
-    def get(name: str, recipe: Recipe) -> Trained:
-        if (name, recipe) not in runs:
-            runs[name, recipe] = train_plain_16(CASES[name], recipe)
-        return runs[name, recipe]
-
-    return get
+    return Runs(train_plain_16, EMULATED)
 
 
 @pytest.fixture(scope="session")

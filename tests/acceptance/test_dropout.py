@@ -9,32 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
+from equalities import train_same_partition
 from models import CASES
 from placements import smallest
 from rig import GetRig
-from same_partition import same_partition_backend
-from training import (
-    SEMANTICS,
-    Recipe,
-    Trained,
-    assert_same_bits,
-    assert_same_gradients,
-    assert_same_semantics,
-    train_measured,
-)
-
-from chunkc._torch_compat import capture_settings
+from training import SEMANTICS, assert_same_bits, assert_same_gradients, assert_same_semantics
 
 RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
-
-
-def _train_compiled(name: str, backend: str, recipe: Recipe) -> Trained:
-    model = CASES[name].build()
-    model.compile(backend=same_partition_backend(backend), fullgraph=True, dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
-    with capture_settings():
-        return train_measured(model, CASES[name].batches(), optimizer, recipe)
 
 
 @pytest.mark.parametrize(
@@ -50,7 +31,7 @@ def _train_compiled(name: str, backend: str, recipe: Recipe) -> Trained:
 def test_masks_are_those_of_torch_compile(name: str, backend: str, rig_of: GetRig) -> None:
     rig = rig_of(name, backend=backend)
     found = rig.train(smallest(rig), RECIPE)
-    wanted = _train_compiled(name, backend, RECIPE)
+    wanted = train_same_partition(CASES[name], backend, RECIPE)
     assert_same_semantics(found, wanted)
     if backend == "eager":
         assert found.losses[0] == wanted.losses[0]

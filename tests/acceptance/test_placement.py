@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from placements import PLACEMENTS, Identities, moved
-from rig import GetRig, Rig
-from training import PLACEMENT, assert_same_bits
+from placements import PLACEMENTS, Identities, check_placement, moved
+from rig import GetRig
 
 FP32, BF16 = torch.float32, torch.bfloat16
 CORE = ("gpt2", "llama", "t5", "vit", "odd")
@@ -47,22 +46,14 @@ INDUCTOR = [
 def test_placement_changes_no_bit(
     name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
 ) -> None:
-    _check(rig_of(name, dtype), placement, identities)
+    check_placement(rig_of(name, dtype), placement, identities)
 
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
 def test_placement_changes_no_bit_under_inductor(
     name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
 ) -> None:
-    _check(rig_of(name, dtype, "inductor"), placement, identities)
-
-
-def _check(rig: Rig, placement: str, identities: Identities) -> None:
-    found = rig.train(PLACEMENTS[placement](rig), PLACEMENT)
-    plan, stats = rig.plan, rig.stats()
-    assert (moved(plan) == 0) == (placement == "all_on_device"), "this placement is not what its name says"
-    assert stats["h2d_nbytes"] + stats["d2h_nbytes"] == moved(plan)
-    assert_same_bits(found, identities.of(rig, plan))
+    check_placement(rig_of(name, dtype, "inductor"), placement, identities)
 
 
 def test_placements_differ(rig_of: GetRig) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from equalities import check_semantics
 from placements import coarse, smallest
-from rig import GetRig, Rig, Setup
-from training import SEMANTICS, GetPlain, Trained, assert_close_elements, assert_same_semantics, largest
+from rig import GetRig
+from training import SEMANTICS, GetPlain
 
 MODELS = ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral", "resnet", "odd")
 INDUCTOR = ("odd", "gpt2_small", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "vit")))
@@ -19,22 +20,13 @@ INDUCTOR = ("odd", "gpt2_small", *(pytest.param(n, marks=pytest.mark.slow) for n
 @pytest.mark.parametrize("name", MODELS)
 def test_trains_as_plain_pytorch(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
     rig = rig_of(name)
-    _check(rig, plain_of(name, SEMANTICS), smallest(rig))
+    check_semantics(rig, plain_of(name, SEMANTICS), smallest(rig))
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_trains_as_plain_pytorch_under_inductor(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
     rig = rig_of(name, torch.float32, "inductor")
-    _check(rig, plain_of(name, SEMANTICS), coarse(rig))
-
-
-def _check(rig: Rig, wanted: Trained, setup: Setup) -> None:
-    found = rig.train(setup, SEMANTICS)
-    assert rig.stats()["h2d_nbytes"] > 0, "everything fits, nothing is shown"
-    assert_same_semantics(found, wanted)
-    if wanted.buffers:
-        assert found.buffers.keys() == wanted.buffers.keys()
-        assert_close_elements(found.buffers, wanted.buffers, 1e-5 * largest(wanted.buffers), "buffers")
+    check_semantics(rig, plain_of(name, SEMANTICS), coarse(rig))
 
 
 def test_what_no_graph_trains_stays_as_it_was(rig_of: GetRig) -> None:

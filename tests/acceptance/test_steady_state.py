@@ -2,60 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
-import torch
-from models import CASES, loss_of
+from machines import EMULATED
 from small import Twins, twins_at
-from torch import nn
+from steady import COUNTS, check_steady_steps
 
 import chunkc
-from chunkc.ir.actions import Stream
-from chunkc.runtime.executor import Executor
-
-NUM_STEPS = 4
-COUNTS = ("num_compiles", "num_slot_allocations", "num_unasked_syncs")
-
-
-def executor_of(model: nn.Module) -> Executor:
-    """The executor of the latest forward."""
-    executor = model._compiled_call_impl.runtime.executor
-    assert isinstance(executor, Executor)
-    return executor
-
-
-def smallest(name: str, hw: str = "emulated-1k-1g") -> str:
-    """The smallest machine that trains the model ``name``, from the error's own words."""
-    model = chunkc.compile(CASES[name].build(), hw, dtype=torch.float32, backend="eager")
-    with pytest.raises(chunkc.BudgetError) as caught:
-        model(**CASES[name].batches()[0])
-    return f"emulated-{caught.value.min_device_nbytes / 1024}k-1g"
 
 
 @pytest.mark.parametrize(("name", "is_tight"), [("llama", True), ("llama", False), ("odd", True), ("resnet", True)])
 def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool) -> None:
     """Order of actions and bytes moved equal the plan's in every step; all three counts stay zero."""
-    case = CASES[name]
-    hw = smallest(name) if is_tight else "emulated-1g-1g"
-    model = chunkc.compile(case.build(), hw, dtype=torch.float32, backend="eager")
-    optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
-    batch = case.batches()[0]
-    for step in range(2 + NUM_STEPS):
-        if step == 2:
-            executor_of(model).trace = []
-        loss_of(model(**batch)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    plan, trace = executor_of(model).plan, executor_of(model).trace
-    iteration = [str(a) for a in chain(*(plan.program(p).actions for p in ("forward", "backward", "step")))]
-    assert trace == iteration * NUM_STEPS
-    found = chunkc.stats(model)
-    assert {count: found[count] for count in COUNTS} == dict.fromkeys(COUNTS, 0)
-    for stream in (Stream.H2D, Stream.D2H):
-        planned = plan.moved_nbytes(stream)
-        assert found[f"{stream.value}_nbytes"] == found[f"planned_{stream.value}_nbytes"] == planned
-        assert (planned > 0) == is_tight, "a tight plan moves, a resident one does not"
+    check_steady_steps(EMULATED, name, is_tight=is_tight)
 
 
 def test_stats_offer_what_they_promise() -> None:

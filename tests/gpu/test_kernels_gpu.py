@@ -15,7 +15,7 @@ from kernel_chunks import KernelChunk, step_inputs
 
 from chunkc.triton_kernels.launch import MAX_NUMEL
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
 CASES = [(module, name) for module in (chunk_adam_checks, cast_checks, grad_norm_checks) for name in module.CHECKS]
 HUGE_NBYTES = (2 + 3 * 4) * MAX_NUMEL + 2**30

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from machines import EMULATED, Machine
 from torch import nn
 
 import chunkc
@@ -59,6 +60,7 @@ class Twins:
     plain: nn.Module
     optimizer: torch.optim.Optimizer
     plain_optimizer: torch.optim.Optimizer
+    machine: Machine = EMULATED
 
     @property
     def compiled(self) -> CompiledModel:
@@ -84,7 +86,7 @@ class Twins:
         """Steps of both."""
         for seed in seeds:
             for model, optimizer in ((self.model, self.optimizer), (self.plain, self.plain_optimizer)):
-                model(tokens(seed, length))[0].backward()
+                model(self.machine.put(tokens(seed, length)))[0].backward()
                 optimizer.step()
                 optimizer.zero_grad()
 
@@ -94,7 +96,7 @@ class Twins:
         for model in (self.model, self.plain):
             torch.manual_seed(seed)
             with torch.no_grad():
-                found.append(model(inputs, *rest))
+                found.append(model(self.machine.put(inputs), *rest))
         (loss, logits), (plain_loss, plain_logits) = found
         assert not loss.requires_grad
         torch.testing.assert_close(logits, plain_logits, rtol=1e-5, atol=1e-5)
@@ -111,19 +113,25 @@ class Twins:
         """Every element of every parameter within a thousandth of one update."""
         ours = self.model.state_dict()
         for name, value in self.plain.state_dict().items():
-            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+            found, wanted = ours[name].to("cpu"), value.to("cpu")
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def twins(
-    hw: str = TIGHT, *, dropout: float = 0.0, steps: Sequence[int] = (0, 1), plain: nn.Module | None = None
+    hw: str | chunkc.Hardware = TIGHT,
+    *,
+    dropout: float = 0.0,
+    steps: Sequence[int] = (0, 1),
+    plain: nn.Module | None = None,
+    machine: Machine = EMULATED,
 ) -> Twins:
-    """New twins after some training steps."""
+    """New twins after some training steps; ``hw`` is one of ``machine``."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         plain = Tower(dropout) if plain is None else plain
     model = chunkc.compile(copy.deepcopy(plain), hw, dtype=torch.float32, backend="eager")
-    optimizer = chunkc.AdamW(model.parameters(), **OPTIONS)
-    found = Twins(model, plain, optimizer, torch.optim.AdamW(plain.parameters(), **OPTIONS))
+    optimizer, plain = chunkc.AdamW(model.parameters(), **OPTIONS), plain.to(machine.torch_device)
+    found = Twins(model, plain, optimizer, torch.optim.AdamW(plain.parameters(), **OPTIONS), machine)
     found.train(*steps)
     return found
 

@@ -1,7 +1,8 @@
 """Plans of one rig that differ only in where things lie, and the identity plan to hold each against.
 
 The identity plan keeps everything on the device and cuts its segments where the other plan cuts them, so the same code
-runs on the same values by the same update kernel, and nothing but placement differs.
+runs on the same values by the same update kernel, and nothing but placement differs. Where the other plan updates on
+the host, so does the arithmetic of the identity plan's updates.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rig import Cuts, Rig, Setup, cuts_of, spans_of
-from training import PLACEMENT, Recipe, Trained
+from training import PLACEMENT, Recipe, Trained, assert_same_bits
 
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home
@@ -77,14 +78,16 @@ class Identities:
     """Identity runs of rigs by recipe and cuts, each made once."""
 
     def __init__(self) -> None:
-        self._runs: dict[tuple[int, Recipe, Cuts], Trained] = {}
+        self._runs: dict[tuple[int, Recipe, Cuts, bool], Trained] = {}
 
     def of(self, rig: Rig, plan: Plan, recipe: Recipe = PLACEMENT) -> Trained:
         """The run to which a run of ``plan`` must be equal."""
         cuts = cuts_of(plan)
-        key = id(rig), recipe, cuts
+        on_host = any(c.os_home is Home.HOST for c in plan.layout.chunks)
+        key = id(rig), recipe, cuts, on_host
         if key not in self._runs:
-            setup = Setup(Options(os_home="device", cuts=cuts), settings=DebugSettings())
+            options = Options(os_home="device", cuts=cuts)
+            setup = Setup(options, settings=DebugSettings(), host_arithmetic=on_host)
             self._runs[key] = rig.train(setup, recipe)
             assert spans_of(rig.plan) == spans_of(plan), "the identity plan is cut elsewhere"
             assert_is_identity(rig.plan)
@@ -96,6 +99,15 @@ def assert_is_identity(plan: Plan) -> None:
     moves = [str(a) for p in plan.programs for a in p.actions if a.op not in (Op.RUN, Op.STASH, Op.UPDATE, Op.RESTORE)]
     assert not moves, f"the identity plan moves: {moves[:3]}"
     assert all(c.os_home in (None, Home.DEVICE) for c in plan.layout.chunks)
+
+
+def check_placement(rig: Rig, placement: str, identities: Identities) -> None:
+    """Acceptance (a) for one placement."""
+    found = rig.train(PLACEMENTS[placement](rig), PLACEMENT)
+    plan, stats = rig.plan, rig.stats()
+    assert (moved(plan) == 0) == (placement == "all_on_device"), "this placement is not what its name says"
+    assert stats["h2d_nbytes"] + stats["d2h_nbytes"] == moved(plan)
+    assert_same_bits(found, identities.of(rig, plan))
 
 
 def moved(plan: Plan) -> int:

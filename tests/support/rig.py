@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from machines import EMULATED, Machine
 from models import Case
 from torch import nn
 from training import AfterStep, Recipe, Trained, train
@@ -28,7 +29,6 @@ from chunkc.passes import Options
 from chunkc.policy import unique_params
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device
-from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.model import ModelRuntime
 
@@ -41,13 +41,17 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run is planned for and runs on."""
+    """What a run is planned for and runs on.
+
+    ``host_arithmetic``: chunks on the device are updated by the host's arithmetic too.
+    """
 
     options: Options = Options()  # noqa: RUF009 - frozen
     device_nbytes: int = BIG_NBYTES
     host_nbytes: int = BIG_NBYTES
     settings: DebugSettings = POISON
     make_runtime: MakeRuntime = ModelRuntime
+    host_arithmetic: bool = False
 
 
 class OnlyCapturedError(RuntimeError):
@@ -71,7 +75,8 @@ class ReplannedModel(CompiledModel):
         """Go on with ``runtime`` and a plan for these budgets."""
         if self.captured is None:
             raise RuntimeError("capture first: run a forward")
-        target = replace(self.settings.target, device_budget_nbytes=device_nbytes, host_budget_nbytes=host_nbytes)
+        budgets = {"device_budget_nbytes": device_nbytes, "host_budget_nbytes": host_nbytes, "reserved_nbytes": 0}
+        target = replace(self.settings.target, **budgets)
         self.settings.target, self.settings.options = target, options
         self.runtime = runtime
         self.evaluator = self.make_evaluator()
@@ -86,12 +91,15 @@ class ReplannedModel(CompiledModel):
 class Rig:
     """See the module's text. ``dtype`` is the compute dtype; ``plans`` keeps plans that tests want to find again."""
 
-    def __init__(self, case: Case, dtype: torch.dtype = torch.float32, backend: Any = "eager") -> None:
+    def __init__(
+        self, case: Case, dtype: torch.dtype = torch.float32, backend: Any = "eager", machine: Machine = EMULATED
+    ) -> None:
         self.case = case
         self.dtype = dtype
-        self.batches = case.batches()
+        self.machine = machine
+        self.batches = machine.put(case.batches())
         self.plans: dict[str, Plan] = {}
-        self.model = chunkc.compile(case.build(), "emulated-1g-1g", dtype=dtype, backend=backend)
+        self.model = chunkc.compile(case.build(), machine.hw(BIG_NBYTES, BIG_NBYTES), dtype=dtype, backend=backend)
         made = self.model._compiled_call_impl
         self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
         self.model._compiled_call_impl = self.compiled
@@ -129,8 +137,9 @@ class Rig:
         old = self.compiled.runtime
         for p in params:
             p.grad = None
-        name = f"emulated-{setup.device_nbytes}-{setup.host_nbytes}"
-        device = EmulatedDevice(name, setup.device_nbytes, setup.host_nbytes, setup.settings)
+        device = self.machine.make_device(
+            setup.device_nbytes, setup.host_nbytes, setup.settings, host_arithmetic=setup.host_arithmetic
+        )
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device)
         runtime.params = params
         runtime.gradients = Gradients(params, runtime)

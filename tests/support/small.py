@@ -12,6 +12,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from machines import EMULATED, Machine
 from torch import nn
 
 import chunkc
@@ -89,13 +90,16 @@ class Twins:
         self.check_params()
 
 
-def twins_at(phase: str, dtype: torch.dtype = torch.float32, hw: str = HW) -> Twins:
-    """New twins in ``phase``."""
+def twins_at(
+    phase: str, dtype: torch.dtype = torch.float32, hw: str | chunkc.Hardware = HW, machine: Machine = EMULATED
+) -> Twins:
+    """New twins in ``phase``; ``hw`` is one of ``machine``."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         plain = Small()
         x = torch.randn(4, 8)
     model = chunkc.compile(copy.deepcopy(plain), hw, dtype=dtype, backend="eager")
+    plain, x = plain.to(machine.torch_device), machine.put(x)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), **OPTIONS)
     twins = Twins(model, plain, chunkc.AdamW(model.parameters(), **OPTIONS), plain_optimizer, x)
     for _ in range({"staged": 0, "graded": 1, "pending": 1, "settled": 2}[phase]):

@@ -1,7 +1,7 @@
 """Training loops for comparisons, what they leave behind, and the two equalities: of bits and of semantics.
 
 The loops are the user's: forward, ``loss.backward()``, ``optimizer.step()``, ``zero_grad()``. ``Trained`` holds values
-by parameter name, so that two runs are compared element by element whatever stood behind them.
+by parameter name in host memory, so that two runs are compared element by element whatever stood behind them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from machines import EMULATED, Machine
 from models import Batch, Case, loss_of
 from torch import nn
 
@@ -74,7 +75,7 @@ def train(
         loss = loss_of(model(**batches[(recipe.first_batch + step) % len(batches)]))
         loss.backward()
         if step == 0:
-            found.gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            found.gradients = {n: to_host(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         if after_step is not None:
             after_step(step, optimizer)
@@ -88,19 +89,24 @@ def read_state(found: Trained, model: nn.Module, optimizer: torch.optim.Optimize
     """Copy final parameters, moments and buffers into ``found``."""
     names = {id(p): n for n, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
-    state = {n: v.clone() for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    state = {n: to_host(v) for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     found.params = {n: state[n] for n in names.values()}
-    found.buffers = {n: v.clone() for n, v in buffers.items()}
+    found.buffers = {n: to_host(v) for n, v in buffers.items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     for index, moments in optimizer.state_dict()["state"].items():
-        found.exp_avg[order[index]] = moments["exp_avg"].clone()
-        found.exp_avg_sq[order[index]] = moments["exp_avg_sq"].clone()
+        found.exp_avg[order[index]] = to_host(moments["exp_avg"])
+        found.exp_avg_sq[order[index]] = to_host(moments["exp_avg_sq"])
 
 
-def train_plain(case: Case, recipe: Recipe) -> Trained:
+def to_host(value: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, where all that a run leaves behind stands."""
+    return value.detach().to("cpu", copy=True)
+
+
+def train_plain(case: Case, recipe: Recipe, machine: Machine = EMULATED) -> Trained:
     """Eager PyTorch with torch.optim.AdamW, in fp32."""
-    model = case.build()
-    return train_measured(model, case.batches(), torch.optim.AdamW(model.parameters(), **recipe.options), recipe)
+    model, batches = case.build().to(machine.torch_device), machine.put(case.batches())
+    return train_measured(model, batches, torch.optim.AdamW(model.parameters(), **recipe.options), recipe)
 
 
 def train_measured(
@@ -128,19 +134,21 @@ def train_measured(
     return found
 
 
-def train_plain_16(case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat16) -> Trained:
+def train_plain_16(
+    case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat16, machine: Machine = EMULATED
+) -> Trained:
     """Eager PyTorch in ``dtype`` with an fp32 master: AdamW steps the masters, which are rounded into the model.
 
     Floating buffers stay as they are and floating inputs are cast, as ``chunkc.compile`` says it does.
     """
-    model = case.build()
+    model = case.build().to(machine.torch_device)
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = {n: nn.Parameter(p.detach().float().clone()) for n, p in names.items()}
     for p in model.parameters():
         p.data = p.data.to(dtype)
     optimizer = torch.optim.AdamW(masters.values(), **recipe.options)
     found = Trained()
-    batches = [cast(batch, dtype) for batch in case.batches()]
+    batches = [cast(batch, dtype) for batch in machine.put(case.batches())]
     torch.manual_seed(recipe.seed)
     for step in range(recipe.num_steps):
         loss = loss_of(model(**batches[(recipe.first_batch + step) % len(batches)]))
@@ -148,15 +156,15 @@ def train_plain_16(case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat
         for n, p in names.items():
             masters[n].grad = None if p.grad is None else p.grad.float()
         if step == 0:
-            found.gradients = {n: m.grad.clone() for n, m in masters.items() if m.grad is not None}
+            found.gradients = {n: to_host(m.grad) for n, m in masters.items() if m.grad is not None}
         optimizer.step()
         with torch.no_grad():
             for n, p in names.items():
                 p.copy_(masters[n])
         model.zero_grad()
         found.losses.append(loss.item())
-    found.params = {n: p.detach().clone() for n, p in model.named_parameters()}
-    found.params.update({n: m.detach().clone() for n, m in masters.items()})
+    found.params = {n: to_host(p) for n, p in model.named_parameters()}
+    found.params.update({n: to_host(m) for n, m in masters.items()})
     return found
 
 

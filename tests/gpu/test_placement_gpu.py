@@ -1,0 +1,76 @@
+"""Acceptance (a) on a GPU: where things lie changes no bit, in fp32 and bf16, interpreted and compiled.
+
+Freed device memory is filled with NaN. Runs that update on the host are held against the identity plan with the host's
+arithmetic, runs that update on the device against that with the kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from placements import PLACEMENTS, Identities, check_placement, half_evicted, smallest
+from rig import GetRig, Setup
+from training import PLACEMENT, assert_same_bits
+
+from chunkc.passes import Options
+
+pytestmark = pytest.mark.gpu
+FP32, BF16 = torch.float32, torch.bfloat16
+SLOW = pytest.mark.slow
+SHORT = replace(PLACEMENT, num_steps=6)
+
+EAGER = [
+    *(("odd", dtype, placement) for dtype in (FP32, BF16) for placement in PLACEMENTS),
+    *(("llama", FP32, placement) for placement in PLACEMENTS),
+    *(("gpt2", BF16, placement) for placement in ("smallest", "all_on_device")),
+    *((name, FP32, "smallest") for name in ("t5", "vit", "bert", "albert", "resnet")),
+    *(
+        pytest.param(name, dtype, placement, marks=SLOW)
+        for name in ("t5", "vit", "bert", "albert")
+        for dtype in (FP32, BF16)
+        for placement in PLACEMENTS
+    ),
+]
+INDUCTOR = [
+    ("odd", FP32, "half_evicted"),
+    ("odd", FP32, "all_on_device"),
+    ("odd", BF16, "smallest"),
+    *(
+        pytest.param(name, dtype, placement, marks=SLOW)
+        for name in ("odd", "gpt2", "llama")
+        for dtype in (FP32, BF16)
+        for placement in PLACEMENTS
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "placement"), EAGER)
+def test_placement_changes_no_bit(
+    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+) -> None:
+    check_placement(rig_of(name, dtype), placement, identities)
+
+
+@pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
+def test_placement_changes_no_bit_under_inductor(
+    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+) -> None:
+    check_placement(rig_of(name, dtype, "inductor"), placement, identities)
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+def test_the_same_run_gives_the_same_bits(dtype: torch.dtype, rig_of: GetRig) -> None:
+    """Updates by kernels, and by the host: torch's kernels must repeat themselves for the comparisons above."""
+    rig = rig_of("odd", dtype)
+    for setup in (Setup(Options(os_home="device")), half_evicted(rig)):
+        assert_same_bits(rig.train(setup, SHORT), rig.train(setup, SHORT))
+
+
+def test_one_wrong_bit_is_found(rig_of: GetRig) -> None:
+    """The comparison itself: a learning rate that differs in its last digits."""
+    rig = rig_of("odd")
+    setup = smallest(rig)
+    with pytest.raises(AssertionError, match="differ"):
+        assert_same_bits(rig.train(setup, replace(SHORT, lr=SHORT.lr * (1 + 1e-6))), rig.train(setup, SHORT))

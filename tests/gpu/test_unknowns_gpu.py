@@ -1,0 +1,185 @@
+"""What could not be known without a GPU: parameters without memory, pinning, alignment, attention, rates of copies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+import triton
+from equalities import check_sixteen_bits
+from machines import Machine
+from models import Case
+from placements import smallest
+from rig import GetRig, Rig
+from training import PLACEMENT, train_plain, train_plain_16
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import chunkc
+from chunkc.ir.actions import Stream
+from chunkc.runtime.debug_settings import DebugSettings
+
+pytestmark = pytest.mark.gpu
+Note = Callable[[str, object], None]
+MIB = 1 << 20
+
+
+def test_torch_was_built_for_this_gpu(cuda: Machine, note: Note) -> None:
+    """Machine code for it, or PTX of an architecture before it."""
+    major, minor = torch.cuda.get_device_capability()
+    archs = torch.cuda.get_arch_list()
+    note(
+        "GPU", f"{torch.cuda.get_device_name()}, sm_{major}{minor}, {torch.cuda.get_device_properties(0).total_memory}"
+    )
+    note("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}")
+    note("torch.cuda.get_arch_list()", archs)
+    note("context_nbytes", cuda.overhead_nbytes)
+    numbers = [int("".join(filter(str.isdigit, arch))) for arch in archs]
+    assert any(n // 10 == major and n % 10 <= minor for n in numbers) or any(a.startswith("compute_") for a in archs)
+
+
+def test_parameters_without_memory(machine: Machine) -> None:
+    """They keep shape, strides, dtype and device, and take nothing."""
+    before = torch.cuda.memory_allocated() if machine.kind == "cuda" else 0
+    shell = torch.empty_strided((512, 1024), (1, 512), device=machine.torch_device)
+    shell.untyped_storage().resize_(0)
+    assert (shell.shape, shell.stride(), shell.dtype) == ((512, 1024), (1, 512), torch.float32)
+    assert shell.device == machine.torch_device and shell.untyped_storage().nbytes() == 0
+    if machine.kind == "cuda":
+        assert torch.cuda.memory_allocated() == before
+    model = chunkc.compile(torch.nn.Linear(1024, 4096), machine.hw(64 * MIB, 256 * MIB), dtype=torch.float32)
+    assert model.weight.device == machine.torch_device and model.weight.shape == (4096, 1024)
+    if machine.kind == "cuda":
+        assert torch.cuda.memory_allocated() == before, "a managed parameter takes device memory before its first use"
+
+
+@pytest.mark.parametrize("nbytes", [5000, 3 * MIB + 4096, 96 * MIB + 1])
+def test_homes_are_pinned_as_asked(nbytes: int, machine: Machine, note: Note) -> None:
+    """Not rounded up to a power of two; every byte of them is pinned."""
+    device = machine.make_device(MIB, 256 * MIB, DebugSettings())
+    device.synchronize()
+    free, resident = device.free_host_nbytes(), psutil.Process().memory_info().rss
+    home = device.allocate_home(nbytes)
+    home.fill_(1)
+    taken = psutil.Process().memory_info().rss - resident
+    note(f"resident host bytes for a home of {nbytes}", taken)
+    assert home.numel() == nbytes and free - device.free_host_nbytes() == nbytes
+    assert taken <= nbytes + 4 * MIB
+    if machine.kind == "cuda":
+        assert all(part.is_pinned() for part in (home, home[:1], home[-1:], home[nbytes // 2 :]))
+    device.free_home(home)
+    device.close()
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("odd", torch.bfloat16), ("llama", torch.float32)])
+def test_parameters_stand_where_kernels_take_them(name: str, dtype: torch.dtype, rig_of: GetRig) -> None:
+    """In every slot every parameter starts on 256 bytes; Inductor asks for 16."""
+    rig = rig_of(name, dtype)
+    rig.train(smallest(rig), replace(PLACEMENT, num_steps=1))
+    layout, store = rig.plan.layout, rig.compiled.runtime._store
+    used = {p for segment in rig.plan.segments for p in (*segment.reads, *segment.lands)}
+    whole = [p for p in used if layout.placements[p].num_chunks == 1 and layout.params[p].numel]
+    views = [store.param_in_slot(p, slot.index) for p in whole for slot in layout.slots]
+    assert views and all(view.data_ptr() % 256 == 0 for view in views)
+
+
+def test_inductor_does_not_clone_what_stands_in_slots(cuda: Machine, rig_of: GetRig) -> None:
+    """The allocator's history names who took memory; the copy of a misaligned input shows there, ours do not."""
+
+    def misaligned() -> None:
+        def double(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        memory = torch.zeros(4097, device="cuda")
+        compiled = torch.compile(double, dynamic=False)
+        compiled(memory[:4096])
+        compiled(memory[1:])
+
+    assert "clone_preserve_strides" in allocating_functions(misaligned), "the check sees no clone"
+    rig = rig_of("odd", torch.bfloat16, "inductor")
+    short = replace(PLACEMENT, num_steps=2)
+    rig.train(smallest(rig), short)
+    assert "clone_preserve_strides" not in allocating_functions(lambda: rig.run_steps(short))
+
+
+def allocating_functions(work: Callable[[], object]) -> set[str]:
+    """Names of the Python functions on the stack of any allocation in ``work``."""
+    torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
+    try:
+        work()
+        snapshot = torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return {f["name"] for trace in snapshot["device_traces"] for event in trace for f in event.get("frames", ())}
+
+
+def attending() -> LlamaForCausalLM:
+    """Heads of 64, as flash attention takes them."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        config = LlamaConfig(
+            hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=97, max_position_embeddings=64, attn_implementation="sdpa",
+        )  # fmt: skip
+        return LlamaForCausalLM(config).train()
+
+
+def attended_batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(97, (2, 64), generator=generator) for _ in range(4)]
+    return [{"input_ids": batch, "labels": batch} for batch in ids]
+
+
+def test_segments_hold_fused_attention(machine: Machine, note: Note) -> None:
+    """The operator in the captured graphs is the fused one, and what it trains is as good as plain bf16."""
+    case = Case("attending", attending, attended_batches)
+    rig = Rig(case, torch.bfloat16, "eager", machine)
+    targets = {o.target for graph in rig.captured.schedule.graphs for o in graph.operators}
+    fused = sorted(t for t in targets if "scaled_dot_product" in t)
+    note("attention operators", fused)
+    assert any("backward" in t for t in fused) and any("backward" not in t for t in fused), sorted(targets)
+    check_sixteen_bits(
+        rig,
+        lambda _, recipe: train_plain(case, recipe, machine),
+        lambda _, recipe: train_plain_16(case, recipe, machine=machine),
+    )
+
+
+def test_copies_both_ways(machine: Machine, note: Note) -> None:
+    """Alone and at the same time; what arrives is what was sent."""
+    nbytes = 256 * MIB if machine.kind == "cuda" else 4 * MIB
+    device = machine.make_device(2 * nbytes, 2 * nbytes, DebugSettings())
+    device.reserve(2 * nbytes)
+    arena = device.allocate_arena(2 * nbytes)
+    homes = [device.allocate_home(nbytes) for _ in range(2)]
+    up, down = arena[:nbytes], arena[nbytes:]
+    homes[0].copy_(torch.randint(256, (nbytes,), dtype=torch.uint8))
+    down.copy_(torch.randint(256, (nbytes,), dtype=torch.uint8))
+    copies = {
+        Stream.H2D: lambda: up.copy_(homes[0], non_blocking=True),
+        Stream.D2H: lambda: homes[1].copy_(down, non_blocking=True),
+    }
+
+    def seconds(streams: Sequence[Stream]) -> float:
+        found = []
+        for _ in range(5):
+            device.synchronize()
+            started_s = time.perf_counter()
+            for stream in streams:
+                device.launch(stream, f"copy @{stream}", (), copies[stream])
+            device.synchronize()
+            found.append(time.perf_counter() - started_s)
+        return sorted(found)[2]
+
+    alone = {stream: seconds([stream]) for stream in copies}
+    together_s = seconds(list(copies))
+    for stream, taken_s in alone.items():
+        note(f"{stream} alone, GB/s", round(nbytes / taken_s / 1e9, 2))
+    note("both ways together, GB/s", round(2 * nbytes / together_s / 1e9, 2))
+    assert torch.equal(up.cpu(), homes[0]) and torch.equal(down.cpu(), homes[1])
+    if machine.kind == "cuda":
+        assert together_s < 0.9 * sum(alone.values()), "copies do not overlap"
+    device.close()
