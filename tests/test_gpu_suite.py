@@ -24,6 +24,7 @@ def run(*arguments: str, timeout_s: float = 500.0) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_few_run_on_a_stand_in_without_plugins() -> None:
     """All files are collected; one comparison of bits and one race are run."""
     chosen = "test_a_slot_that_is_reused or (smallest and odd-dtype0 and not inductor)"
