@@ -89,7 +89,7 @@ class FakeCuda:
         self.calls: list[Call] = []
         self.pinned: dict[int, int] = {}
         self.uploads: list[torch.Tensor] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._num_events = 0
         self._streams = [FakeStream(0, is_inline=True)]
         self.current = self._streams[0]
