@@ -5,7 +5,8 @@
 Every case runs in a process of its own, so that memory and torch's caches begin clean; one that fails, takes longer
 than its limit, or needs what is not installed is recorded as such, and the rest goes on. All of it ends within
 ``--limit`` seconds (nine minutes): cases are in order of importance, and those for which no time is left are recorded
-as not run.
+as not run. The result is written after every case, so that an interruption costs the rest only. This process itself
+leaves the GPU alone: its context would count as memory that each case uses.
 
 Models are GPT-2's architecture (`gpu_models`); systems and their settings are in `gpu_systems` and in the result.
 Models that fit run on all of the GPU. Models that do not are made so by a cap: chunkc is told a machine with less
@@ -14,7 +15,8 @@ memory (``h200-16g-100g``), the others get as much of torch's allocator. Host me
 
 Step time is the median over blocks of steps, each ended by a wait for everything that was launched, updates included.
 MFU is `Shape.step_flops` over step time and the dense bf16 rate of ``hardware.toml``. Peaks are those of torch's
-allocator from the fourth step on, reserved and allocated, and what the driver says is used in the end.
+allocator, reserved and allocated, from the fourth step on (of the last step with chunkc, which reads peaks step by
+step), and what the driver says is used in the end.
 
 ``--quick --hw emulated-64m-1g`` runs the same flow at toy sizes without a GPU, kernels in Triton's interpreter.
 """
@@ -26,11 +28,14 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -42,6 +47,7 @@ from gpu_models import Shape, batches
 RESULTS = Path(__file__).parent / "results"
 GIB = 1 << 30
 KERNELS = "kernels"
+MARK = "result: "
 MEDIUM = Shape(layers=24, hidden=1024, heads=16, batch=8)
 LARGE = Shape(layers=24, hidden=2048, heads=16, batch=4)
 LARGER = Shape(layers=32, hidden=2560, heads=20, batch=4)
@@ -66,7 +72,7 @@ def cases_of(quick: bool, hw: str) -> list[Case]:
     """All cases in order of importance."""
     if quick:
         few = {"block": 2, "num_blocks": 2}
-        systems = ("chunkc", "eager", "compile", "fsdp2", "torchao", "deepspeed")
+        systems = ("chunkc", "eager", "compile", "fsdp2", "fsdp2_compile", "torchao", "deepspeed")
         return [Case(KERNELS, KERNELS, TOY, hw, 60)] + [Case(f"toy {s}", s, TOY, hw, 120, **few) for s in systems]
     cap = {"hw": "h200-16g-100g", "cap_nbytes": 16 * GIB, "block": 3, "num_blocks": 3}
     whole = {"hw": hw}
@@ -90,18 +96,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases, or the one that a child is told, and return the exit code: 1 where a case of chunkc failed."""
     args = parse(argv)
     if args.case is not None:
-        print(json.dumps(run_case(next(c for c in cases_of(args.quick, args.hw) if c.name == args.case), args)))
+        case = next(c for c in cases_of(args.quick, args.hw) if c.name == args.case)
+        print(MARK + json.dumps(run_case(case, args)), flush=True)
         return 0
     deadline_s = time.monotonic() + args.limit
     cases = [c for c in cases_of(args.quick, args.hw) if args.only is None or c.system in args.only.split(",")]
-    found = {}
-    for case in cases:
-        found[case.name] = result = in_child(case, args, deadline_s - time.monotonic())
-        print(f"{case.name:32} {outcome(result)}", flush=True)
+    found: dict[str, Any] = {}
     report = {**describe(args), "cases": found}
     path = args.out / f"gpu-{report['date'][:10]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    for case in cases:
+        load = os.getloadavg()[0]
+        result = in_child(case, args, deadline_s - time.monotonic())
+        found[case.name] = {**result, "load_1_min_before": round(load, 2)}
+        print(f"{case.name:32} {outcome(result)}", flush=True)
+        path.write_text(json.dumps(report, indent=2) + "\n")
     print(f"written to {path}")
     ours = [found[c.name]["outcome"] for c in cases if c.system in (KERNELS, "chunkc")]
     return 0 if all(outcome == "ran" for outcome in ours) else 1
@@ -131,14 +140,41 @@ def in_child(case: Case, args: argparse.Namespace, left_s: float) -> dict[str, A
         return {**settings, "outcome": "not run", "why": "no time was left"}
     command = [sys.executable, __file__, "--case", case.name, "--hw", args.hw, *(["--quick"] if args.quick else [])]
     started_s = time.monotonic()
-    try:
-        done = subprocess.run(command, env=environment(args), capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {**settings, "outcome": "timed out", "why": f"not done in {limit_s:.0f} s"}
+    code, said, complaints = bounded(command, environment(args), limit_s)
     settings["process_s"] = round(time.monotonic() - started_s, 1)
-    if done.returncode:
-        return {**settings, "outcome": "failed", "why": done.stderr[-4000:]}
-    return {**settings, "outcome": "ran", **json.loads(done.stdout.splitlines()[-1])}
+    if code is None:
+        return {**settings, "outcome": "timed out", "why": f"{complaints[-4000:]}\nnot done in {limit_s:.0f} s"}
+    found = result_in(said)
+    if code or found is None:
+        why = f"exit code {code}{'' if found else ', no result'}\n{complaints[-4000:]}"
+        return {**settings, **(found or {}), "outcome": "failed", "why": why}
+    return {**settings, **found, "outcome": "ran"}
+
+
+def bounded(command: Sequence[str], env: dict[str, str], limit_s: float) -> tuple[int | None, str, str]:
+    """Exit code (None: not done in time), output and errors of a command; with it goes whatever it has started."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(command, env=env, stdout=output, stderr=errors, process_group=0)
+        try:
+            code: int | None = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):  # nothing of it is left
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="replace"))
+    return code, texts[0], texts[1]
+
+
+def result_in(said: str) -> dict[str, Any] | None:
+    """What a case printed, among what libraries print."""
+    lines = [line for line in said.splitlines() if line.startswith(MARK)]
+    found: dict[str, Any] | None = json.loads(lines[-1].removeprefix(MARK)) if lines else None
+    return found
 
 
 def environment(args: argparse.Namespace) -> dict[str, str]:
@@ -199,7 +235,7 @@ def figures(
     import chunkc
 
     shape, flops = case.shape, case.shape.step_flops()
-    rates = chunkc.Hardware.parse(args.hw).tflops
+    rates = chunkc.Hardware.of(args.hw).tflops
     found = {
         "num_params": shape.num_params(),
         "step_ms": round(step_s * 1000, 2),
@@ -235,7 +271,8 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "command": " ".join(["python", *sys.argv]),
         "settings": {name: str(value) for name, value in vars(args).items() if name not in ("case", "out")},
         "environment": {k: v for k, v in environment(args).items() if k.startswith(("OMP_", "PYTORCH_", "CUDA_"))},
-        "commit": _git("rev-parse", "HEAD") + (" with changes" if _git("status", "--porcelain") else ""),
+        "commit": _git("rev-parse", "HEAD"),
+        "changes": _git("status", "--porcelain").splitlines(),
         "hardware": hardware(),
         "load_1_5_15_min": os.getloadavg(),
         "versions": {name: version(name) for name in ("torch", "triton", "transformers", "torchao", "deepspeed")}
@@ -245,15 +282,13 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """GPU, driver and host; the driver is asked for in nvidia-smi, and absent where that is."""
+    """Host, and what nvidia-smi says of the GPU and of what else is on it, which takes nothing of its memory."""
     import psutil
 
-    found: dict[str, Any] = {"cores": os.cpu_count(), "host_nbytes": psutil.virtual_memory().total}
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "gpu_nbytes": properties.total_memory}
-        found["driver"] = _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return found
+    asked = "name,memory.total,memory.used,driver_version,clocks.max.sm,power.limit"
+    command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    gpu = _output(command) if torch.cuda.is_available() else None
+    return {"cores": os.cpu_count(), "host_nbytes": psutil.virtual_memory().total, "gpu": gpu, "gpu_columns": asked}
 
 
 def version(package: str) -> str | None:
@@ -273,8 +308,8 @@ def _git(*command: str) -> str:
 
 def _output(command: list[str]) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return "unknown"
 
 

@@ -17,7 +17,7 @@ from chunkc.triton_kernels.grad_norm import grad_norm
 from chunkc.triton_kernels.launch import make_tiles
 
 Work = Callable[[], object]
-AHEAD_CYCLES = 500_000  # a quarter of a millisecond
+AHEAD_CYCLES = 2_000_000  # a millisecond
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 
 
@@ -40,7 +40,8 @@ def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
         "restore": (lambda: restore(triple[0], payload, tiles), 6),
         "grad_norm": (lambda: grad_norm(payload, tiles, norm), 2),
     }
-    source = torch.empty(14 * numel, dtype=torch.uint8, device=device).fill_(1)
+    words = torch.randint(2**31 - 1, (14 * numel // 4,), dtype=torch.int32, device=device)
+    source = words.view(torch.uint8)  # random, as equal bytes may move faster
     target = torch.empty_like(source)
     found = {}
     for name, (work, nbytes) in kernels.items():

@@ -53,12 +53,20 @@ def stepping(
     return step
 
 
+def name_only_rank() -> None:
+    """What torch.distributed and DeepSpeed want to be told, for a job of one process that talks to itself."""
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
+    for name, value in {**job, "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        os.environ.setdefault(name, value)
+
+
 def chunkc_system(shape: Shape, device: torch.device, hw: str, backend: str = "inductor") -> System:
     """chunkc within the memory that ``hw`` names."""
     model = chunkc.compile(shape.build(), hw, dtype=torch.bfloat16, backend=backend, fullgraph=True)
     initialise(model)
     optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
     settings = {"hw": hw, "dtype": "bf16, fp32 master", "backend": backend, "optimizer": "chunkc.AdamW"}
+    settings["compiled"] = "chunkc.compile(fullgraph=True), everything else by default"
 
     def facts() -> dict[str, Any]:
         plan = chunkc.plan_of(model)
@@ -86,7 +94,7 @@ def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": os.environ.get("MASTER_PORT", "29533")}
+    name_only_rank()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
     mesh = dist.init_device_mesh(device.type, (1,))
     options = {
@@ -95,10 +103,10 @@ def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
     model = shape.build()
-    for block in model.blocks:
-        if compiled:
-            block.compile(fullgraph=True, dynamic=False)
-        fully_shard(block, **options)
+    for number, block in enumerate(model.blocks):
+        if compiled:  # as a module around it, so that the hooks of fully_shard stay outside of the graph
+            model.blocks[number] = torch.compile(block, fullgraph=True, dynamic=False)
+        fully_shard(model.blocks[number], **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu")
     initialise(model)
@@ -107,7 +115,7 @@ def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
         "sharding": "fully_shard of every block and the model, world size 1, CPUOffloadPolicy(pin_memory=True)",
         "precision": "MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), fp32 parameters",
         "optimizer": "torch.optim.AdamW(fused=True) on the CPU",
-        "compiled": "every block" if compiled else "no",
+        "compiled": "torch.compile(fullgraph=True, dynamic=False) of every block" if compiled else "no",
     }
     return System(stepping(model, optimizer, device, autocast=False), lambda: synchronize(device), settings)
 
@@ -134,6 +142,7 @@ def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
     """DeepSpeed's ZeRO stage 3 with parameters and optimizer in pinned host memory."""
     import deepspeed
 
+    name_only_rank()
     config = {
         "train_micro_batch_size_per_gpu": shape.batch,
         "bf16": {"enabled": True},
@@ -148,6 +157,8 @@ def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
     }
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = Gpt(shape)
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        initialise(model)
     engine, *_ = deepspeed.initialize(model=model, config=config)
 
     def step(batch: Batch) -> torch.Tensor:
@@ -156,7 +167,7 @@ def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
         engine.step()
         return loss.detach()
 
-    return System(step, lambda: synchronize(device), {"config": config})
+    return System(step, lambda: synchronize(device), {"config": config, "compiled": "no"})
 
 
 SYSTEMS: dict[str, Callable[[Shape, torch.device, str], System]] = {

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,33 @@ def test_a_case_that_fails_or_takes_too_long_is_recorded(monkeypatch: pytest.Mon
     failed = gpu.in_child(ours, args, 100.0)
     assert failed["outcome"] == "failed" and "BudgetError" in failed["why"]
     assert gpu.in_child(ours, args, 5.0)["outcome"] == "not run"
+
+
+def test_a_child_that_dies_or_leaves_others_behind_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its children, which hold its output; figures that were printed before are kept, silence is told."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import gpu
+
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+    started_s = time.monotonic()
+    ends: dict[int | None, str] = {
+        0: "print('result: {\"a\": 1}')",
+        -9: "import os; os.kill(os.getpid(), 9)",
+        None: "import time; time.sleep(60)",
+    }
+    for code, end in ends.items():
+        found, said, errors = gpu.bounded([sys.executable, "-c", child + end], dict(os.environ), 8.0)
+        assert (found, errors) == (code, "")
+        assert gpu.result_in(said) == ({"a": 1} if code == 0 else None)
+    assert time.monotonic() - started_s < 50
+
+    args = gpu.parse(["--quick"])
+    case = gpu.cases_of(True, args.hw)[0]
+    for code, said, outcome in ((-9, "", "failed"), (1, 'result: {"a": 1}', "failed"), (None, "", "timed out")):
+        monkeypatch.setattr(gpu, "bounded", lambda *_, found=(code, said, ""): found)
+        result = gpu.in_child(case, args, 100.0)
+        assert result["outcome"] == outcome and gpu.outcome(result).startswith(outcome)
+        assert ("a" in result) == bool(said)
 
 
 def test_step_flops_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> None:

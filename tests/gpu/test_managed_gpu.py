@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from evaluating import tokens, twins
+from evaluating import Tower, tokens, twins
 from machines import Machine
+from models import CASES
 from small import OPTIONS, PHASES, TOLERANCE, Twins, twins_at
 from torch import nn
 
@@ -167,3 +168,49 @@ def test_evaluation_between_steps(hw_nbytes: int, machine: Machine) -> None:
     pair.train(4, length=5)
     pair.evaluate(tokens(52, length=5))
     pair.check()
+
+
+class Breaking(Tower):
+    """Reads a value on the host between two graphs."""
+
+    def forward(self, tokens: torch.Tensor, extra: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.embed(tokens)
+        hidden = hidden + self.layers[0](hidden)
+        hidden = hidden / max(1.0, abs(hidden.mean().item()))
+        hidden = hidden + self.layers[1](hidden)
+        hidden = self.norm(hidden.flatten(0, 1)).unflatten(0, tokens.shape)
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), logits
+
+
+def test_breaks_and_many_lengths(machine: Machine) -> None:
+    """Graphs on both sides of a break, planned from the second iteration on; then a shape a step."""
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        pair = twins(machine.hw(400 * KIB, 16 * MIB), plain=Breaking(), machine=machine)
+    pair.train(2, 3)
+    pair.check()
+    assert chunkc.stats(pair.model)["h2d_nbytes"] > 0
+    pair = twins(machine.hw(300 * KIB, 16 * MIB), machine=machine)
+    for length in range(3, 10):
+        pair.train(length, length=length)
+        pair.check()
+
+
+def test_generation_gives_the_plain_models_tokens(machine: Machine) -> None:
+    """With a cache and without one, after a step."""
+    case = CASES["llama"]
+    plain, batch = case.build(), machine.put(case.batches()[0])
+    model = chunkc.compile(copy.deepcopy(plain), machine.hw(MIB, 64 * MIB), dtype=torch.float32, backend="eager")
+    plain = plain.to(machine.torch_device)
+    prompt, found = batch["input_ids"][:, :4], []
+    for one, kind in ((model, chunkc.AdamW), (plain, torch.optim.AdamW)):
+        optimizer = kind(one.parameters(), **OPTIONS)
+        one(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        one.eval()
+        how = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+        mask = torch.ones_like(prompt)
+        found.append([one.generate(prompt, attention_mask=mask, use_cache=c, **how) for c in (True, False)])
+    assert all(map(torch.equal, *found)) and found[0][0].shape == (2, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from machines import Machine
 from models import CASES
 from placements import coarse, smallest
 from rig import GetRig, Setup
-from training import SEMANTICS, GetPlain, assert_same_semantics
+from torch import nn
+from training import SEMANTICS, GetPlain, assert_same_semantics, train_measured
 
+import chunkc
 from chunkc.passes import Options
+from chunkc.runtime.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
 SLOW = pytest.mark.slow
+SCHEDULED = replace(SEMANTICS, num_steps=8)
 DROPOUT = replace(SEMANTICS, num_steps=8, seed=11)
 MODELS = ("gpt2", "llama", "t5", "vit", "resnet", "odd")
 OTHERS = [pytest.param(name, marks=SLOW) for name in ("bert", "albert")]
@@ -42,6 +47,35 @@ def test_updates_on_the_device_are_torchs(name: str, rig_of: GetRig, plain_of: G
     found = rig.train(Setup(Options(os_home="device")), SEMANTICS)
     assert rig.stats()["h2d_nbytes"] == 0
     assert_same_semantics(found, plain_of(name, SEMANTICS))
+
+
+def groups(model: nn.Module) -> list[dict[str, Any]]:
+    """No decay for vectors, and other betas for matrices."""
+    return [
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.3, "betas": (0.8, 0.99)},
+    ]
+
+
+def reschedule(step: int, optimizer: torch.optim.Optimizer) -> None:
+    """Right after ``step()``, while its updates may still run."""
+    for number, group in enumerate(optimizer.param_groups):
+        group.update(lr=group["lr"] * (0.5 if (step + number) % 2 else 1.9), weight_decay=0.05 * step * number)
+
+
+@pytest.mark.parametrize("os_home", ["device", "host"])
+@pytest.mark.parametrize("kinds", [(chunkc.AdamW, torch.optim.AdamW), (chunkc.Adam, torch.optim.Adam)])
+def test_hyperparameters_are_those_of_their_group_at_the_call_of_step(
+    os_home: str, kinds: tuple[Any, Any], rig_of: GetRig, machine: Machine
+) -> None:
+    """Case 3: they change in every step, in tables that are copied to the device while the host goes on."""
+    rig, options = rig_of("odd"), SCHEDULED.options
+    setup = smallest(rig) if os_home == "host" else Setup(Options(os_home="device"))
+    setup = replace(setup, settings=DebugSettings(poison=True, max_delay_ms=0.5, seed=5))
+    found = rig.train(setup, SCHEDULED, lambda model: kinds[0](groups(model), **options), reschedule)
+    plain = rig.case.build().to(machine.torch_device)
+    optimizer = kinds[1](groups(plain), **options)
+    assert_same_semantics(found, train_measured(plain, rig.batches, optimizer, SCHEDULED, reschedule))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])

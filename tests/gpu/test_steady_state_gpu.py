@@ -5,6 +5,7 @@ torch's own detector of synchronisation is set to raise while a steady step is l
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -59,6 +60,7 @@ def test_a_steady_step_takes_no_new_memory(cuda: Machine) -> None:
     model = chunkc.compile(case.build(), smallest_hw(cuda, "llama"), **options("eager"))
     optimizer, batch = chunkc.AdamW(model.parameters(), lr=1e-3), cuda.put(case.batches()[0])
     readings = []
+    gc.collect()  # what earlier tests left must not go in between
     for _ in range(6):
         loss_of(model(**batch)).backward()
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +44,7 @@ def test_torch_was_built_for_this_gpu(cuda: Machine, note: Note) -> None:
 
 def test_parameters_without_memory(machine: Machine) -> None:
     """They keep shape, strides, dtype and device, and take nothing."""
+    gc.collect()  # what earlier tests left must not go in between
     before = torch.cuda.memory_allocated() if machine.kind == "cuda" else 0
     shell = torch.empty_strided((512, 1024), (1, 512), device=machine.torch_device)
     shell.untyped_storage().resize_(0)
