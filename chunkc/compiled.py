@@ -34,7 +34,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
 from chunkc.passes import Options, Planned, Target
 from chunkc.planning import Built, Request, build
-from chunkc.policy import check_trainable_dtypes
+from chunkc.policy import buffer_test, check_trainable_dtypes
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.model import ModelRuntime
@@ -106,6 +106,7 @@ class CompiledModel:
             "index_of": lambda value: by_id.get(id(value)),
             "infos": runtime.infos,
             "is_cast": lambda value: id(value) in cast_ids,
+            "is_buffer": buffer_test(model),
             **settings.backend_options,
         }
         self.breaks = BrokenForwards(

@@ -36,6 +36,7 @@ from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
 from chunkc.planning import Request, build
+from chunkc.policy import buffer_test
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.executor import Executor
@@ -105,6 +106,7 @@ class Evaluator:
             on_capture=_refuse_training,
             on_evaluation=captured,
             is_cast=is_cast,
+            is_buffer=buffer_test(model),
             **backend_options,
         )
         self.shapes = ShapeTable(entry_maker(model, backend))

@@ -36,7 +36,7 @@ from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Pass, Target, make_plan
-from chunkc.policy import is_mixed, param_infos, unique_params
+from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 
@@ -146,6 +146,7 @@ def capture_ahead(
             infos=list(fakes.infos.values()),
             on_capture=done,
             is_cast=lambda value: id(value) in fakes.cast_from,
+            is_buffer=buffer_test(model),
             **backend_options(backend),
         )
         run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)

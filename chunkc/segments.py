@@ -57,7 +57,7 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
 def backend_options(backend: str) -> dict[str, Any]:
     """Options of the capture backend that segments of ``backend`` need."""
     if backend == "inductor":
-        return {"decompositions": inductor_decompositions(), "prepare_joint": inductor_joint_passes}
+        return {"decompositions": inductor_decompositions(), "prepare_joint": inductor_joint_passes, "fuses": True}
     return {}
 
 

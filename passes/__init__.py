@@ -164,4 +164,6 @@ def assemble(draft: Draft) -> Plan:
         ),
         stages=draft.stages,
         trained_elsewhere=tuple(p for p in trained if p not in own),
+        num_samples=draft.schedule.num_samples,
+        num_tokens=draft.schedule.num_tokens,
     )

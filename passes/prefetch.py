@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind, Schedule
+from chunkc.ir.work import work_of
 from chunkc.passes.budget import chunk_nbytes
 from chunkc.passes.draft import Demand, Draft, Liveness, Stay, Timeline, decided
 from chunkc.passes.os_placement import payload_slots
@@ -101,7 +102,8 @@ def _segments(schedule: Schedule, liveness: Liveness, which: int, starts: list[i
     for index, ((first, end), (live, work)) in enumerate(zip(ranges(starts, len(operators)), costs, strict=True)):
         reads = tuple(sorted({p for op in operators[first:end] for p in op.reads}))
         landing = tuple(sorted(p for op in lands[first:end] for p in op))
-        result.append(Segment(GRAPHS[which], index, first, end, reads, landing, live, work))
+        counts = work_of(operators[first:end])
+        result.append(Segment(GRAPHS[which], index, first, end, reads, landing, live, work, counts))
     return tuple(result)
 
 

@@ -23,7 +23,7 @@ from chunkc._torch_compat import (
     num_forward_outputs,
     outputs_aliasing_inputs,
 )
-from chunkc.capture.graphs import Captured, build, build_evaluation
+from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, partition
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
@@ -53,6 +53,8 @@ class CaptureBackend:
         prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
         is_cast: whether a tensor is a copy in compute dtype of what the caller handed in.
         on_break: told why and where a graph ended before its frame did.
+        is_buffer: whether a tensor is a buffer of the model, not something that the caller hands in.
+        fuses: whether segments will be compiled by something that fuses operators.
     """
 
     index_of: Callable[[Any], int | None]
@@ -63,6 +65,8 @@ class CaptureBackend:
     prepare_joint: Callable[[GraphModule], None] | None = None
     is_cast: Callable[[Any], bool] = lambda value: False
     on_break: Callable[[str], None] | None = None
+    is_buffer: Callable[[Any], bool] = lambda value: False
+    fuses: bool = False
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -70,7 +74,9 @@ class CaptureBackend:
         if reason is not None and self.on_break is not None:
             self.on_break(reason)
         examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
-        capture = _GraphCapture(self, [self.index_of(e) for e in examples], [self.is_cast(e) for e in examples])
+        params = [self.index_of(e) for e in examples]
+        handed_in = [e for e, p in zip(examples, params, strict=True) if p is None and not self.is_buffer(e)]
+        capture = _GraphCapture(self, params, [self.is_cast(e) for e in examples], BatchSizes.of(handed_in))
         compiled: Callable[..., Any] = aot_backend(
             fw_compiler=capture.compile_forward,
             bw_compiler=capture.compile_backward,
@@ -85,11 +91,16 @@ class _GraphCapture:
     """One graph on its way through AOTAutograd."""
 
     def __init__(
-        self, backend: CaptureBackend, input_params: Sequence[int | None], input_is_cast: Sequence[bool]
+        self,
+        backend: CaptureBackend,
+        input_params: Sequence[int | None],
+        input_is_cast: Sequence[bool],
+        sizes: BatchSizes,
     ) -> None:
         self._backend = backend
         self._input_params = input_params
         self._input_is_cast = input_is_cast
+        self._options: dict[str, Any] = {"fuses": backend.fuses, "sizes": sizes}
         self._backward: GraphModule | None = None
         self._names: dict[str, int] = {}
         self._compiled: Compiled | None = None
@@ -123,7 +134,8 @@ class _GraphCapture:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
         num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
         gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
-        captured = build(module, self._backward, self._names, gradients, num_forward_outputs(), self._backend.infos)
+        num_outputs, infos = num_forward_outputs(), self._backend.infos
+        captured = build(module, self._backward, self._names, gradients, num_outputs, infos, **self._options)
         self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")
         captured = replace(captured, stages=tuple(self._stages))
         self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]
@@ -149,7 +161,7 @@ class _GraphCapture:
         if self._backend.prepare_joint is not None:
             self._backend.prepare_joint(module)
         check_outputs(module, names)
-        captured = build_evaluation(module, names, self._backend.infos)
+        captured = build_evaluation(module, names, self._backend.infos, **self._options)
         self._end_stage("schedule", f"{len(captured.schedule.forward.operators)} operators")
         return boxed(self._backend.on_evaluation(replace(captured, stages=tuple(self._stages))))
 

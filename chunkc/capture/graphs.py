@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.utils.flop_counter import flop_registry
 
 from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
 from chunkc.capture.partition import param_cone, sink_cone
+from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
@@ -37,6 +37,23 @@ class CapturedGraph:
     bundles: tuple[Bundle, ...]
     params: Mapping[str, int]
     gradients: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """What one call is about: ``num_samples`` and ``num_tokens`` as in `Schedule`."""
+
+    num_samples: int = 0
+    num_tokens: int = 0
+
+    @staticmethod
+    def of(inputs: Sequence[Any]) -> BatchSizes:
+        """From what the caller handed in."""
+        tensors = [t for t in inputs if isinstance(t, torch.Tensor) and t.dim()]
+        largest = max(tensors, key=lambda t: t.numel(), default=None)
+        whole = [t for t in tensors if t.dim() > 1 and t.dtype in (torch.int32, torch.int64)]
+        num_tokens = max((t.numel() for t in whole), default=0)
+        return BatchSizes(0 if largest is None else int(largest.shape[0]), num_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +82,9 @@ def build(
     gradients: Sequence[int | None],
     num_user_outputs: int,
     infos: Sequence[ParamInfo],
+    *,
+    fuses: bool = False,
+    sizes: BatchSizes = BatchSizes(),
 ) -> Captured:
     """The captured iteration of partitioned graphs.
 
@@ -74,6 +94,8 @@ def build(
         gradients: for every output of backward, the parameter whose gradient it is, or None.
         num_user_outputs: how many of forward's outputs are not merely saved for backward.
         infos: all parameters of the model.
+        fuses: whether neighbouring operators without a matrix product will be one kernel.
+        sizes: of the inputs.
     """
     fwd = _graph(forward, forward_params, {})
     separate_gradients(backward, gradients)
@@ -93,26 +115,36 @@ def build(
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _operators(fwd, live[:split])),
-        backward=GraphSchedule("backward", _operators(bwd, live[split:])),
+        forward=GraphSchedule("forward", _operators(fwd, live[:split], fuses)),
+        backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
         held_nbytes=timeline.held_nbytes,
+        num_samples=sizes.num_samples,
+        num_tokens=sizes.num_tokens,
     )
     at_start = sum(dict(storages(values.inputs)).values())
     return Captured(fwd, bwd, schedule, at_start, user_outputs=tuple(n.name for n in user))
 
 
-def build_evaluation(forward: GraphModule, params: Mapping[str, int], infos: Sequence[ParamInfo]) -> Captured:
+def build_evaluation(
+    forward: GraphModule,
+    params: Mapping[str, int],
+    infos: Sequence[ParamInfo],
+    *,
+    fuses: bool = False,
+    sizes: BatchSizes = BatchSizes(),
+) -> Captured:
     """The captured forward of a call without gradients, beside a backward graph of nothing.
 
     Args:
         forward: the graph; changed in place.
         params: parameter index by placeholder name.
         infos: all parameters of the model.
+        fuses, sizes: as for ``build``.
     """
     nothing = Graph()
     nothing.output(())
     backward = GraphModule({}, nothing, class_name="Nothing")
-    return build(forward, backward, params, (), len(_outputs(forward)), infos)
+    return build(forward, backward, params, (), len(_outputs(forward)), infos, fuses=fuses, sizes=sizes)
 
 
 def _graph(module: GraphModule, params: Mapping[str, int], gradients: Mapping[str, int]) -> CapturedGraph:
@@ -166,34 +198,35 @@ def _other_inputs(graph: CapturedGraph) -> list[Node]:
     return [n for n in found if n.name not in graph.params]
 
 
-def _operators(graph: CapturedGraph, live: Sequence[LiveBytes]) -> tuple[Operator, ...]:
-    return tuple(_operator(graph, b, nbytes) for b, nbytes in zip(graph.bundles, live, strict=True))
+def _operators(graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool) -> tuple[Operator, ...]:
+    traffic = operator_traffic(graph.bundles, fuses)
+    return tuple(_operator(graph, *facts) for facts in zip(graph.bundles, live, traffic, strict=True))
 
 
-def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes) -> Operator:
+def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Traffic) -> Operator:
     node = bundle.main
-    moved = dict(storages((node, *node.all_input_nodes)))
     return Operator(
         name=node.name,
         target=str(node.target),
         reads=tuple(sorted({graph.params[p.name] for p in bundle.reads})),
         grads=tuple(graph.gradients[n.name] for n in bundle.nodes if n.name in graph.gradients),
-        flops=_flops(node),
-        nbytes=sum(moved.values()),
+        flops=traffic.flops,
+        nbytes=traffic.nbytes,
         live_nbytes=live.during_nbytes,
         live_after_nbytes=live.after_nbytes,
         workspace_nbytes=workspace_nbytes(node),
         layer=_layer(node),
+        dtype=_dtype(node),
+        num_kernels=traffic.num_kernels,
     )
 
 
-def _flops(node: Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if formula is None:
-        return 0
-    args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, dict(node.kwargs)))
-    kwargs.pop("out_val", None)
-    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+def _dtype(node: Node) -> str:
+    """Of the first floating-point operand of ``node``, else of its result."""
+    for value in pytree.tree_leaves([n.meta.get("val") for n in (*node.all_input_nodes, node)]):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return str(value.dtype).removeprefix("torch.")
+    return ""
 
 
 def _layer(node: Node) -> str:

@@ -59,6 +59,8 @@ def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Sc
         backward=GraphSchedule("backward", tuple(backward)),
         held_nbytes=max(s.held_nbytes for s in schedules),
         also_trained=tuple(p for p in also_trained if p not in seen),
+        num_samples=max(s.num_samples for s in schedules),
+        num_tokens=max(s.num_tokens for s in schedules),
     )
     return joined, cuts
 

@@ -35,10 +35,26 @@ def extends_cone(node: Node, cone: Collection[Node]) -> bool:
     return node.target is operator.getitem or _is_view_or_cast(node.target)
 
 
+def is_view(node: Node) -> bool:
+    """Whether ``node`` is a view of its first input, or one of several views: nothing is computed."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and is_view(source)
+    return _is_view(node.target) and not _is_cast(node.target)
+
+
 def _is_view_or_cast(target: object) -> bool:
+    return _is_cast(target) or _is_view(target)
+
+
+def _is_cast(target: object) -> bool:
+    return isinstance(target, OpOverload) and target.overloadpacket in _CASTS
+
+
+def _is_view(target: object) -> bool:
     if not isinstance(target, OpOverload):
         return False
-    if target.overloadpacket in _CASTS | _UNDECLARED_VIEWS:
+    if target.overloadpacket in _UNDECLARED_VIEWS:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)
 

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from chunkc.ir.actions import Action, Op, Stream, parse
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
+from chunkc.ir.work import Kind, Work
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
@@ -39,6 +40,7 @@ class Segment:
         lands: indexes of the parameters whose gradients land when it ends (some may have been produced earlier).
         live_nbytes: peak non-model bytes while it runs, gradients that have not landed included.
         workspace_nbytes: allowance for what its kernels allocate inside operators.
+        work: what it computes, for a cost model.
     """
 
     graph: GraphKind
@@ -49,6 +51,7 @@ class Segment:
     lands: tuple[int, ...]
     live_nbytes: int
     workspace_nbytes: int
+    work: tuple[Work, ...] = ()
 
     @property
     def name(self) -> str:
@@ -142,6 +145,7 @@ class Plan:
         stages: provenance, not part of the digest.
         trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
             from eager operators; here the step leaves them as they are.
+        num_samples, num_tokens: of one iteration on this rank, as in `chunkc.ir.schedule.Schedule`; 0 where unknown.
     """
 
     model: str
@@ -153,6 +157,8 @@ class Plan:
     memory: Memory
     stages: tuple[StageRecord, ...] = field(default=(), compare=False)
     trained_elsewhere: tuple[int, ...] = ()
+    num_samples: int = 0
+    num_tokens: int = 0
 
     @property
     def is_evaluation(self) -> bool:
@@ -225,10 +231,12 @@ class Plan:
             hw=data["hw"],
             schedule_digest=data["schedule_digest"],
             layout=_layout(data["layout"]),
-            segments=tuple(Segment(**_tuples(s)) for s in data["segments"]),
+            segments=tuple(_segment(s) for s in data["segments"]),
             programs=tuple(_program(p) for p in data["programs"]),
             memory=Memory(**data["memory"]),
             trained_elsewhere=tuple(data["trained_elsewhere"]),
+            num_samples=data["num_samples"],
+            num_tokens=data["num_tokens"],
             stages=tuple(StageRecord(**s) for s in data["stages"]),
         )
 
@@ -262,6 +270,11 @@ def _layout(data: dict[str, Any]) -> Layout:
             "slots": tuple(Slot(**s) for s in data["slots"]),
         }
     )
+
+
+def _segment(data: dict[str, Any]) -> Segment:
+    work = tuple(Work(**{**entry, "kind": Kind(entry["kind"])}) for entry in data["work"])
+    return Segment(**{**_tuples(data), "work": work})
 
 
 def _state(data: dict[str, Any]) -> State:

@@ -62,13 +62,16 @@ class Operator:
         target: the operator, for example ``aten.mm.default``.
         reads: indexes of the parameters whose payload it reads.
         grads: indexes of the parameters whose gradient is final once it has run.
-        flops: floating-point operations.
-        nbytes: bytes of its tensor inputs and outputs.
+        flops: floating-point operations of matrix products, convolutions and attention; of a causal attention those
+            that are not masked. Others count none: memory bounds them.
+        nbytes: bytes that it moves to and from device memory, as the compiler of segments runs it: alone or fused.
         live_nbytes: non-model bytes alive while it runs: inputs, outputs and whatever later operators still need.
             Final gradients of *earlier* operators are not counted: the segment that holds them adds them.
         live_after_nbytes: the same once it has run and its dead inputs are gone, its own final gradients not counted.
         workspace_nbytes: allowance for what its kernel allocates while it runs.
         layer: path of the module that it belongs to, for people.
+        dtype: of its first floating-point operand, by torch's name; empty where there is none.
+        num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
     """
 
     name: str
@@ -81,6 +84,8 @@ class Operator:
     live_after_nbytes: int
     workspace_nbytes: int = 0
     layer: str = ""
+    dtype: str = ""
+    num_kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,8 @@ class Schedule:
     ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
     ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs). ``also_trained``
     are parameters whose gradients come from elsewhere: another graph of the model, or eager operators.
+    ``num_samples`` is the size of the first dimension of the largest input, ``num_tokens`` the elements of the largest
+    integer input with two dimensions or more (for example ``input_ids``); 0 where there is none.
     """
 
     params: tuple[ParamInfo, ...]
@@ -114,6 +121,8 @@ class Schedule:
     backward: GraphSchedule
     held_nbytes: int = 0
     also_trained: tuple[int, ...] = ()
+    num_samples: int = 0
+    num_tokens: int = 0
 
     @property
     def is_evaluation(self) -> bool:

@@ -1,0 +1,60 @@
+"""Floating-point operations of one operator, by torch's own formulas, attention included.
+
+torch counts matrix products, convolutions and the attention operators of GPUs. The attention of CPU tensors, which
+capture traces, is counted here, by the same products: two in forward, five in backward (scores again, and a gradient
+for each factor of both products). Of causal attention, only the part that is not masked counts, in whole rows; kernels
+skip the rest. An operator without a matrix product counts nothing: memory bounds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.utils.flop_counter import flop_registry
+
+from chunkc._torch_compat import OpOverload, pytree
+
+_FORWARD_PRODUCTS = 2
+_BACKWARD_PRODUCTS = 5
+
+
+def operator_flops(node: Node) -> int:
+    """Operations that ``node`` carries out; a multiplication and an addition are two."""
+    target = node.target
+    if isinstance(target, OpOverload) and "scaled_dot_product" in target._schema.name:
+        return _attention_flops(node, [argument.name for argument in target._schema.arguments])
+    formula = flop_registry.get(getattr(target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = pytree.tree_map_only(Node, lambda n: n.meta.get("val"), (node.args, dict(node.kwargs)))
+    kwargs.pop("out_val", None)
+    return int(formula(*args, **kwargs, out_val=node.meta.get("val")))
+
+
+def _attention_flops(node: Node, names: Sequence[str]) -> int:
+    """For queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v] of any dtype;
+    ``names`` are those of the operator's arguments."""
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
+    batch, heads, num_queries, width = query
+    num_keys, value_width = key[-2], value[-1]
+    pairs = _causal_pairs(num_queries, num_keys) if given.get("is_causal", False) else num_queries * num_keys
+    if "grad_out" in names:  # scores, and the gradients of queries and keys; the gradients of weights and values
+        return 2 * batch * heads * pairs * ((_BACKWARD_PRODUCTS - 2) * width + 2 * value_width)
+    return _FORWARD_PRODUCTS * batch * heads * pairs * (width + value_width)
+
+
+def _causal_pairs(num_queries: int, num_keys: int) -> int:
+    """Pairs of a query and a key that is not behind it, counted from the first of both."""
+    square = min(num_queries, num_keys)
+    return square * (square + 1) // 2 + (num_queries - square) * num_keys
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    tensor = value.meta["val"] if isinstance(value, Node) else value
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"attention takes tensors, found {tensor!r}")
+    return tuple(int(size) for size in tensor.shape)

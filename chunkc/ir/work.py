@@ -1,0 +1,58 @@
+"""What a segment computes, in counts that hold on any machine; a cost model turns them into time.
+
+Operators of one kind and dtype are added up: a processor is as fast at all of them. A matrix product or an attention is
+bounded by arithmetic or by the bytes that it moves, whichever takes longer; anything else by bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from chunkc.ir.schedule import Operator
+
+
+class Kind(StrEnum):
+    """What bounds an operator: matrix products (convolutions too), fused attention, or memory."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operators of one kind and dtype together.
+
+    Attributes:
+        kind: what bounds them.
+        dtype: of their first floating-point operand, by torch's name; empty where there is none.
+        flops: floating-point operations.
+        nbytes: bytes moved to and from device memory.
+        num_kernels: kernels launched.
+    """
+
+    kind: Kind
+    dtype: str
+    flops: int
+    nbytes: int
+    num_kernels: int
+
+
+def kind_of(operator: Operator) -> Kind:
+    """By its operations and its name."""
+    if operator.flops == 0:
+        return Kind.MEMORY
+    return Kind.ATTENTION if "scaled_dot_product" in operator.target else Kind.MATMUL
+
+
+def work_of(operators: Iterable[Operator]) -> tuple[Work, ...]:
+    """The work of ``operators``, by kind and dtype; what neither computes nor moves anything is left out."""
+    sums: dict[tuple[Kind, str], list[int]] = {}
+    for op in operators:
+        kind = kind_of(op)
+        total = sums.setdefault((kind, "" if kind is Kind.MEMORY else op.dtype), [0, 0, 0])
+        for position, count in enumerate((op.flops, op.nbytes, op.num_kernels)):
+            total[position] += count
+    return tuple(Work(kind, dtype, *sums[kind, dtype]) for kind, dtype in sorted(sums) if any(sums[kind, dtype]))

@@ -1,0 +1,93 @@
+"""Floating-point operations: attention in every form against its products written out, and a whole GPT-2."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from captures import capture_once
+from models import CASES
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from chunkc.capture.graphs import Captured
+from chunkc.ir.work import Kind, work_of
+from chunkc.planahead import capture_ahead
+
+
+class Attention(nn.Module):
+    """One attention over [batch, heads, tokens, width], with a weight so that there is something to train."""
+
+    def __init__(self, *, is_causal: bool = False, masked: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.is_causal, self.masked = is_causal, masked
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril() if self.masked else None
+        return F.scaled_dot_product_attention(
+            query * self.scale, key * self.scale, value * self.scale, attn_mask=mask, is_causal=self.is_causal
+        ).sum()
+
+
+def attention_flops(captured: Captured) -> list[int]:
+    operators = [op for graph in captured.schedule.graphs for op in graph.operators]
+    return [op.flops for op in operators if "scaled_dot_product" in op.target]
+
+
+BATCH, HEADS, WIDTH = 2, 3, 16
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (4, 12), (12, 4)])
+def test_attention_that_is_not_causal_counts_every_pair(queries: int, keys: int, masked: bool) -> None:
+    q, k = torch.randn(BATCH, HEADS, queries, WIDTH), torch.randn(BATCH, HEADS, keys, WIDTH)
+    product = 2 * BATCH * HEADS * queries * keys * WIDTH
+    assert attention_flops(capture_once(Attention(masked=masked), q, k, k)) == [2 * product, 5 * product]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (4, 12), (12, 4), (1, 1)])
+def test_causal_attention_counts_the_pairs_that_are_not_masked(queries: int, keys: int) -> None:
+    q, k = torch.randn(BATCH, HEADS, queries, WIDTH), torch.randn(BATCH, HEADS, keys, WIDTH)
+    pairs = int(torch.ones(queries, keys).tril().sum())
+    product = 2 * BATCH * HEADS * pairs * WIDTH
+    assert attention_flops(capture_once(Attention(is_causal=True), q, k, k)) == [2 * product, 5 * product]
+
+
+def test_convolutions_and_matrix_products_are_as_torch_counts_them() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x = torch.randn(2, 3, 8, 8)
+    captured = capture_once(model, x)
+    with FlopCounterMode(display=False) as counted:
+        model(x).sum().backward()
+    assert sum(op.flops for g in captured.schedule.graphs for op in g.operators) == counted.get_total_flops() > 0
+
+
+def test_a_gpt2_has_the_operations_of_its_formula() -> None:
+    """2 for each weight of a matrix and token, and causal attention; three times that with backward."""
+    model, batch = CASES["gpt2"].build(), CASES["gpt2"].batches()[0]
+    captured = capture_ahead(model, torch.bfloat16, batch, "eager")
+    samples, tokens = batch["input_ids"].shape
+    config = model.config
+    weights = config.n_layer * 12 * config.n_embd**2 + config.vocab_size * config.n_embd
+    forward = work_of(captured.schedule.forward.operators)
+    by_kind = {work.kind: work for work in forward}
+    assert by_kind[Kind.MATMUL].flops == 2 * weights * samples * tokens
+    every, causal = tokens**2, tokens * (tokens + 1) // 2
+    pair_flops = 4 * samples * config.n_layer * config.n_embd
+    assert by_kind[Kind.ATTENTION].flops in (pair_flops * every, pair_flops * causal)
+    assert {work.dtype for work in forward if work.flops} == {"bfloat16"}
+    backward = {work.kind: work for work in work_of(captured.schedule.backward.operators)}
+    assert math.isclose(backward[Kind.MATMUL].flops, 2 * by_kind[Kind.MATMUL].flops)
+    assert backward[Kind.ATTENTION].flops * 2 == by_kind[Kind.ATTENTION].flops * 5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit"])
+def test_tokens_and_samples_are_those_of_the_inputs(name: str) -> None:
+    batch = CASES[name].batches()[0]
+    captured = capture_ahead(CASES[name].build(), None, batch, "eager").schedule
+    whole = [t for t in batch.values() if isinstance(t, torch.Tensor) and t.dtype is torch.int64 and t.dim() > 1]
+    assert captured.num_tokens == max((t.numel() for t in whole), default=0)
+    assert captured.num_samples == next(iter(batch.values())).shape[0]
