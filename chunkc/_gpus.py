@@ -75,13 +75,13 @@ class Machine:
 @cache
 def gpus() -> Mapping[str, GpuRow]:
     """The GPUs of the catalogue by canonical name, in its order."""
-    return {gpu: _row(gpu, entry) for gpu, entry in _catalogue()["gpu"].items()}
+    return {gpu: _row(gpu, entry) for gpu, entry in read_catalogue()["gpu"].items()}
 
 
 @cache
 def machines() -> Mapping[str, Machine]:
     """The papers' machines by alias."""
-    return {alias: Machine(**entry) for alias, entry in _catalogue()["alias"].items()}
+    return {alias: Machine(**entry) for alias, entry in read_catalogue()["alias"].items()}
 
 
 @cache
@@ -109,5 +109,6 @@ def _row(gpu: str, entry: dict[str, Any]) -> GpuRow:
     )
 
 
-def _catalogue() -> dict[str, Any]:
+def read_catalogue() -> dict[str, Any]:
+    """The tables of ``hardware.toml`` as they stand there."""
     return tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,76 @@
+"""What the catalogue assumes where a data sheet says nothing: efficiencies, latencies, and the host around a GPU.
+
+Each value has its source or derivation in ``hardware.toml``. A calibrated profile replaces what it has measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cache
+
+from chunkc._gpus import check_rate, read_catalogue
+from chunkc.errors import HardwareError
+
+__all__ = ["Assumed", "Host", "assumed", "host_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Efficiencies (shares of the data sheet's figure that large work reaches), latencies, and Adam on a host.
+
+    Attributes:
+        matmul_efficiency, attention_efficiency, device_memory_efficiency: of one device.
+        host_link_efficiency: of copies between device and host.
+        collective_efficiency: of the link over which ranks exchange chunks.
+        copy_latency_us: of one copy, whatever its size.
+        kernel_launch_us: host time for one kernel; action_launch_us: for the rest of an action.
+        handoff_us: from the end of work on one stream to the start of work on another that waits for it.
+        collective_hop_us: of a collective, for each rank beyond the first.
+        cpu_update_gparam_per_s_per_core: Adam by one core, 1e9 parameters per second.
+        dram_update_efficiency: share of host memory's bandwidth that Adam by many cores reaches.
+        dram_efficiency: the same for copies and updates together.
+    """
+
+    matmul_efficiency: float
+    attention_efficiency: float
+    device_memory_efficiency: float
+    host_link_efficiency: float
+    collective_efficiency: float
+    copy_latency_us: float
+    kernel_launch_us: float
+    action_launch_us: float
+    handoff_us: float
+    collective_hop_us: float
+    cpu_update_gparam_per_s_per_core: float
+    dram_update_efficiency: float
+    dram_efficiency: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            check_rate(field.name, value)
+            if field.name.endswith("_efficiency") and value > 1:
+                raise HardwareError(f"{field.name} is a share of at most 1, found {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """One node around its GPUs: memory bandwidth (1e9 bytes per second), cores, network per direction."""
+
+    dram_gb_per_s: float
+    num_cpu_cores: int
+    internode_gb_per_s: float
+
+
+@cache
+def assumed(gpu: str) -> Assumed:
+    """What is assumed of ``gpu``, a name of the catalogue; of any other, the defaults."""
+    table = read_catalogue()["assumed"]
+    return Assumed(**{**table["default"], **table.get(gpu, {})})
+
+
+@cache
+def host_of(gpu: str) -> Host | None:
+    """The usual node around ``gpu``; None for a GPU that the catalogue does not have."""
+    entry = read_catalogue()["host"].get(gpu)
+    return None if entry is None else Host(**entry)

@@ -1,0 +1,8 @@
+"""What a plan costs in time: rates of a machine, the time of an action, and a simulation of the steady iteration."""
+
+from __future__ import annotations
+
+from chunkc.cost.simulate import simulate, simulate_with
+from chunkc.cost.timeline import Timeline
+
+__all__ = ["Timeline", "simulate", "simulate_with"]

@@ -1,0 +1,203 @@
+"""The time of one action that runs alone, from what the plan says of it and the rates of a machine.
+
+    run, stash             matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
+    fetch, evict, ...      latency + bytes / bandwidth
+    gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
+                           nodes over its network, what takes longer, and a latency for each rank (ring algorithm)
+    update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
+    drop, release, grow, shrink, decide    bookkeeping: the host's launch
+
+Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
+launched its last kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chunkc.cost.rates import CostRates, Links, update_nbytes
+from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE, Use
+from chunkc.errors import HardwareError
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import Chunk
+from chunkc.ir.plan import Plan, Segment
+from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.work import Kind, Work
+
+_PARAM32_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """One action alone.
+
+    Attributes:
+        alone_ms: on its stream, with nothing beside it.
+        use: what it takes of shared resources meanwhile.
+        launch_ms: the host's time before it can start.
+        kernels_ms: the host's time from then on until its last kernel is launched.
+        nbytes: what it copies, receives or updates.
+    """
+
+    alone_ms: float
+    use: Use
+    launch_ms: float
+    kernels_ms: float = 0.0
+    nbytes: int = 0
+
+
+class ActionCosts:
+    """The costs of the actions of one plan on one machine."""
+
+    def __init__(self, plan: Plan, rates: CostRates) -> None:
+        self._plan, self._rates = plan, rates
+        self._layout = plan.layout
+        self._segments = {s.name: s for s in plan.segments}
+        self._parts = {p.param: p for p in plan.layout.placements}
+        self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
+            Op.RUN: self._run,
+            Op.STASH: self._stash,
+            Op.FETCH: self._copy,
+            Op.EVICT: self._copy,
+            Op.LOAD: self._copy,
+            Op.STORE: self._copy,
+            Op.GATHER: self._collective,
+            Op.REDUCE: self._collective,
+            Op.UPDATE: self._update,
+            Op.RESTORE: self._restore,
+            Op.NORM: self._norm,
+        }
+
+    def of(self, action: Action) -> Cost:
+        """The cost of ``action``.
+
+        Raises:
+            HardwareError: for a collective on a machine whose links are not known.
+        """
+        rates = self._rates
+        is_compute = action.stream is Stream.COMPUTE
+        launch_ms = (rates.compute_launch_us if is_compute else rates.copy_launch_us) * 1e-3
+        maker = self._makers.get(action.op)
+        if maker is None:
+            return Cost(0.0, Use(action.stream), launch_ms)
+        alone_ms, nbytes, num_kernels = maker(action)
+        kernels_ms = num_kernels * rates.kernel_launch_us * 1e-3
+        if rates.runs_inline:
+            alone_ms, kernels_ms = alone_ms + kernels_ms, 0.0
+        return Cost(alone_ms, self._use(action), launch_ms, kernels_ms, nbytes)
+
+    def _use(self, action: Action) -> Use:
+        """Demands at full speed, latencies included as if they moved bytes too."""
+        rates, stream = self._rates, action.stream
+        if stream is Stream.H2D:
+            return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
+        if stream is Stream.D2H:
+            return Use(stream, ((HOST_DRAM, rates.d2h.gb_per_s), (FROM_DEVICE, rates.d2h.gb_per_s)))
+        if stream is Stream.CPU:
+            dtype = "float32" if action.op is Op.DECIDE else self._chunk(action).dtype
+            rate = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
+            return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype)),))
+        if stream is Stream.COMM and rates.links is not None and rates.links.is_host_link:
+            demand = rates.links.gpu_gb_per_s
+            return Use(stream, ((TO_DEVICE, demand), (FROM_DEVICE, demand)))
+        return Use(stream)
+
+    def _chunk(self, action: Action) -> Chunk:
+        return self._layout.chunks[action.index]
+
+    # --- each returns (milliseconds alone, bytes, kernels) ---------------------------------------------------------
+    def _run(self, action: Action) -> tuple[float, int, int]:
+        segment = self._segments[action.target]
+        kernels = sum(work.num_kernels for work in segment.work)
+        return segment_ms(segment, self._rates), sum(work.nbytes for work in segment.work), kernels
+
+    def _stash(self, action: Action) -> tuple[float, int, int]:
+        """A copy within device memory of each gradient's part in the chunk."""
+        chunk = self._chunk(action)
+        mapped = chunk.index if chunk.partner is None else chunk.partner
+        parts = [self._part_numel(p, mapped) for p in self._segments[action.source or ""].lands]
+        nbytes = sum(parts) * DTYPE_NBYTES[chunk.dtype]
+        return memory_ms(2 * nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
+
+    def _part_numel(self, param: int, chunk: int) -> int:
+        """Elements of ``param`` that stand in ``chunk``."""
+        place = self._parts[param]
+        left, offset = self._layout.params[param].numel, place.offset
+        for index in place.chunks:
+            part = min(left, self._layout.chunks[index].numel - offset)
+            if index == chunk:
+                return part
+            left, offset = left - part, 0
+        return 0
+
+    def _copy(self, action: Action) -> tuple[float, int, int]:
+        chunk = self._chunk(action)
+        nbytes = chunk.used_os_nbytes if action.op in (Op.LOAD, Op.STORE) else chunk.used_nbytes
+        law = self._rates.h2d if action.stream is Stream.H2D else self._rates.d2h
+        return law.time_ms(nbytes), nbytes, 0
+
+    def _collective(self, action: Action) -> tuple[float, int, int]:
+        links, layout = self._rates.links, self._layout
+        if links is None:
+            raise HardwareError(
+                f"the plan exchanges chunks between {layout.world_size} ranks, but {self._rates.hw} has no rates of "
+                "links between ranks"
+            )
+        is_group = action.target[0] == "g"
+        first = layout.groups[action.index].first_chunk if is_group else action.index
+        nbytes = layout.chunks[first].nbytes
+        if is_group:
+            return all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1), 0
+        return broadcast_ms(nbytes, layout.world_size, links), nbytes, 0
+
+    def _update(self, action: Action) -> tuple[float, int, int]:
+        chunk, rates = self._chunk(action), self._rates
+        on_cpu = action.stream is Stream.CPU
+        table = rates.cpu_update_gparam_per_s if on_cpu else rates.gpu_update_gparam_per_s
+        milliseconds = chunk.used_numel / rates.of_dtype(table, chunk.dtype) * 1e-6
+        return milliseconds, chunk.used_os_nbytes, 0 if on_cpu else 1
+
+    def _restore(self, action: Action) -> tuple[float, int, int]:
+        return self._part_of_update(action, _PARAM32_NBYTES + DTYPE_NBYTES[self._chunk(action).dtype])
+
+    def _norm(self, action: Action) -> tuple[float, int, int]:
+        return self._part_of_update(action, DTYPE_NBYTES[self._chunk(action).dtype])
+
+    def _part_of_update(self, action: Action, param_nbytes: int) -> tuple[float, int, int]:
+        """Work that moves ``param_nbytes`` for each parameter where an update moves more, as fast by bytes."""
+        chunk = self._chunk(action)
+        milliseconds, _, kernels = self._update(action)
+        return milliseconds * param_nbytes / update_nbytes(chunk.dtype), chunk.used_numel * param_nbytes, kernels
+
+
+def segment_ms(segment: Segment, rates: CostRates) -> float:
+    """Milliseconds of a segment's kernels alone, one after the other."""
+    return sum(_work_ms(work, rates) for work in segment.work)
+
+
+def _work_ms(work: Work, rates: CostRates) -> float:
+    by_bytes = memory_ms(work.nbytes, rates)
+    if work.kind is Kind.MEMORY:
+        return by_bytes
+    table = rates.matmul_tflops if work.kind is Kind.MATMUL else rates.attention_tflops
+    return max(work.flops / rates.of_dtype(table, work.dtype) * 1e-9, by_bytes)
+
+
+def memory_ms(nbytes: int, rates: CostRates) -> float:
+    """Milliseconds of reading and writing ``nbytes`` of device memory in all."""
+    return nbytes / rates.device_memory_gb_per_s * 1e-6
+
+
+def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
+    """Milliseconds in which every rank has ``nbytes`` of each; a reduce-scatter moves the same the other way."""
+    in_node = (world_size - 1) * nbytes / links.gpu_gb_per_s * 1e-6
+    num_outside = max(0, world_size - links.gpus_per_node)
+    between = 0.0 if links.node_gb_per_s is None else num_outside * nbytes / links.node_gb_per_s * 1e-6
+    return max(in_node, between) + (world_size - 1) * links.hop_us * 1e-3
+
+
+def broadcast_ms(nbytes: int, world_size: int, links: Links) -> float:
+    """Milliseconds in which all ranks have the ``nbytes`` of one, in pieces along a ring; a reduction likewise."""
+    slowest = links.gpu_gb_per_s if links.node_gb_per_s is None else min(links.gpu_gb_per_s, links.node_gb_per_s)
+    return nbytes / slowest * 1e-6 + (world_size - 1) * links.hop_us * 1e-3

@@ -1,0 +1,177 @@
+"""An event-driven simulation of streams: queues that carry out their tasks in order, after waits, at changing speeds.
+
+A *host* issues tasks in order, each at a cost of its own time; a task can start once it is issued, its stream is free,
+and the tasks that it waits for are complete (a little later where they are on another stream). Between two events, a
+start or an end, every running task progresses at the speed that the sharing law gives the set that runs. This is the
+fluid model of processor sharing, computed exactly: speeds are constant between events, so ends have a closed form.
+
+Where the host carries out compute tasks itself, it issues nothing meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from chunkc.cost.actions import Cost
+from chunkc.cost.sharing import Sharing
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Stream
+
+_SLACK_MS = 1e-9
+
+
+@dataclass(slots=True)
+class Task:
+    """One execution of an action; times in milliseconds from the start of the simulation.
+
+    Attributes:
+        number: in the order of issue.
+        name: for messages.
+        cost: of the action alone.
+        waits: numbers of the tasks that must be complete.
+        issue_after: number of a task that the host waits for before it issues this one.
+        issued_ms: when it could start as far as the host goes; issue_done_ms: when its last kernel was launched.
+        start_ms, end_ms: on its stream. worked_ms: when the work itself was done; the rest is the host's.
+        cause: number of the task whose end let it start, or None where the host did.
+        host_cause: number of the task whose end let the host issue it, if any.
+    """
+
+    number: int
+    name: str
+    cost: Cost
+    waits: tuple[int, ...]
+    issue_after: int | None = None
+    issued_ms: float = math.inf
+    issue_done_ms: float = math.inf
+    start_ms: float = math.inf
+    worked_ms: float = math.inf
+    end_ms: float = math.inf
+    cause: int | None = None
+    host_cause: int | None = None
+
+    @property
+    def stream(self) -> Stream:
+        return self.cost.use.stream
+
+
+@dataclass(slots=True)
+class Engine:
+    """Simulates tasks as they are added.
+
+    Attributes:
+        sharing: how tasks that run together slow each other.
+        handoff_ms: added to a wait for a task on another stream.
+        runs_inline: whether the host carries out compute tasks itself.
+        tasks: all of them, by number.
+    """
+
+    sharing: Sharing
+    handoff_ms: float = 0.0
+    runs_inline: bool = False
+    tasks: list[Task] = field(default_factory=list)
+    _now_ms: float = 0.0
+    _host_ms: float = 0.0
+    _num_issued: int = 0
+    _queues: dict[Stream, deque[Task]] = field(default_factory=lambda: {s: deque() for s in Stream})
+    _running: dict[Stream, tuple[Task, float]] = field(default_factory=dict)
+    _last: dict[Stream, Task] = field(default_factory=dict)
+
+    def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: int | None = None) -> int:
+        """One more task behind all others; its number."""
+        task = Task(len(self.tasks), name, cost, waits, issue_after)
+        self.tasks.append(task)
+        self._queues[task.stream].append(task)
+        return task.number
+
+    def run_until(self, numbers: range) -> None:
+        """Go on until all tasks with these numbers are complete.
+
+        Raises:
+            PlanError: when nothing can go on: some task waits for one that is issued behind it.
+        """
+        left = sum(1 for n in numbers if not self._is_done(n))
+        while left:
+            self._issue()
+            self._start()
+            left -= sum(1 for task in self._advance() if task.number in numbers)
+
+    def _is_done(self, number: int) -> bool:
+        return self.tasks[number].end_ms <= self._now_ms
+
+    def _issue(self) -> None:
+        """The host issues tasks until it has to wait."""
+        while self._num_issued < len(self.tasks):
+            task = self.tasks[self._num_issued]
+            blocker = task.issue_after
+            before = self.tasks[task.number - 1] if task.number else None
+            if self.runs_inline and before is not None and before.stream is Stream.COMPUTE:
+                blocker = before.number if blocker is None else max(blocker, before.number)
+            if blocker is not None:
+                if not self._is_done(blocker):
+                    return
+                if self.tasks[blocker].end_ms >= self._host_ms:
+                    self._host_ms, task.host_cause = self.tasks[blocker].end_ms, blocker
+            if task.host_cause is None and before is not None:
+                task.host_cause = before.host_cause
+            task.issued_ms = self._host_ms + task.cost.launch_ms
+            task.issue_done_ms = self._host_ms = task.issued_ms + task.cost.kernels_ms
+            self._num_issued += 1
+
+    def _start(self) -> None:
+        """Every idle stream starts its next task if that can start now."""
+        for stream, queue in self._queues.items():
+            if stream not in self._running and queue:
+                ready_ms = self._ready(queue[0])
+                if ready_ms <= self._now_ms + _SLACK_MS:
+                    task = queue.popleft()
+                    task.start_ms = self._now_ms
+                    self._running[stream] = (task, task.cost.alone_ms)
+
+    def _ready(self, task: Task) -> float:
+        """When ``task``, the next of its stream, can start; infinity while that is not known. Notes the cause."""
+        ready_ms, cause = task.issued_ms, None
+        last = self._last.get(task.stream)
+        if last is not None and last.end_ms >= ready_ms:
+            ready_ms, cause = last.end_ms, last.number
+        for number in task.waits:
+            wait = self.tasks[number]
+            if not self._is_done(number):
+                return math.inf
+            after_ms = wait.end_ms + (self.handoff_ms if wait.stream is not task.stream else 0.0)
+            if after_ms > ready_ms:
+                ready_ms, cause = after_ms, number
+        task.cause = cause
+        return ready_ms
+
+    def _advance(self) -> list[Task]:
+        """To the next event; the tasks that are complete then."""
+        running = list(self._running.items())
+        speeds = self.sharing.speeds(tuple(task.cost.use for _, (task, _) in running))
+        ends = [self._end(task, left, speed) for (_, (task, left)), speed in zip(running, speeds, strict=True)]
+        starts = [self._ready(q[0]) for s, q in self._queues.items() if q and s not in self._running]
+        next_ms = min((*ends, *starts), default=math.inf)
+        if math.isinf(next_ms):
+            stuck = next((q[0].name for q in self._queues.values() if q), "nothing")
+            raise PlanError(f"the simulation cannot go on: {stuck} waits for an action that is issued behind it")
+        elapsed_ms = next_ms - self._now_ms
+        self._now_ms = next_ms
+        finished = []
+        for (stream, (task, left)), speed, end_ms in zip(running, speeds, ends, strict=True):
+            left_ms = left - elapsed_ms * speed
+            if end_ms <= next_ms + _SLACK_MS and math.isinf(task.worked_ms):
+                task.worked_ms, left_ms = next_ms, 0.0
+            if not math.isinf(task.worked_ms) and task.issue_done_ms <= next_ms + _SLACK_MS:
+                task.end_ms = next_ms
+                del self._running[stream]
+                self._last[stream] = task
+                finished.append(task)
+            else:
+                self._running[stream] = (task, max(0.0, left_ms))
+        return finished
+
+    def _end(self, task: Task, left_ms: float, speed: float) -> float:
+        """When the task's work is done at this speed, or, if it is, when the host has launched all of it."""
+        done_ms = self._now_ms + left_ms / speed
+        return done_ms if math.isinf(task.worked_ms) else max(done_ms, task.issue_done_ms)

@@ -1,0 +1,193 @@
+"""The rates of one rank of a machine, as the simulator needs them: from a calibrated profile, else from the catalogue.
+
+All ranks of a node do the same at the same time, so each has an equal share of the host's memory bandwidth and cores.
+Figures of a data sheet are multiplied by the assumed efficiency; measured ones are taken as they are. A measured device
+without a GPU's name, the emulated one, carries its computations out on the thread that launches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from chunkc._assumed import Assumed, Host, assumed, host_of
+from chunkc._rates import DtypeRate, Rates
+from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE, Alone, Capacities, Measured, Sharing
+from chunkc.errors import HardwareError
+from chunkc.hardware import Hardware
+from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.ir.schedule import DTYPE_NBYTES
+
+_SIXTEEN_BITS = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyLaw:
+    """Time of a copy alone: ``latency_us`` and bytes by ``gb_per_s``."""
+
+    latency_us: float
+    gb_per_s: float
+
+    def time_ms(self, nbytes: int) -> float:
+        """Milliseconds of one copy."""
+        return self.latency_us * 1e-3 + nbytes / self.gb_per_s * 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What ranks exchange chunks over: 1e9 bytes per second and direction that collectives reach.
+
+    Attributes:
+        gpu_gb_per_s: one device to the others of its node.
+        node_gb_per_s: one node to the others, for all its ranks together; None for one node.
+        gpus_per_node: ranks of one node.
+        hop_us: latency for each rank beyond the first.
+        is_host_link: whether devices reach each other over the link to the host, which copies use too.
+    """
+
+    gpu_gb_per_s: float
+    node_gb_per_s: float | None
+    gpus_per_node: int
+    hop_us: float
+    is_host_link: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CostRates:
+    """One rank's rates.
+
+    Attributes:
+        hw: name of the machine.
+        matmul_tflops, attention_tflops: by dtype, 1e12 operations per second; ``float32`` is always there.
+        device_memory_gb_per_s: bytes read and written in device memory.
+        h2d, d2h: copies.
+        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam by dtype of the payload, 1e9 parameters per second.
+        links: between ranks; None where there is one.
+        kernel_launch_us: host time for one kernel.
+        compute_launch_us, copy_launch_us: host time for an action on the compute stream, on another.
+        handoff_us: from the end of an action on one stream to the start of one on another that waits for it.
+        runs_inline: whether the host computes itself what it launches on the compute stream.
+        sharing: how actions that run together slow each other.
+    """
+
+    hw: str
+    matmul_tflops: Mapping[str, float]
+    attention_tflops: Mapping[str, float]
+    device_memory_gb_per_s: float
+    h2d: CopyLaw
+    d2h: CopyLaw
+    cpu_update_gparam_per_s: Mapping[str, float]
+    gpu_update_gparam_per_s: Mapping[str, float]
+    links: Links | None = None
+    kernel_launch_us: float = 0.0
+    compute_launch_us: float = 0.0
+    copy_launch_us: float = 0.0
+    handoff_us: float = 0.0
+    runs_inline: bool = False
+    sharing: Sharing = Alone()  # noqa: RUF009 - frozen
+
+    def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
+        """The entry for ``dtype``; for 16 bits that of the other kind if only that is there; else that of fp32."""
+        other = [name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS]
+        return next(table[name] for name in (dtype, *other, "float32") if name in table)
+
+
+def update_nbytes(dtype: str) -> int:
+    """Bytes that an update moves for one parameter: gradient, triple; triple, parameter."""
+    return 2 * (OS_NBYTES_PER_ELEMENT + DTYPE_NBYTES[dtype])
+
+
+def cost_rates(hw: Hardware) -> CostRates:
+    """The rates of one rank of ``hw``.
+
+    Raises:
+        HardwareError: when neither the catalogue nor a calibration knows them; the message says what would.
+    """
+    known = None if hw.tflops is None or host_of(hw.gpu) is None else _of_catalogue(hw)
+    if hw.rates is not None:
+        return _of_calibration(hw, hw.rates, known)
+    if known is None:
+        raise HardwareError(
+            f"how fast {hw} is has to be measured before a plan for it can be simulated: run `chunkc calibrate --hw "
+            f"{hw} -o profile.json` there, and name profile.json as the hardware"
+        )
+    return known
+
+
+def _of_catalogue(hw: Hardware) -> CostRates:
+    share, host = assumed(hw.gpu), host_of(hw.gpu)
+    if hw.tflops is None or host is None or hw.hbm_gb_per_s is None or hw.host_link_gb_per_s is None:
+        raise HardwareError(f"{hw} lacks rates in the catalogue; calibrate it")
+    peak = {"float32": hw.tflops.fp32, "bfloat16": hw.tflops.bf16, "float16": hw.tflops.fp16}
+    memory = hw.hbm_gb_per_s * share.device_memory_efficiency
+    copy = CopyLaw(share.copy_latency_us, hw.host_link_gb_per_s * share.host_link_efficiency)
+    link = hw.host_link_gb_per_s * share.host_link_efficiency
+    dram = host.dram_gb_per_s * share.dram_efficiency / hw.gpus_per_node
+    return CostRates(
+        hw=str(hw),
+        matmul_tflops={d: rate * share.matmul_efficiency for d, rate in peak.items() if rate},
+        attention_tflops={d: rate * share.attention_efficiency for d, rate in peak.items() if rate},
+        device_memory_gb_per_s=memory,
+        h2d=copy,
+        d2h=copy,
+        cpu_update_gparam_per_s={d: _cpu_update(hw, host, share, d) for d in DTYPE_NBYTES},
+        gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in DTYPE_NBYTES},
+        links=_links(hw, host, share),
+        kernel_launch_us=share.kernel_launch_us,
+        compute_launch_us=share.action_launch_us,
+        copy_launch_us=share.action_launch_us,
+        handoff_us=share.handoff_us,
+        sharing=Capacities({HOST_DRAM: dram, TO_DEVICE: link, FROM_DEVICE: link}),
+    )
+
+
+def _cpu_update(hw: Hardware, host: Host, share: Assumed, dtype: str) -> float:
+    """One rank's share of what the cores, and the memory, of a node do."""
+    cores = (hw.num_cpu_cores or host.num_cpu_cores) * share.cpu_update_gparam_per_s_per_core
+    memory = host.dram_gb_per_s * share.dram_update_efficiency / update_nbytes(dtype)
+    return min(cores, memory) / hw.gpus_per_node
+
+
+def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
+    """None for one rank."""
+    if hw.num_gpus == 1:
+        return None
+    node = hw.internode_gb_per_s or host.internode_gb_per_s
+    if hw.nvlink_gb_per_s is not None:
+        gpu = hw.nvlink_gb_per_s * share.collective_efficiency
+    else:
+        gpu = (hw.host_link_gb_per_s or 0.0) * share.host_link_efficiency
+    return Links(
+        gpu_gb_per_s=gpu,
+        node_gb_per_s=node * share.collective_efficiency if hw.num_nodes > 1 else None,
+        gpus_per_node=hw.gpus_per_node,
+        hop_us=share.collective_hop_us,
+        is_host_link=hw.nvlink_gb_per_s is None,
+    )
+
+
+def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
+    """Measured rates; of a GPU's links between ranks and kernel launches, which are not measured, the catalogue's."""
+    measured = CostRates(
+        hw=str(hw),
+        matmul_tflops=_by_dtype(rates.matmul_tflops),
+        attention_tflops=_by_dtype(rates.attention_tflops),
+        device_memory_gb_per_s=rates.device_memory_gb_per_s.median,
+        h2d=CopyLaw(rates.h2d.latency_us.median, rates.h2d.gb_per_s.median),
+        d2h=CopyLaw(rates.d2h.latency_us.median, rates.d2h.gb_per_s.median),
+        cpu_update_gparam_per_s=_by_dtype(rates.cpu_update_gparam_per_s),
+        gpu_update_gparam_per_s=_by_dtype(rates.gpu_update_gparam_per_s),
+        kernel_launch_us=rates.compute_launch_us.median,
+        compute_launch_us=rates.compute_launch_us.median,
+        copy_launch_us=rates.copy_launch_us.median,
+        handoff_us=rates.handoff_us.median,
+        runs_inline=hw.emulated,
+        sharing=Measured(rates),
+    )
+    if known is None:
+        return measured
+    return replace(measured, links=known.links, kernel_launch_us=known.kernel_launch_us)
+
+
+def _by_dtype(rates: tuple[DtypeRate, ...]) -> Mapping[str, float]:
+    return {entry.dtype: entry.rate.median for entry in rates}

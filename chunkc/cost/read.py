@@ -1,0 +1,130 @@
+"""Reading a simulation: streams' times, stalls, the critical path, and peaks of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from chunkc.cost.engine import Engine, Task
+from chunkc.cost.timeline import OVERHEAD, Peaks, Slice, Stall, StreamTime
+from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Op, Stream
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
+
+_SHORTEST_STALL_MS = 1e-6
+Names = Sequence[tuple[str, str, str]]
+
+
+def slices_of(tasks: Sequence[Task], names: Names, base_ms: float) -> tuple[Slice, ...]:
+    """The actions of one iteration, by stream and start; ``names``: label, program and text of each."""
+    order = {stream: number for number, stream in enumerate(Stream)}
+    found = [
+        Slice(*name[:3], t.stream, t.start_ms - base_ms, t.end_ms - base_ms, t.cost.alone_ms, t.cost.nbytes)
+        for t, name in zip(tasks, names, strict=True)
+    ]
+    return tuple(sorted(found, key=lambda s: order[s.stream]))  # each stream is in order already
+
+
+def stream_times(tasks: Sequence[Task], path_ms: dict[str, float]) -> tuple[StreamTime, ...]:
+    """Of the streams that have actions in ``tasks``, which are one iteration."""
+    found = []
+    for stream in Stream:
+        own = [t for t in tasks if t.stream is stream]
+        if own:
+            busy_ms = sum(t.end_ms - t.start_ms for t in own)
+            alone_ms, nbytes = sum(t.cost.alone_ms for t in own), sum(t.cost.nbytes for t in own)
+            found.append(StreamTime(stream, busy_ms, alone_ms, path_ms.get(str(stream), 0.0), len(own), nbytes))
+    return tuple(found)
+
+
+def stalls_of(engine: Engine, tasks: Sequence[Task], names: Names) -> tuple[Stall, ...]:
+    """Idle times of the compute stream before the actions of one iteration, the longest first."""
+    found = []
+    last = _before(engine, tasks)
+    for task, (label, _, text) in zip(tasks, names, strict=True):
+        if task.stream is not Stream.COMPUTE:
+            continue
+        stall_ms = task.start_ms - (last.end_ms if last is not None else task.start_ms)
+        last = task
+        if stall_ms > _SHORTEST_STALL_MS:
+            cause = "host" if task.cause is None else engine.tasks[task.cause].name
+            path = _sums(walk_back(engine, task, task.start_ms, task.start_ms - stall_ms))
+            found.append(Stall(label, text, stall_ms, cause, tuple(sorted(path.items(), key=lambda p: -p[1]))))
+    return tuple(sorted(found, key=lambda s: -s.stall_ms))
+
+
+def _before(engine: Engine, tasks: Sequence[Task]) -> Task | None:
+    """The last compute task before those of an iteration."""
+    first = tasks[0].number if tasks else 0
+    return next((t for t in reversed(engine.tasks[:first]) if t.stream is Stream.COMPUTE), None)
+
+
+def critical_path(engine: Engine, tasks: Sequence[Task], length_ms: float, counted_ms: float) -> dict[str, float]:
+    """Milliseconds by stream on the critical path that ends with the last compute task of ``tasks``.
+
+    The path is followed for ``length_ms``, and its earlier end of ``counted_ms`` counts: behind that, it has found its
+    way to what really bounds the iterations.
+    """
+    own = [t for t in tasks if t.stream is Stream.COMPUTE] or list(tasks)
+    if not own or counted_ms <= 0:
+        return {}
+    last = own[-1]
+    end_ms = last.end_ms - length_ms + counted_ms
+    parts = walk_back(engine, last, last.end_ms, last.end_ms - length_ms)
+    return _sums((name, start_ms, min(stop_ms, end_ms)) for name, start_ms, stop_ms in parts if start_ms < end_ms)
+
+
+def walk_back(engine: Engine, task: Task, from_ms: float, to_ms: float) -> Iterator[tuple[str, float, float]]:
+    """The critical path from ``from_ms``, when ``task`` runs, ends or starts, to ``to_ms``: (stream, start, end)."""
+    now_ms, current = from_ms, task
+    while now_ms > to_ms:
+        if current.worked_ms < now_ms:  # done, but the host had not launched all of it
+            yield OVERHEAD, max(current.worked_ms, to_ms), now_ms
+            now_ms = max(current.worked_ms, to_ms)
+        if current.start_ms < now_ms:
+            yield str(current.stream), max(current.start_ms, to_ms), now_ms
+            now_ms = max(current.start_ms, to_ms)
+        cause = current.cause if current.cause is not None else current.host_cause
+        if now_ms <= to_ms:
+            return
+        before_ms = to_ms if cause is None else max(to_ms, engine.tasks[cause].end_ms)
+        if before_ms < now_ms:
+            yield OVERHEAD, before_ms, now_ms
+            now_ms = before_ms
+        if cause is None:
+            return
+        current = engine.tasks[cause]
+
+
+def _sums(parts: Iterator[tuple[str, float, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name, start_ms, end_ms in parts:
+        found[name] = found.get(name, 0.0) + end_ms - start_ms
+    return found
+
+
+def peaks_of(plan: Plan) -> Peaks:
+    """Most bytes at any segment of an iteration, in program order."""
+    device, used = (0, ""), (0, "")
+    for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
+        for segment, used_nbytes, total_nbytes in _moments(plan, program):
+            device = max(device, (total_nbytes, segment), key=lambda found: found[0])
+            used = max(used, (used_nbytes, segment), key=lambda found: found[0])
+    return Peaks(*device, *used, plan.memory.host_nbytes)
+
+
+def _moments(plan: Plan, program: Program) -> Iterator[tuple[str, int, int]]:
+    """Before every segment: its name, bytes of occupied slots, and bytes of the device."""
+    slots, nonmodel = plan.layout.slots, {s.name: s.nonmodel_nbytes for s in plan.segments}
+    standing = dict(program.entry.resident)
+    used_nbytes = sum(slots[slot].nbytes for slot in standing.values())
+    elastic_nbytes = 0
+    for action in program.actions:
+        if action.op in TO_SLOT and action.slot is not None:
+            standing[action.target] = action.slot
+            used_nbytes += slots[action.slot].nbytes
+        elif action.op in FROM_SLOT and action.slot is not None:
+            used_nbytes -= slots[standing.pop(action.target)].nbytes
+        elif action.op in (Op.GROW, Op.SHRINK):
+            elastic_nbytes += action.index if action.op is Op.GROW else -action.index
+        elif action.op is Op.RUN:
+            total_nbytes = plan.layout.arena_nbytes + elastic_nbytes + nonmodel[action.target]
+            yield action.target, used_nbytes, total_nbytes

@@ -1,0 +1,177 @@
+"""The simulator: what a plan's iterations take when they repeat, from nothing but the plan and rates of a machine.
+
+Forward, backward and step are replayed one after another as the executor launches them: each stream is a queue, waits
+are those of the plan, a label means its latest run, and programs do not join, so that updates and copies run beside the
+next forward as far as waits allow. The host launches in program order. On a device that computes on the host's thread
+it goes on when a segment is done; else it runs ahead, but at most one iteration: it launches none before the compute
+stream has finished the one before the last, as a loop that looks at the last step's loss does.
+
+Iterations are added until they repeat, action by action and to a millionth of the period, alone or in a cycle of
+several. The user's own code between the programs, and eager operators, take no time here.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Final
+
+from chunkc.cost.actions import ActionCosts, Cost
+from chunkc.cost.engine import Engine, Task
+from chunkc.cost.rates import CostRates, cost_rates
+from chunkc.cost.read import critical_path, peaks_of, slices_of, stalls_of, stream_times
+from chunkc.cost.timeline import OVERHEAD, PATRICKSTAR_FACTOR, Flops, Timeline
+from chunkc.errors import HardwareError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.work import Kind
+
+_CALIBRATED: Final = " (calibrated)"
+_MAX_ITERATIONS: Final = 32
+_MAX_CYCLE: Final = 4
+_TOLERANCE: Final = 1e-6
+_LOOK_AHEAD: Final = 2
+
+
+def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
+    """Simulate the steady iteration of ``plan``: forward, backward and step, or an evaluation.
+
+    Args:
+        plan: as planned or loaded; nothing else of the model is needed.
+        hw: the machine whose rates to take: a `Hardware`, a spelling, or the path of a profile of ``chunkc calibrate``.
+            None takes the plan's.
+
+    Raises:
+        HardwareError: when the machine's rates are not known; the message says how to get them.
+    """
+    if hw is None and plan.hw.endswith(_CALIBRATED):
+        raise HardwareError(
+            f"the plan was made for a calibrated machine, {plan.hw}; its rates stand in the profile, not in the plan: "
+            "name the profile's path as the hardware"
+        )
+    return simulate_with(plan, cost_rates(Hardware.of(plan.hw if hw is None else hw)))
+
+
+def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
+    """`simulate` with rates at hand."""
+    run = _Run(plan, rates)
+    while run.num_done < _MAX_ITERATIONS and not run.cycle():
+        run.iterate()
+    return _timeline(run)
+
+
+@dataclass(slots=True)
+class _Run:
+    """Iterations on their way: ``num_done`` are complete, some more are issued beyond them."""
+
+    plan: Plan
+    rates: CostRates
+    num_done: int = 0
+    engine: Engine = field(init=False)
+    names: list[tuple[str, str, str]] = field(init=False)  # label, program, text
+    _costs: list[Cost] = field(init=False)
+    _labels: list[tuple[str, ...]] = field(init=False)
+    _num_issued: int = 0
+    _events: dict[str, int] = field(default_factory=dict)
+    _last_compute: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        rates = self.rates
+        self.engine = Engine(rates.sharing, rates.handoff_us * 1e-3, rates.runs_inline)
+        costs = ActionCosts(self.plan, rates)
+        programs = [p for p in self.plan.programs if p.name in REPEATED_PROGRAMS]
+        actions = [(p, label, a) for p in programs for label, a in p.labelled()]
+        self.names = [(label, p.name, str(a)) for p, label, a in actions]
+        self._costs = [costs.of(a) for _, _, a in actions]
+        self._labels = [a.waits for _, _, a in actions]
+
+    def iterate(self) -> None:
+        """Complete one more iteration; those behind it are issued, since they run beside its end."""
+        while self._num_issued <= self.num_done + _LOOK_AHEAD:
+            self._issue()
+        self.engine.run_until(self._numbers(self.num_done))
+        self.num_done += 1
+
+    def _issue(self) -> None:
+        first = len(self.engine.tasks)
+        before = self._last_compute[-2] if len(self._last_compute) > 1 else None
+        joined = set(range(first - len(self._costs), first)) if self.plan.is_evaluation and first else set()
+        last_compute = None
+        for (label, _, text), cost, labels in zip(self.names, self._costs, self._labels, strict=True):
+            waits = {self._events[name] for name in labels if name in self._events} | joined
+            number = self.engine.add(f"{label} {text}", cost, tuple(sorted(waits)), before)
+            self._events[label] = number
+            before, joined = None, set()
+            last_compute = number if cost.use.stream is Stream.COMPUTE else last_compute
+        if last_compute is not None:
+            self._last_compute.append(last_compute)
+        self._num_issued += 1
+
+    def _numbers(self, iteration: int) -> range:
+        size = len(self._costs)
+        return range(iteration * size, (iteration + 1) * size)
+
+    def tasks(self, iteration: int) -> list[Task]:
+        """Of a complete iteration, in program order."""
+        return [self.engine.tasks[n] for n in self._numbers(iteration)]
+
+    def began_ms(self, iteration: int) -> float:
+        """When the first action of an iteration started."""
+        return min((t.start_ms for t in self.tasks(iteration)), default=0.0)
+
+    def cycle(self) -> int:
+        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet."""
+        for length in range(1, _MAX_CYCLE + 1):
+            if self.num_done >= 2 * length + 2 and all(
+                self._repeats(self.num_done - 1 - i, length) for i in range(length)
+            ):
+                return length
+        return 0
+
+    def _repeats(self, iteration: int, length: int) -> bool:
+        now, then = self.tasks(iteration), self.tasks(iteration - length)
+        shift_ms = self.began_ms(iteration) - self.began_ms(iteration - length)
+        allowed_ms = max(_TOLERANCE * shift_ms, 1e-9)
+        return all(
+            abs(a.start_ms - b.start_ms - shift_ms) <= allowed_ms and abs(a.end_ms - b.end_ms - shift_ms) <= allowed_ms
+            for a, b in zip(now, then, strict=True)
+        )
+
+
+def _timeline(run: _Run) -> Timeline:
+    plan, length = run.plan, run.cycle()
+    last = run.num_done - 1
+    num_mean = length or _MAX_CYCLE
+    step_ms = (run.began_ms(last) - run.began_ms(last - num_mean)) / num_mean
+    shown = last - 1
+    tasks, base_ms = run.tasks(shown), run.began_ms(shown)
+    path = critical_path(run.engine, run.tasks(last), 2 * step_ms, step_ms)
+    return Timeline(
+        plan_digest=plan.digest(),
+        model=plan.model,
+        hw=run.rates.hw,
+        step_ms=step_ms,
+        is_steady=length > 0,
+        num_iterations=run.num_done,
+        num_samples=plan.num_samples * plan.layout.world_size,
+        num_tokens=plan.num_tokens * plan.layout.world_size,
+        world_size=plan.layout.world_size,
+        flops=_flops(plan),
+        streams=stream_times(tasks, path),
+        overhead_ms=path.get(OVERHEAD, 0.0),
+        stalls=stalls_of(run.engine, tasks, run.names),
+        peaks=peaks_of(plan),
+        slices=slices_of(tasks, run.names, base_ms),
+        next_slices=slices_of(run.tasks(last), run.names, base_ms),
+    )
+
+
+def _flops(plan: Plan) -> Flops:
+    forward, backward = (
+        sum(w.flops for s in plan.graph_segments(graph) for w in s.work if w.kind is not Kind.MEMORY)
+        for graph in ("forward", "backward")
+    )
+    numel = sum(info.numel for info in plan.layout.params)
+    counted = None if plan.is_evaluation or not plan.num_tokens else PATRICKSTAR_FACTOR * numel * plan.num_tokens
+    return Flops(min(3 * forward, forward + backward), forward + backward, counted)

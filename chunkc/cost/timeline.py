@@ -1,0 +1,230 @@
+"""What a simulation found: one steady iteration on its streams, and what can be read off it.
+
+Terms. The *step time* is the period of the steady iteration. A stream is *busy* while one of its actions runs, at
+whatever speed. A *stall* is time in which the compute stream has nothing to do before an action. The *critical path*
+is followed back from the compute stream: from each action to the one whose end let it start. It covers every instant of
+an iteration, and each belongs to one stream, or to the host's launches and hand-offs (*overhead*). The stream with most
+of it is the *bound*; the *next bound* is the busiest of the others: a step takes as long, even if the bound were gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from chunkc.ir.actions import Stream
+
+OVERHEAD = "overhead"
+PATRICKSTAR_FACTOR = 8
+"""Operations for each parameter and token in PatrickStar's throughput: forward, backward, forward again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One action of the steady iteration. Times are from the iteration's first start; ``alone_ms``: with nothing beside
+    it. An action that ends after ``step_ms`` runs beside the next iteration's first ones."""
+
+    label: str
+    program: str
+    action: str
+    stream: Stream
+    start_ms: float
+    end_ms: float
+    alone_ms: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Time in which the compute stream waited to start ``action``.
+
+    Attributes:
+        waited_for: label and text of the action whose end it started at, or ``host``.
+        path_ms: what was under way meanwhile, back along the critical path: milliseconds by stream or ``overhead``.
+    """
+
+    label: str
+    action: str
+    stall_ms: float
+    waited_for: str
+    path_ms: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTime:
+    """One stream in one iteration.
+
+    Attributes:
+        busy_ms: while an action runs. alone_ms: what these actions take with nothing beside them.
+        critical_ms: on the critical path.
+        num_actions: that take time or not. nbytes: copied, exchanged, updated or moved in device memory.
+    """
+
+    stream: Stream
+    busy_ms: float
+    alone_ms: float
+    critical_ms: float
+    num_actions: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """Most bytes of one rank, and the segment that runs then.
+
+    On the device these are arena, elastic and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
+    """
+
+    device_nbytes: int
+    device_segment: str
+    arena_used_nbytes: int
+    arena_used_segment: str
+    host_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """Of one iteration on one rank.
+
+    Attributes:
+        model: without what backward computes again: three times the forward's, or what is executed if that is less
+            (frozen parameters). hardware: what is executed. Attention counts, the masked half of a causal one does not.
+        patrickstar: eight for each parameter and token; None where there are no tokens or nothing is trained.
+    """
+
+    model: int
+    hardware: int
+    patrickstar: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One steady iteration of a plan on one rank, simulated.
+
+    Attributes:
+        plan_digest, model, hw: what was simulated, on the rates of which machine.
+        step_ms: the period.
+        is_steady: whether iterations repeat exactly; where not, ``step_ms`` is the mean of several.
+        num_iterations: simulated until then.
+        num_samples, num_tokens: of one iteration, all ranks together; 0 where unknown.
+        world_size: ranks.
+        flops: operations of one rank.
+        streams: those that have actions. overhead_ms: launches and hand-offs on the critical path.
+        stalls: of the compute stream, the longest first.
+        peaks: of memory.
+        slices: all actions, by stream and start. next_slices: the same of the iteration behind it.
+    """
+
+    plan_digest: str
+    model: str
+    hw: str
+    step_ms: float
+    is_steady: bool
+    num_iterations: int
+    num_samples: int
+    num_tokens: int
+    world_size: int
+    flops: Flops
+    streams: tuple[StreamTime, ...]
+    overhead_ms: float
+    stalls: tuple[Stall, ...]
+    peaks: Peaks
+    slices: tuple[Slice, ...]
+    next_slices: tuple[Slice, ...]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of all ranks together; None where tokens are unknown."""
+        return self._per_s(self.num_tokens)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together; None where samples are unknown."""
+        return self._per_s(self.num_samples)
+
+    @property
+    def model_tflops(self) -> float:
+        """1e12 operations of the model per second, one rank."""
+        return self._tflops(self.flops.model)
+
+    @property
+    def hardware_tflops(self) -> float:
+        """The same with what is computed again."""
+        return self._tflops(self.flops.hardware)
+
+    @property
+    def patrickstar_tflops(self) -> float | None:
+        """Parameters * tokens * 8 / seconds / 1e12, one rank."""
+        return None if self.flops.patrickstar is None else self._tflops(self.flops.patrickstar)
+
+    def stream(self, stream: Stream) -> StreamTime:
+        """The times of ``stream``; zeros where it has no actions."""
+        empty = StreamTime(stream, 0.0, 0.0, 0.0, 0, 0)
+        return next((found for found in self.streams if found.stream is stream), empty)
+
+    def busy_share(self, stream: Stream) -> float:
+        """Share of the step in which ``stream`` is busy."""
+        return self.stream(stream).busy_ms / self.step_ms if self.step_ms else 0.0
+
+    @property
+    def bound(self) -> str:
+        """The stream, or ``overhead``, with most of the critical path."""
+        found = {str(s.stream): s.critical_ms for s in self.streams} | {OVERHEAD: self.overhead_ms}
+        return max(found, key=lambda name: found[name])
+
+    @property
+    def next_bound(self) -> str | None:
+        """The busiest of the other streams; None where no other is busy."""
+        others = [s for s in self.streams if str(s.stream) != self.bound and s.busy_ms > 0]
+        return str(max(others, key=lambda s: s.busy_ms).stream) if others else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``, without the single actions: those are the trace's."""
+        data = asdict(self)
+        del data["slices"], data["next_slices"]
+        data["stalls"] = [{**asdict(stall), "path_ms": dict(stall.path_ms)} for stall in self.stalls]
+        data["streams"] = [{**asdict(s), "busy_share": self.busy_share(s.stream)} for s in self.streams]
+        derived = ("tokens_per_s", "samples_per_s", "model_tflops", "hardware_tflops", "patrickstar_tflops")
+        return data | {name: getattr(self, name) for name in (*derived, "bound", "next_bound")}
+
+    def trace(self) -> dict[str, Any]:
+        """Two steady iterations as Chrome trace events, for ``json.dumps``; Perfetto and chrome://tracing show them.
+
+        One track a stream; an event's name is the action's text, times are in microseconds.
+        """
+        tracks = {stream: number for number, stream in enumerate(Stream, start=1)}
+        used = {s.stream for s in self.slices}
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "process_name", "pid": 0, "tid": 0, "args": {"name": f"{self.model} on {self.hw}"}}
+        ]
+        for stream in (s for s in Stream if s in used):
+            name = {"ph": "M", "name": "thread_name", "pid": 0, "tid": tracks[stream], "args": {"name": str(stream)}}
+            order = {"ph": "M", "name": "thread_sort_index", "pid": 0, "tid": tracks[stream]}
+            events += [name, {**order, "args": {"sort_index": tracks[stream]}}]
+        for iteration, slices in enumerate((self.slices, self.next_slices)):
+            events += [_event(s, tracks[s.stream], iteration) for s in slices]
+        return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+    def _per_s(self, count: int) -> float | None:
+        return count / self.step_ms * 1e3 if count and self.step_ms else None
+
+    def _tflops(self, flops: int) -> float:
+        return flops / self.step_ms * 1e-9 if self.step_ms else 0.0
+
+
+def _event(found: Slice, track: int, iteration: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": found.action,
+        "cat": found.program,
+        "pid": 0,
+        "tid": track,
+        "ts": found.start_ms * 1e3,
+        "dur": (found.end_ms - found.start_ms) * 1e3,
+        "args": {
+            "label": found.label,
+            "iteration": iteration,
+            "alone_us": found.alone_ms * 1e3,
+            "nbytes": found.nbytes,
+        },
+    }

@@ -1,0 +1,120 @@
+"""The time of single actions, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from costs import LINKS, RATES, rates, with_work
+
+from chunkc.cost.actions import ActionCosts, all_gather_ms, broadcast_ms
+from chunkc.cost.rates import CopyLaw, cost_rates
+from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE
+from chunkc.errors import HardwareError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream, parse
+from chunkc.ir.work import Kind, Work
+
+from ..ir.plans import distributed, evicting, grad_chunk, spanning, streaming
+
+TIMES = {
+    "fetch c0 -> d0 @h2d": 1.0,
+    "evict c0 <- d0 @d2h": 1.0,
+    "load os0 -> d2 @h2d": 3.0,
+    "store os0 <- d2 @d2h": 3.0,
+    "update c0 @cpu": 2.0,
+    "update c0 @compute": 1.0,
+    "restore c0 @cpu": 2.0 * 8 / 32,
+    "norm c0 @cpu": 2.0 * 4 / 32,
+    "norm c0 @compute": 1.0 * 4 / 32,
+    "decide @compute": 0.0,
+    "drop c0 <- d0 @compute": 0.0,
+    "grow 500 @compute": 0.0,
+    "stash c0 of bwd.0 @compute": 1.0,
+    "run fwd.0 @compute": 5.0,
+}
+
+
+@pytest.mark.parametrize("text", TIMES)
+def test_time_alone(text: str) -> None:
+    costs = ActionCosts(with_work(streaming().build(), 5), RATES)
+    assert costs.of(parse(text)).alone_ms == pytest.approx(TIMES[text])
+
+
+def test_a_copy_has_a_latency_and_each_direction_its_own_law() -> None:
+    costs = ActionCosts(evicting().build(), rates(h2d=CopyLaw(500.0, 512e-6)))
+    assert costs.of(parse("fetch c0 -> d0 @h2d")).alone_ms == pytest.approx(0.5 + 0.5)
+    assert costs.of(parse("evict c0 <- d0 @d2h")).alone_ms == pytest.approx(1.0)
+
+
+def test_a_segment_takes_the_longer_of_arithmetic_and_bytes_of_each_kind() -> None:
+    work = (
+        Work(Kind.ATTENTION, "float32", 3, 512, 1),  # 3 ms by arithmetic at 1e-9 TFLOPS, 1 ms by bytes
+        Work(Kind.MATMUL, "float32", 2, 512 * 7, 4),  # 2 ms, 7 ms
+        Work(Kind.MEMORY, "", 0, 256, 2),
+    )
+    plan = evicting().build()
+    plan = replace(plan, segments=(replace(plan.segments[0], work=work), *plan.segments[1:]))
+    run = parse("run fwd.0 @compute")
+    found = ActionCosts(plan, rates(kernel_launch_us=10.0, compute_launch_us=70.0)).of(run)
+    assert found.alone_ms == pytest.approx(3 + 7 + 0.5)
+    assert (found.launch_ms, found.kernels_ms) == (pytest.approx(0.07), pytest.approx(7 * 0.01))
+    inline = ActionCosts(plan, rates(kernel_launch_us=10.0, runs_inline=True)).of(run)
+    assert (inline.alone_ms, inline.kernels_ms) == (pytest.approx(3 + 7 + 0.5 + 0.07), 0.0)
+
+
+def test_gradients_land_by_their_part_in_the_chunk() -> None:
+    """w0 has 64 of its elements in c0 and 32 in c1; c1 of bwd.0 gets the 32 of w1; half a chunk takes half as long."""
+    costs = ActionCosts(spanning().build(), RATES)
+    texts = ("stash c0 of bwd.1 @compute", "stash c1 of bwd.1 @compute", "stash c1 of bwd.0 @compute")
+    assert [costs.of(parse(text)).alone_ms for text in texts] == pytest.approx([1.0, 0.5, 0.5])
+    beside = ActionCosts(grad_chunk().build(), RATES)
+    assert beside.of(parse("stash c1 of bwd.0 @compute")).alone_ms == pytest.approx(1.0)
+
+
+def test_collectives_move_the_other_ranks_chunks() -> None:
+    costs = ActionCosts(distributed().build(), rates(links=replace(LINKS, hop_us=500.0)))
+    for text in ("gather g0 @comm", "reduce g0 @comm", "gather c0 @comm"):
+        found = costs.of(parse(text))
+        assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 0.5), 256)
+    assert all_gather_ms(256, 8, LINKS) == pytest.approx(7.0)
+    assert broadcast_ms(256, 8, LINKS) == pytest.approx(1.0)
+
+
+def test_between_nodes_the_slower_of_link_and_network_counts() -> None:
+    """Sixteen ranks on two nodes: 15 chunks into each rank, 8 of another node through a network for the whole node."""
+    slow, fast = (replace(LINKS, node_gb_per_s=rate) for rate in (64e-6, 1.0))
+    assert all_gather_ms(256, 16, slow) == pytest.approx(8 * 4.0)
+    assert all_gather_ms(256, 16, fast) == pytest.approx(15.0)
+    assert broadcast_ms(256, 16, slow) == pytest.approx(4.0)
+
+
+def test_six_times_the_parameters_go_over_the_links_in_a_step() -> None:
+    """Two gathers and a reduction of every group: 6 (p - 1) / p bytes for each parameter of 2 bytes, 12 for 4 bytes."""
+    plan = distributed().build()
+    costs = ActionCosts(plan, RATES)
+    actions = [a for p in plan.programs[:3] for a in p.actions if a.stream is Stream.COMM]
+    moved = sum(costs.of(a).nbytes for a in actions)
+    gathered_once = 1  # g1 stays gathered into backward
+    assert moved == (12 * 1 / 2 * 256) - gathered_once * 256
+
+
+def test_ranks_without_known_links_are_refused() -> None:
+    costs = ActionCosts(distributed().build(), rates(links=None))
+    with pytest.raises(HardwareError, match="between 2 ranks, but round has no rates of links"):
+        costs.of(parse("gather g0 @comm"))
+
+
+def test_copies_and_updates_share_host_memory_and_pcie_collectives_the_link() -> None:
+    found = cost_rates(Hardware.parse("hai-pcie"))
+    costs = ActionCosts(distributed().build(), found)
+    demands = {
+        text: dict(costs.of(parse(text)).use.demands)
+        for text in ("fetch c0 -> d0 @h2d", "evict c0 <- d0 @d2h", "update c0 @cpu", "gather g0 @comm")
+    }
+    assert set(demands["fetch c0 -> d0 @h2d"]) == {HOST_DRAM, TO_DEVICE}
+    assert set(demands["evict c0 <- d0 @d2h"]) == {HOST_DRAM, FROM_DEVICE}
+    assert set(demands["gather g0 @comm"]) == {TO_DEVICE, FROM_DEVICE}
+    assert demands["update c0 @cpu"] == {HOST_DRAM: pytest.approx(found.cpu_update_gparam_per_s["float32"] * 32)}
+    nvlink = ActionCosts(distributed().build(), cost_rates(Hardware.parse("superpod")))
+    assert nvlink.of(parse("gather g0 @comm")).use.demands == ()
