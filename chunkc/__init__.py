@@ -16,6 +16,7 @@ from chunkc.errors import (
 )
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
+from chunkc.report.timeline import simulate
 from chunkc.runtime.optimizer import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -38,5 +39,6 @@ __all__ = [
     "full_params",
     "plan",
     "plan_of",
+    "simulate",
     "stats",
 ]

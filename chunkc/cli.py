@@ -1,7 +1,8 @@
-"""The command line: look at a plan, make one without running anything, measure this machine, say what it is.
+"""The command line: make a plan without running anything, look at it, simulate it; measure this machine, describe it.
 
     chunkc explain plan.json [--full | --summary]
     chunkc plan module:function --hw 8xv100-240g [--dtype bfloat16] [--chunk-size N] [--save plan.json] [--json]
+    chunkc simulate plan.json [--hw profile.json] [--json] [--trace trace.json]
     chunkc calibrate --hw emulated-64m-2g [-o profile.json] [--quick] [--json]
     chunkc env
 
@@ -29,6 +30,7 @@ from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.environment import environment
+from chunkc.report.timeline import simulate
 
 Planner = Callable[..., Any]
 
@@ -66,6 +68,8 @@ def _run(args: argparse.Namespace, planner: Planner | None) -> int:
         return _explain(args)
     if args.command == "calibrate":
         return _calibrate(args)
+    if args.command == "simulate":
+        return _simulate(args)
     return _plan(args, planner) if args.command == "plan" else _env()
 
 
@@ -80,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--full", action="store_true", help="everything: every action and every moment")
     form.add_argument("--summary", action="store_true", help="the numbers: memory, chunks, bytes moved")
     _add_plan(commands.add_parser("plan", help="plan a model for hardware that need not be here; nothing runs"))
+    _add_simulate(commands.add_parser("simulate", help="how long a step of a saved plan takes, and what bounds it"))
     _add_calibrate(commands.add_parser("calibrate", help="measure this machine's copies, updates and arithmetic"))
     commands.add_parser("env", help="versions, processor, memory, GPUs and variables, for a bug report")
     return parser
@@ -101,6 +106,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--full", action="store_true", help="print everything instead of the table")
     form.add_argument("--json", action="store_true", help="print one JSON object instead: does it fit, and bytes")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="plan.json", help="a file that plan.save() or `chunkc plan --save` wrote")
+    parser.add_argument("--hw", help="whose rates: a profile of `chunkc calibrate`, or a name (default: the plan's)")
+    parser.add_argument("--trace", type=_json_path, metavar="trace.json", help="write every action, for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
@@ -128,20 +140,36 @@ def _chunk_size(text: str) -> int | str:
 
 def _profile_path(text: str) -> str:
     """Refused before anything is measured, since measuring takes a while."""
-    path = Path(text)
-    if path.suffix.lower() != ".json":
+    if Path(text).suffix.lower() != ".json":
         raise argparse.ArgumentTypeError(f"{text!r} does not end in .json, by which hw= knows a profile")
+    return _json_path(text)
+
+
+def _json_path(text: str) -> str:
+    path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {text!r}: it is a folder, or the folder around it is missing")
     return text
 
 
 def _explain(args: argparse.Namespace) -> int:
-    try:
-        plan = Plan.load(args.path)
-    except OSError as error:
-        raise ChunkcError(f"cannot read {args.path}: {error.strerror}") from error
+    plan = _load(args.path)
     print(plan.text() if args.full else plan.summary() if args.summary else plan)
+    return 0
+
+
+def _load(path: str) -> Plan:
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise ChunkcError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    timeline = simulate(_load(args.path), args.hw)
+    if args.trace:
+        _write(args.trace, lambda: Path(args.trace).write_text(json.dumps(timeline.trace()), encoding="utf-8"))
+    print(json.dumps(timeline.to_json()) if args.json else timeline)
     return 0
 
 
@@ -192,8 +220,12 @@ def _model_and_inputs(spec: str) -> tuple[Any, Any]:
 
 
 def _save(result: Plan | Hardware, path: str) -> None:
+    _write(path, lambda: result.save(path))
+
+
+def _write(path: str, write: Callable[[], object]) -> None:
     try:
-        result.save(path)
+        write()
     except OSError as error:
         raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
     print(f"saved {path}", file=sys.stderr)

@@ -28,6 +28,7 @@ NAMES = frozenset(
         "full_params",
         "plan",
         "plan_of",
+        "simulate",
         "stats",
     }
 )
@@ -39,6 +40,7 @@ SIGNATURES = {
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
     "chunk_size='auto', passes=None, reserve=0",
     "plan_of": "model",
+    "simulate": "plan, hw=None",
     "stats": "model",
     "full_params": "model",
     "AdamW": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, max_grad_norm=None",

@@ -71,7 +71,7 @@ def test_chunkc_commands_run_in_the_order_of_the_readme(written: Path, capsys: p
     for command in commands("chunkc"):
         assert cli.main(shlex.split(command)[1:]) == 0, command
         outputs.append(capsys.readouterr().out)
-    assert len(outputs) == 6 and all(outputs)
+    assert len(outputs) == 7 and all(outputs)
     assert (written / "plan.json").exists() and (written / "profile.json").exists()
     assert _headings(outputs[0]) == _headings(blocks("text")[0])
 

@@ -31,7 +31,7 @@ class Task:
         name: for messages.
         cost: of the action alone.
         waits: numbers of the tasks that must be complete.
-        issue_after: number of a task that the host waits for before it issues this one.
+        issue_after: numbers of the tasks that the host waits for before it issues this one.
         issued_ms: when it could start as far as the host goes; issue_done_ms: when its last kernel was launched.
         start_ms, end_ms: on its stream. worked_ms: when the work itself was done; the rest is the host's.
         cause: number of the task whose end let it start, or None where the host did.
@@ -42,7 +42,7 @@ class Task:
     name: str
     cost: Cost
     waits: tuple[int, ...]
-    issue_after: int | None = None
+    issue_after: tuple[int, ...] = ()
     issued_ms: float = math.inf
     issue_done_ms: float = math.inf
     start_ms: float = math.inf
@@ -78,7 +78,7 @@ class Engine:
     _running: dict[Stream, tuple[Task, float]] = field(default_factory=dict)
     _last: dict[Stream, Task] = field(default_factory=dict)
 
-    def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: int | None = None) -> int:
+    def add(self, name: str, cost: Cost, waits: tuple[int, ...], issue_after: tuple[int, ...] = ()) -> int:
         """One more task behind all others; its number."""
         task = Task(len(self.tasks), name, cost, waits, issue_after)
         self.tasks.append(task)
@@ -104,17 +104,16 @@ class Engine:
         """The host issues tasks until it has to wait."""
         while self._num_issued < len(self.tasks):
             task = self.tasks[self._num_issued]
-            blocker = task.issue_after
             before = self.tasks[task.number - 1] if task.number else None
+            blockers = task.issue_after
             if self.runs_inline and before is not None and before.stream is Stream.COMPUTE:
-                blocker = before.number if blocker is None else max(blocker, before.number)
-            if blocker is not None:
-                if not self._is_done(blocker):
-                    return
-                if self.tasks[blocker].end_ms >= self._host_ms:
-                    self._host_ms, task.host_cause = self.tasks[blocker].end_ms, blocker
-            if task.host_cause is None and before is not None:
-                task.host_cause = before.host_cause
+                blockers = (*blockers, before.number)
+            if not all(self._is_done(number) for number in blockers):
+                return
+            task.host_cause = None if before is None else before.host_cause
+            for number in blockers:
+                if self.tasks[number].end_ms >= self._host_ms:
+                    self._host_ms, task.host_cause = self.tasks[number].end_ms, number
             task.issued_ms = self._host_ms + task.cost.launch_ms
             task.issue_done_ms = self._host_ms = task.issued_ms + task.cost.kernels_ms
             self._num_issued += 1

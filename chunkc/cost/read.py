@@ -47,8 +47,10 @@ def stalls_of(engine: Engine, tasks: Sequence[Task], names: Names) -> tuple[Stal
         if stall_ms > _SHORTEST_STALL_MS:
             cause = "host" if task.cause is None else engine.tasks[task.cause].name
             path = _sums(walk_back(engine, task, task.start_ms, task.start_ms - stall_ms))
-            found.append(Stall(label, text, stall_ms, cause, tuple(sorted(path.items(), key=lambda p: -p[1]))))
-    return tuple(sorted(found, key=lambda s: -s.stall_ms))
+            found.append(
+                Stall(label, text, stall_ms, cause, tuple(sorted(path.items(), key=lambda p: (-round(p[1], 9), p[0]))))
+            )
+    return tuple(sorted(found, key=lambda s: -round(s.stall_ms, 9)))
 
 
 def _before(engine: Engine, tasks: Sequence[Task]) -> Task | None:

@@ -3,8 +3,10 @@
 Forward, backward and step are replayed one after another as the executor launches them: each stream is a queue, waits
 are those of the plan, a label means its latest run, and programs do not join, so that updates and copies run beside the
 next forward as far as waits allow. The host launches in program order. On a device that computes on the host's thread
-it goes on when a segment is done; else it runs ahead, but at most one iteration: it launches none before the compute
-stream has finished the one before the last, as a loop that looks at the last step's loss does.
+it goes on when a segment is done. Else it runs ahead, with two limits. Work on the compute stream that needs what an
+update on the host makes, through a fetch, is launched when that update is done, since a GPU never waits for the host.
+And no iteration is launched before the compute stream has finished the one before the last, as in a loop that looks at
+the last step's loss.
 
 Iterations are added until they repeat, action by action and to a millionth of the period, alone or in a cycle of
 several. The user's own code between the programs, and eager operators, take no time here.
@@ -75,6 +77,8 @@ class _Run:
     _num_issued: int = 0
     _events: dict[str, int] = field(default_factory=dict)
     _last_compute: list[int] = field(default_factory=list)
+    _updates: dict[int, int] = field(default_factory=dict)  # task -> the update on the host that it needs in the end
+    _tails: dict[Stream, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rates = self.rates
@@ -95,18 +99,42 @@ class _Run:
 
     def _issue(self) -> None:
         first = len(self.engine.tasks)
-        before = self._last_compute[-2] if len(self._last_compute) > 1 else None
-        joined = set(range(first - len(self._costs), first)) if self.plan.is_evaluation and first else set()
+        before = self._last_compute[-2:-1]
+        if self.plan.is_evaluation:  # it ends with all streams joined
+            before = list(range(max(0, first - len(self._costs)), first))
         last_compute = None
-        for (label, _, text), cost, labels in zip(self.names, self._costs, self._labels, strict=True):
-            waits = {self._events[name] for name in labels if name in self._events} | joined
-            number = self.engine.add(f"{label} {text}", cost, tuple(sorted(waits)), before)
+        facts = zip(self.names, self._costs, self._labels, strict=True)
+        for number, ((label, _, text), cost, labels) in enumerate(facts, start=first):
+            waits = {self._events[name] for name in labels if name in self._events}
+            after = (*before, *self._held_back(number, cost.use.stream, waits))
+            self.engine.add(f"{label} {text}", cost, tuple(sorted(waits)), after)
             self._events[label] = number
-            before, joined = None, set()
+            before = []
             last_compute = number if cost.use.stream is Stream.COMPUTE else last_compute
         if last_compute is not None:
             self._last_compute.append(last_compute)
         self._num_issued += 1
+
+    def _held_back(self, number: int, stream: Stream, waits: set[int]) -> tuple[int, ...]:
+        """The update on the host that must end before the host launches task ``number``, if any.
+
+        The host worker carries updates out in order, so the last one says it all. A copy behind such an update is held
+        back on the host, and all copies of its stream behind it; what is launched on the compute stream is not.
+        """
+        if self.rates.runs_inline:
+            return ()
+        if stream is Stream.CPU:
+            self._updates[number] = number
+            return ()
+        needs = [self._updates[wait] for wait in waits if wait in self._updates]
+        if stream is Stream.COMPUTE:
+            return (max(needs),) if needs else ()
+        tail = self._tails.get(stream)
+        needs += [self._updates[tail]] if tail in self._updates else []
+        if needs:
+            self._updates[number] = max(needs)
+        self._tails[stream] = number
+        return ()
 
     def _numbers(self, iteration: int) -> range:
         size = len(self._costs)

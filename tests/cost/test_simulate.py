@@ -310,3 +310,25 @@ def test_a_deep_model_is_simulated_in_seconds_and_the_same_each_time() -> None:
     first = simulate(plan, hw)
     assert first.is_steady and first.num_iterations < 16
     assert simulate(plan, hw) == first
+
+
+def test_a_gpu_never_waits_for_updates_on_the_host() -> None:
+    """A fetch behind an update is held back on the host, and what runs behind that fetch is launched when the update is
+    done, with the launch still to come; the emulated device has launched it long before."""
+    launches = rates(compute_launch_us=500.0)
+    timeline = simulate_with(with_work(evicting().build(), 3), launches)
+    slices = {s.label: s for s in timeline.slices}
+    assert slices["f1"].start_ms == pytest.approx(slices["f0"].end_ms)  # launched meanwhile: 0.5 ms of 1 ms
+    slow = simulate_with(with_work(evicting().build(), 3), rates(compute_launch_us=1500.0))
+    late = {s.label: s for s in slow.slices}
+    updated_ms = {s.label: s.end_ms for s in slow.slices}["s0"] - slow.step_ms
+    assert late["f1"].start_ms == pytest.approx(updated_ms + 1.5)
+
+
+def test_the_host_is_at_most_one_iteration_ahead() -> None:
+    """A stream that nothing holds back has no period of its own: it waits for its launches."""
+    plan = evicting().build()
+    programs = tuple(replace(p, actions=tuple(replace(a, waits=()) for a in p.actions)) for p in plan.programs)
+    timeline = simulate_with(with_work(replace(plan, programs=programs), 3), RATES)
+    assert timeline.is_steady
+    assert timeline.step_ms == pytest.approx(24.0)  # compute alone

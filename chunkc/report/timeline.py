@@ -1,0 +1,144 @@
+"""What people see of a simulation: the step time, what bounds it, streams, and where the compute stream waits."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+from tabulate import tabulate
+
+from chunkc import cost
+from chunkc.cost.timeline import OVERHEAD
+from chunkc.hardware import Hardware
+from chunkc.ir.plan import Plan
+from chunkc.report.units import percent, plural, shorten, unit_for
+
+MAX_STALLS = 8
+_MAX_TEXT_COLUMNS = 44
+_MEANINGS = {
+    "compute": "computing on the device",
+    "h2d": "copies to the device",
+    "d2h": "copies to the host",
+    "comm": "exchange between ranks",
+    "cpu": "updates on the host",
+    OVERHEAD: "the host's launches, and hand-offs between streams",
+}
+
+
+class Timeline(cost.Timeline):
+    """One steady iteration of a plan, simulated; ``print(timeline)`` shows the numbers."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, timeline: cost.Timeline) -> Timeline:
+        """The same timeline with its report."""
+        return cls(**{field.name: getattr(timeline, field.name) for field in fields(cost.Timeline)})
+
+    def __str__(self) -> str:
+        return render_timeline(self)
+
+    def __repr__(self) -> str:
+        return f"<chunkc timeline of plan {self.plan_digest}: {_time(self.step_ms)} a step on {self.hw}>"
+
+
+def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
+    """How long a step of ``plan`` takes when steps repeat, and what bounds it; nothing runs.
+
+    Args:
+        plan: as planned or loaded; nothing else of the model is needed.
+        hw: the machine whose rates to take: a name, a `Hardware`, or the path of a profile that ``chunkc calibrate``
+            wrote. None takes the machine of the plan.
+
+    Raises:
+        HardwareError: when the machine's rates are not known; the message says how to get them.
+    """
+    return Timeline.of(cost.simulate(plan, hw))
+
+
+def render_timeline(timeline: cost.Timeline) -> str:
+    """The numbers of ``timeline`` on one screen."""
+    parts = ["\n".join(_header(timeline)), _streams(timeline), _stalls(timeline)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _header(timeline: cost.Timeline) -> Iterator[str]:
+    ranks = f", {timeline.world_size} ranks" if timeline.world_size > 1 else ""
+    yield f"{timeline.model} on {timeline.hw}{ranks}, plan {timeline.plan_digest}: simulated, not measured"
+    speeds = [(timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s")]
+    told = [f"{speed:,.4g} {name}" if speed < 1000 else f"{speed:,.0f} {name}" for speed, name in speeds if speed]
+    yield "  step        " + ", ".join([_time(timeline.step_ms), *told])
+    rates = [f"{timeline.model_tflops:.4g} TFLOPS", f"{timeline.hardware_tflops:.4g} with what is computed again"]
+    if timeline.patrickstar_tflops is not None:
+        rates.append(f"{timeline.patrickstar_tflops:.4g} as PatrickStar counts")
+    yield "  each rank   " + ", ".join(rates)
+    yield "  bound by    " + "; ".join(_bounds(timeline))
+    peaks = timeline.peaks
+    unit = unit_for(peaks.device_nbytes)
+    yield (
+        f"  memory      device {unit.named(peaks.device_nbytes)} at {peaks.device_segment}, arena at most "
+        f"{unit.named(peaks.arena_used_nbytes)} in use at {peaks.arena_used_segment}, host "
+        f"{unit_for(peaks.host_nbytes).named(peaks.host_nbytes)}"
+    )
+    if not timeline.is_steady:
+        yield f"  not steady after {timeline.num_iterations} iterations: times are the mean of the last ones"
+
+
+def _bounds(timeline: cost.Timeline) -> Iterator[str]:
+    critical = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
+    bound = timeline.bound
+    yield f"{_MEANINGS[bound]} ({percent(critical[bound], timeline.step_ms)} of the critical path)"
+    if timeline.next_bound is not None:
+        busy_ms = next(s.busy_ms for s in timeline.streams if str(s.stream) == timeline.next_bound)
+        yield f"next {_MEANINGS[timeline.next_bound]} (busy {percent(busy_ms, timeline.step_ms)})"
+
+
+def _streams(timeline: cost.Timeline) -> str:
+    unit = unit_for(max((s.nbytes for s in timeline.streams), default=0))
+    rows: list[Sequence[Any]] = [
+        (
+            str(s.stream),
+            f"{s.busy_ms:,.3f}",
+            percent(s.busy_ms, timeline.step_ms),
+            f"{s.alone_ms:,.3f}",
+            f"{s.critical_ms:,.3f}",
+            f"{s.num_actions:,}",
+            unit.of(s.nbytes),
+        )
+        for s in timeline.streams
+    ]
+    rows.append((OVERHEAD, "", "", "", f"{timeline.overhead_ms:,.3f}", "", ""))
+    return _table(("stream", "busy ms", "share", "alone ms", "critical ms", "actions", unit.name), rows, 1)
+
+
+def _stalls(timeline: cost.Timeline) -> str:
+    if not timeline.stalls:
+        return "the compute stream never waits"
+    total_ms = sum(s.stall_ms for s in timeline.stalls)
+    rows = [
+        (
+            f"{stall.stall_ms:,.3f}",
+            shorten(f"{stall.label} {stall.action.split(' after ')[0]}", _MAX_TEXT_COLUMNS),
+            shorten(stall.waited_for.split(" after ")[0], _MAX_TEXT_COLUMNS),
+            ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100),
+        )
+        for stall in timeline.stalls[:MAX_STALLS]
+    ]
+    shown = "" if len(timeline.stalls) <= MAX_STALLS else f"; the {MAX_STALLS} longest"
+    heading = (
+        f"the compute stream waits {_time(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
+    )
+    return heading + _table(("ms", "before", "waits for", "meanwhile, ms"), rows, 0)
+
+
+def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]], num_left: int) -> str:
+    """Cells are text already; numbers stand right, names left."""
+    names = {"before", "waits for", "meanwhile, ms"}
+    align = ["left" if i < num_left or h in names else "right" for i, h in enumerate(headers)]
+    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _time(milliseconds: float) -> str:
+    return f"{milliseconds / 1e3:,.3f} s" if milliseconds >= 1e3 else f"{milliseconds:,.3f} ms"
