@@ -132,8 +132,8 @@ class _GraphCapture:
         self._refuse_broken_rules()
         if self._backward is None:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
-        num_outputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
-        gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
+        num_inputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
+        gradients: list[int | None] = [*self._input_params, *([None] * num_inputs)][:num_inputs]
         num_outputs, infos = num_forward_outputs(), self._backend.infos
         captured = build(module, self._backward, self._names, gradients, num_outputs, infos, **self._options)
         self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")

@@ -42,7 +42,9 @@ def _attention_flops(node: Node, names: Sequence[str]) -> int:
     batch, heads, num_queries, width = query
     num_keys, value_width = key[-2], value[-1]
     pairs = _causal_pairs(num_queries, num_keys) if given.get("is_causal", False) else num_queries * num_keys
-    if "grad_out" in names:  # scores, and the gradients of queries and keys; the gradients of weights and values
+    if any(
+        name.startswith("grad_out") for name in names
+    ):  # scores, and the gradients of queries and keys; the gradients of weights and values
         return 2 * batch * heads * pairs * ((_BACKWARD_PRODUCTS - 2) * width + 2 * value_width)
     return _FORWARD_PRODUCTS * batch * heads * pairs * (width + value_width)
 

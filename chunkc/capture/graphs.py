@@ -223,9 +223,10 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
 
 def _dtype(node: Node) -> str:
     """Of the first floating-point operand of ``node``, else of its result."""
-    for value in pytree.tree_leaves([n.meta.get("val") for n in (*node.all_input_nodes, node)]):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return str(value.dtype).removeprefix("torch.")
+    for found in (*node.all_input_nodes, node):
+        for value in pytree.tree_leaves(found.meta.get("val")):
+            if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
+                return str(value.dtype).removeprefix("torch.")
     return ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,8 +53,11 @@ def _is_cast(target: object) -> bool:
 
 
 def _is_view(target: object) -> bool:
-    if not isinstance(target, OpOverload):
-        return False
+    return isinstance(target, OpOverload) and _returns_views(target)
+
+
+@cache
+def _returns_views(target: OpOverload) -> bool:
     if target.overloadpacket in _UNDECLARED_VIEWS:
         return True
     return any(r.alias_info is not None and not r.alias_info.is_write for r in target._schema.returns)

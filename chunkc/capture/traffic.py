@@ -11,8 +11,9 @@ Lookups (embedding, index) read the rows they return and not the table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch.fx import Node
@@ -23,6 +24,7 @@ from chunkc.capture.flops import operator_flops
 from chunkc.capture.partition import is_view
 
 aten = torch.ops.aten
+Sizes = Callable[[Node], int]
 _LOOKUPS = frozenset({aten.embedding, aten.index, aten.index_select, aten.gather})
 
 
@@ -39,51 +41,77 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
     """The traffic of every operator of one graph; ``fuses``: whether neighbours without a matrix product are fused."""
     found: list[Traffic] = []
     run: list[Bundle] = []
+    sizes = cache(_nbytes)
     for bundle in bundles:
         flops = operator_flops(bundle.main)
         if flops == 0 and fuses:
             run.append(bundle)
             continue
-        found += [*_fused(run), _alone(bundle, flops)]
+        found += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
         run = []
-    return (*found, *_fused(run))
+    return (*found, *_fused(run, sizes))
 
 
-def _alone(bundle: Bundle, flops: int) -> Traffic:
+def _alone(bundle: Bundle, flops: int, sizes: Sizes) -> Traffic:
     if is_view(bundle.main):
         return Traffic(flops, 0, 0)
-    reads = {source: nbytes for source, nbytes in _reads(bundle)}
-    return Traffic(flops, sum(reads.values()) + sum(_nbytes(v) for v in _values(bundle)), 1)
+    reads = dict(_reads(bundle, sizes))
+    return Traffic(flops, sum(reads.values()) + sum(sizes(v) for v in _values(bundle)), 1)
 
 
-def _fused(run: Sequence[Bundle]) -> Iterator[Traffic]:
+def _fused(run: Sequence[Bundle], sizes: Sizes) -> Iterator[Traffic]:
     """The traffic of a run; its first operator that computes counts as its kernel."""
     nodes = {node for bundle in run for node in bundle.nodes}
     inside = {value for bundle in run for value in _values(bundle)}
-    known: set[Node] = set()
+    outside = _Outside(sizes)
     num_kernels = 1
     for bundle in run:
         if is_view(bundle.main):
             yield Traffic(0, 0, 0)
             continue
-        total = sum(_nbytes(value) for value in _values(bundle) if _escapes(value, nodes))
-        for source, nbytes in _reads(bundle):
-            base = _base(source)
-            if base not in inside and base not in known:
-                known.add(base)
-                total += nbytes
+        total = sum(sizes(value) for value in _values(bundle) if _escapes(value, nodes))
+        for source, nbytes in _reads(bundle, sizes):
+            if (base := _base(source)) not in inside:
+                total += outside.read(source, base, nbytes)
         yield Traffic(0, total, num_kernels)
         num_kernels = 0
 
 
-def _reads(bundle: Bundle) -> Iterator[tuple[Node, int]]:
+@dataclass(slots=True)
+class _Outside:
+    """What a run has read of tensors made outside of it: each part once, and of no tensor more than it has."""
+
+    sizes: Sizes
+    _parts: set[tuple[Node, int, int]] = field(default_factory=set)
+    _left_nbytes: dict[Node, int] = field(default_factory=dict)
+
+    def read(self, source: Node, base: Node, nbytes: int) -> int:
+        """Bytes moved to read ``nbytes`` of ``source``, a view of ``base`` or that itself."""
+        part = (base, *_extent(source))
+        if part in self._parts:
+            return 0
+        self._parts.add(part)
+        moved = min(nbytes, self._left_nbytes.setdefault(base, self.sizes(base)))
+        self._left_nbytes[base] -= moved
+        return moved
+
+
+def _extent(node: Node) -> tuple[int, int]:
+    """Where a tensor begins in its storage, and its elements."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return 0, 0
+    return int(value.storage_offset()), value.numel()
+
+
+def _reads(bundle: Bundle, sizes: Sizes) -> Iterator[tuple[Node, int]]:
     """Tensors that the operator reads, with the bytes that it reads of each."""
     main = bundle.main
     is_lookup = getattr(main.target, "overloadpacket", None) in _LOOKUPS
     for source in main.all_input_nodes:
-        nbytes = _nbytes(source)
+        nbytes = sizes(source)
         if is_lookup and source is main.args[0]:
-            nbytes = min(nbytes, _nbytes(main))
+            nbytes = min(nbytes, sizes(main))
         yield source, nbytes
 
 

@@ -225,7 +225,10 @@ class Plan:
         """
         version = data.get("format_version")
         if version != FORMAT_VERSION:
-            raise ValueError(f"plan format {version} is not supported; this release reads format {FORMAT_VERSION}")
+            raise ValueError(
+                f"plan format {version} is not supported; this release reads format {FORMAT_VERSION}: plan the model "
+                "again"
+            )
         return Plan(
             model=data["model"],
             hw=data["hw"],

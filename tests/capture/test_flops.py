@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from captures import capture_once
 from models import CASES
 from torch import nn
+from torch.fx import Graph
 from torch.utils.flop_counter import FlopCounterMode
 
+from chunkc.capture.flops import operator_flops
 from chunkc.capture.graphs import Captured
 from chunkc.ir.work import Kind, work_of
 from chunkc.planahead import capture_ahead
@@ -54,6 +57,39 @@ def test_causal_attention_counts_the_pairs_that_are_not_masked(queries: int, key
     pairs = int(torch.ones(queries, keys).tril().sum())
     product = 2 * BATCH * HEADS * pairs * WIDTH
     assert attention_flops(capture_once(Attention(is_causal=True), q, k, k)) == [2 * product, 5 * product]
+
+
+def test_queries_that_share_keys_count_for_each_head_of_queries() -> None:
+    """Grouped-query attention: six heads of queries over two of keys and values."""
+    q, k = torch.randn(BATCH, 6, 8, WIDTH), torch.randn(BATCH, 2, 8, WIDTH)
+
+    class Grouped(Attention):
+        def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            found = F.scaled_dot_product_attention(query * self.scale, key, value, is_causal=True, enable_gqa=True)
+            return found.sum()
+
+    product = 2 * BATCH * 6 * (8 * 9 // 2) * WIDTH
+    assert attention_flops(capture_once(Grouped(), q, k, k)) == [2 * product, 5 * product]
+
+
+@pytest.mark.parametrize(
+    "kind", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_every_fused_attention_counts_the_same(kind: str, is_causal: bool) -> None:
+    """Whatever the operator's arguments are called; widths of keys and of values differ here."""
+    graph = Graph()
+    shapes = {"query": (2, 6, 4, 16), "key": (2, 2, 8, 16), "value": (2, 2, 8, 32)}
+    given: dict[str, Any] = {name: graph.placeholder(name) for name in shapes}
+    for name, shape in shapes.items():
+        given[name].meta["val"] = torch.empty(shape, device="meta")
+    name = f"_scaled_dot_product_{kind}"
+    forward, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, f"{name}_backward").default
+    pairs = 2 * 6 * (1 + 2 + 3 + 4 if is_causal else 4 * 8)
+    found = [
+        operator_flops(graph.call_function(t, kwargs={**given, "is_causal": is_causal})) for t in (forward, backward)
+    ]
+    assert found == [2 * pairs * (16 + 32), 2 * pairs * (3 * 16 + 2 * 32)]
 
 
 def test_convolutions_and_matrix_products_are_as_torch_counts_them() -> None:

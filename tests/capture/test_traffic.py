@@ -28,6 +28,18 @@ class Layer(nn.Module):
         return torch.relu(hidden).view(ROWS, WIDTH) @ self.second
 
 
+class Gated(nn.Module):
+    """Two halves of a product, of which one gates the other and is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = (x @ self.weight).chunk(2, dim=-1)
+        return torch.sin(gate) * torch.cos(gate) * value
+
+
 class Lookup(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -67,6 +79,12 @@ def test_a_fused_run_reads_what_comes_in_and_writes_what_goes_out() -> None:
     assert sum(t.nbytes for t in between) == 2 * VALUE
     assert sum(t.num_kernels for t in between) == 1
     assert {n: t for n, t in found.items() if "mm" in n} == {n: t for n, t in alone.items() if "mm" in n}
+
+
+def test_each_part_of_a_tensor_is_read_once() -> None:
+    found = forward_traffic(Gated(), torch.randn(ROWS, WIDTH), fuses=True)
+    between = [t for name, t in found.items() if "mm" not in name]
+    assert sum(t.nbytes for t in between) == 2 * VALUE + VALUE
 
 
 def test_a_lookup_reads_the_rows_that_it_returns() -> None:

@@ -36,7 +36,9 @@ def test_json_is_plain_and_shows_actions_as_text() -> None:
 def test_another_format_version_is_refused(version: object) -> None:
     data = evicting().build().to_json()
     data["format_version"] = version
-    with pytest.raises(ValueError, match=f"plan format {version} is not supported; this release reads format 2"):
+    with pytest.raises(
+        ValueError, match=f"plan format {version} is not supported; this release reads format 2: plan the"
+    ):
         Plan.from_json(data)
 
 
