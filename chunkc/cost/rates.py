@@ -167,7 +167,10 @@ def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
 
 
 def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
-    """Measured rates; of a GPU's links between ranks and kernel launches, which are not measured, the catalogue's."""
+    """Measured rates; of a GPU's links between ranks and kernel launches, which are not measured, the catalogue's.
+
+    What was measured is one device with the whole host: ranks of a node share the cores and the memory of its updates.
+    """
     measured = CostRates(
         hw=str(hw),
         matmul_tflops=_by_dtype(rates.matmul_tflops),
@@ -175,7 +178,9 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
         device_memory_gb_per_s=rates.device_memory_gb_per_s.median,
         h2d=CopyLaw(rates.h2d.latency_us.median, rates.h2d.gb_per_s.median),
         d2h=CopyLaw(rates.d2h.latency_us.median, rates.d2h.gb_per_s.median),
-        cpu_update_gparam_per_s=_by_dtype(rates.cpu_update_gparam_per_s),
+        cpu_update_gparam_per_s={
+            dtype: rate / hw.gpus_per_node for dtype, rate in _by_dtype(rates.cpu_update_gparam_per_s).items()
+        },
         gpu_update_gparam_per_s=_by_dtype(rates.gpu_update_gparam_per_s),
         kernel_launch_us=rates.compute_launch_us.median,
         compute_launch_us=rates.compute_launch_us.median,

@@ -45,12 +45,20 @@ def stalls_of(engine: Engine, tasks: Sequence[Task], names: Names) -> tuple[Stal
         stall_ms = task.start_ms - (last.end_ms if last is not None else task.start_ms)
         last = task
         if stall_ms > _SHORTEST_STALL_MS:
-            cause = "host" if task.cause is None else engine.tasks[task.cause].name
+            cause = _cause(engine, task, task.start_ms - stall_ms)
             path = _sums(walk_back(engine, task, task.start_ms, task.start_ms - stall_ms))
             found.append(
                 Stall(label, text, stall_ms, cause, tuple(sorted(path.items(), key=lambda p: (-round(p[1], 9), p[0]))))
             )
     return tuple(sorted(found, key=lambda s: -round(s.stall_ms, 9)))
+
+
+def _cause(engine: Engine, task: Task, since_ms: float) -> str:
+    """The name of what ``task`` waited for; ``host`` where only launching was left from ``since_ms`` on."""
+    found = task.cause if task.cause is not None else task.host_cause
+    if found is None or (task.cause is None and engine.tasks[found].end_ms <= since_ms):
+        return "host"
+    return engine.tasks[found].name
 
 
 def _before(engine: Engine, tasks: Sequence[Task]) -> Task | None:
@@ -104,7 +112,7 @@ def _sums(parts: Iterator[tuple[str, float, float]]) -> dict[str, float]:
 
 
 def peaks_of(plan: Plan) -> Peaks:
-    """Most bytes at any segment of an iteration, in program order."""
+    """Most bytes at any segment or ``grow`` of an iteration, in program order."""
     device, used = (0, ""), (0, "")
     for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
         for segment, used_nbytes, total_nbytes in _moments(plan, program):
@@ -114,19 +122,22 @@ def peaks_of(plan: Plan) -> Peaks:
 
 
 def _moments(plan: Plan, program: Program) -> Iterator[tuple[str, int, int]]:
-    """Before every segment: its name, bytes of occupied slots, and bytes of the device."""
+    """Before every segment, and behind every ``grow``: its name or label, bytes of occupied slots, of the device."""
     slots, nonmodel = plan.layout.slots, {s.name: s.nonmodel_nbytes for s in plan.segments}
     standing = dict(program.entry.resident)
     used_nbytes = sum(slots[slot].nbytes for slot in standing.values())
     elastic_nbytes = 0
-    for action in program.actions:
+    for label, action in program.labelled():
         if action.op in TO_SLOT and action.slot is not None:
             standing[action.target] = action.slot
             used_nbytes += slots[action.slot].nbytes
         elif action.op in FROM_SLOT and action.slot is not None:
             used_nbytes -= slots[standing.pop(action.target)].nbytes
-        elif action.op in (Op.GROW, Op.SHRINK):
-            elastic_nbytes += action.index if action.op is Op.GROW else -action.index
+        elif action.op is Op.SHRINK:
+            elastic_nbytes -= action.index
+        elif action.op is Op.GROW:
+            elastic_nbytes += action.index
+            yield label, used_nbytes, plan.layout.arena_nbytes + elastic_nbytes
         elif action.op is Op.RUN:
             total_nbytes = plan.layout.arena_nbytes + elastic_nbytes + nonmodel[action.target]
             yield action.target, used_nbytes, total_nbytes

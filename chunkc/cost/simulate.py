@@ -57,14 +57,14 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
     """`simulate` with rates at hand."""
-    run = _Run(plan, rates)
+    run = Run(plan, rates)
     while run.num_done < _MAX_ITERATIONS and not run.cycle():
         run.iterate()
     return _timeline(run)
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """Iterations on their way: ``num_done`` are complete, some more are issued beyond them."""
 
     plan: Plan
@@ -118,23 +118,25 @@ class _Run:
     def _held_back(self, number: int, stream: Stream, waits: set[int]) -> tuple[int, ...]:
         """The update on the host that must end before the host launches task ``number``, if any.
 
-        The host worker carries updates out in order, so the last one says it all. A copy behind such an update is held
-        back on the host, and all copies of its stream behind it; what is launched on the compute stream is not.
+        As in ``chunkc.runtime.cuda_streams``. The host worker carries updates out in order, so the last one says it
+        all. A copy that waits for an update is held back on the host, and all copies of its stream behind it; whatever
+        else waits for what is held back, the worker's own work too, is launched when that is.
         """
         if self.rates.runs_inline:
             return ()
+        updates = [wait for wait in waits if self.engine.tasks[wait].stream is Stream.CPU]
+        held = [self._updates[wait] for wait in waits if wait in self._updates and wait not in updates]
         if stream is Stream.CPU:
             self._updates[number] = number
-            return ()
-        needs = [self._updates[wait] for wait in waits if wait in self._updates]
-        if stream is Stream.COMPUTE:
-            return (max(needs),) if needs else ()
-        tail = self._tails.get(stream)
-        needs += [self._updates[tail]] if tail in self._updates else []
-        if needs:
-            self._updates[number] = max(needs)
-        self._tails[stream] = number
-        return ()
+            return (max(held),) if held else ()
+        if stream is not Stream.COMPUTE:
+            tail, self._tails[stream] = self._tails.get(stream), number
+            behind = [self._updates[tail]] if tail in self._updates else []
+            if updates or behind:
+                self._updates[number] = max(updates + held + behind)
+                return ()
+        needs = updates + held
+        return (max(needs),) if needs else ()
 
     def _numbers(self, iteration: int) -> range:
         size = len(self._costs)
@@ -149,10 +151,14 @@ class _Run:
         return min((t.start_ms for t in self.tasks(iteration)), default=0.0)
 
     def cycle(self) -> int:
-        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet."""
+        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet.
+
+        An iteration follows from the two before it: actions wait for the latest run of others, and the host is at most
+        one iteration ahead. So a cycle and one iteration more that repeat what came before go on to do so.
+        """
         for length in range(1, _MAX_CYCLE + 1):
             if self.num_done >= 2 * length + 2 and all(
-                self._repeats(self.num_done - 1 - i, length) for i in range(length)
+                self._repeats(self.num_done - 1 - i, length) for i in range(length + 1)
             ):
                 return length
         return 0
@@ -167,7 +173,7 @@ class _Run:
         )
 
 
-def _timeline(run: _Run) -> Timeline:
+def _timeline(run: Run) -> Timeline:
     plan, length = run.plan, run.cycle()
     last = run.num_done - 1
     num_mean = length or _MAX_CYCLE

@@ -39,7 +39,8 @@ class Stall:
     """Time in which the compute stream waited to start ``action``.
 
     Attributes:
-        waited_for: label and text of the action whose end it started at, or ``host``.
+        waited_for: label and text of the action whose end let it start, or let the host launch it; ``host`` where
+            launching alone was late.
         path_ms: what was under way meanwhile, back along the critical path: milliseconds by stream or ``overhead``.
     """
 
@@ -70,7 +71,7 @@ class StreamTime:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Most bytes of one rank, and the segment that runs then.
+    """Most bytes of one rank, and the segment that runs then, or the label of the ``grow`` that takes the last of them.
 
     On the device these are arena, elastic and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
     """

@@ -106,3 +106,5 @@ def test_a_calibration_takes_the_place_of_the_catalogue() -> None:
     assert not gpu.runs_inline and gpu.matmul_tflops == {"float32": 2.0}
     assert gpu.links == cost_rates(Hardware.parse("8xa100-40g-1024g")).links
     assert gpu.kernel_launch_us == assumed("a100").kernel_launch_us
+    assert emulated.cpu_update_gparam_per_s == {"float32": 2.0}  # one rank has the whole host
+    assert gpu.cpu_update_gparam_per_s == {"float32": 2.0 / 8}

@@ -19,9 +19,10 @@ from chunkc.cost import Timeline, simulate, simulate_with
 from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import CostRates
 from chunkc.cost.sharing import HOST_DRAM, Alone, Capacities
+from chunkc.cost.simulate import Run
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Stream, parse
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.ir.verify import verify
 from chunkc.ir.work import Kind, Work
@@ -78,6 +79,17 @@ def test_peaks_are_those_of_the_plan() -> None:
     peaks = hand().peaks
     assert (peaks.device_nbytes, peaks.host_nbytes) == (512 + 1000, evicting().build().memory.host_nbytes)
     assert (peaks.arena_used_nbytes, peaks.arena_used_segment) == (512, "fwd.1")
+
+
+def test_elastic_bytes_of_the_step_count_towards_the_peak() -> None:
+    plan = evicting().build()
+    for nbytes in (500, 1500):  # the arena has 512 bytes, non-model data at most 1,000 beside it
+        step = plan.program("step")
+        grown = (parse(f"grow {nbytes} @compute"), *step.actions, parse(f"shrink {nbytes} @compute"))
+        programs = tuple(replace(p, actions=grown) if p is step else p for p in plan.programs)
+        peaks = simulate_with(with_work(replace(plan, programs=programs), 3), RATES).peaks
+        assert peaks.device_nbytes == 512 + max(1000, nbytes)
+        assert (peaks.device_segment == "s0") == (nbytes > 1000)
 
 
 def test_a_resident_plan_computes_all_the_time() -> None:
@@ -183,6 +195,20 @@ def test_the_next_iteration_is_the_same_a_step_later(plan: Plan, machine: CostRa
 
 @LAWS
 @given(plans(), st.sampled_from(MACHINES))
+def test_what_repeats_goes_on_repeating(plan: Plan, machine: CostRates) -> None:
+    run = Run(plan, machine)
+    while not run.cycle():
+        run.iterate()
+    length, last = run.cycle(), run.num_done - 1
+    period_ms = run.began_ms(last) - run.began_ms(last - length)
+    for _ in range(3 * length + 8):
+        run.iterate()
+        found_ms = run.began_ms(run.num_done - 1) - run.began_ms(run.num_done - 1 - length)
+        assert found_ms == pytest.approx(period_ms, rel=1e-5, abs=1e-6)
+
+
+@LAWS
+@given(plans(), st.sampled_from(MACHINES))
 def test_waits_hold_in_time(plan: Plan, machine: CostRates) -> None:
     """Within one program run: nothing starts before what it waits for has ended, nor before its stream is free."""
     slices = {s.label: s for s in simulate_with(plan, machine).slices}
@@ -255,7 +281,7 @@ def test_a_device_that_computes_on_the_host_prefetches_less() -> None:
     """Its host launches the copies that stand behind a segment when the segment is done."""
     plan = with_work(slots_in_turn(8).build(), 3)
     inline, ahead = simulate_with(plan, rates(runs_inline=True)), simulate_with(plan, RATES)
-    assert inline.step_ms >= ahead.step_ms
+    assert inline.step_ms > ahead.step_ms
 
 
 def test_a_loaded_plan_simulates_as_the_one_that_was_saved(tmp_path: Path) -> None:
@@ -323,6 +349,29 @@ def test_a_gpu_never_waits_for_updates_on_the_host() -> None:
     late = {s.label: s for s in slow.slices}
     updated_ms = {s.label: s.end_ms for s in slow.slices}["s0"] - slow.step_ms
     assert late["f1"].start_ms == pytest.approx(updated_ms + 1.5)
+
+
+def test_a_gpu_stall_names_the_update_that_the_host_waits_for() -> None:
+    timeline = simulate_with(with_work(evicting().build(), 3), rates(compute_launch_us=1500.0))
+    (stall,) = (s for s in timeline.stalls if s.label == "f1")
+    assert stall.waited_for.startswith("s0 update c0 @cpu")
+    assert dict(stall.path_ms)["overhead"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("waits", "step_ms"), [("s0", 6.0), ("f0", 8.0)])
+def test_what_waits_for_a_copy_that_is_held_back_stops_the_host(waits: str, step_ms: float) -> None:
+    """Segments of 3 ms, an update of 2 ms that a fetch waits for. A copy back that waits for the update itself is held
+    back too, and the host goes on to the next segment. One that waits for the fetch cannot be: the host sleeps."""
+    texts = {
+        "forward": ("fetch c0 -> d0 @h2d after s0", f"evict c0 <- d0 @d2h after {waits}", "run fwd.0 @compute"),
+        "backward": ("run bwd.0 @compute",),
+        "step": ("update c0 @cpu after b0",),
+    }
+    plan = with_work(evicting().build(), 3)
+    programs = tuple(replace(p, actions=tuple(map(parse, texts[p.name]))) for p in plan.programs if p.name in texts)
+    plan = replace(plan, programs=programs)
+    assert simulate_with(plan, RATES).step_ms == pytest.approx(step_ms)
+    assert simulate_with(plan, rates(runs_inline=True)).step_ms == pytest.approx(6.0)
 
 
 def test_the_host_is_at_most_one_iteration_ahead() -> None:
