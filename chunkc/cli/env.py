@@ -1,0 +1,21 @@
+"""``chunkc env``: what a bug report should say of this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from chunkc.report.environment import environment
+
+HELP = "versions, processor, memory, GPUs and variables, for a bug report"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = environment()
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}}  {value}")
+    return 0
