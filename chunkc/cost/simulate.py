@@ -8,6 +8,7 @@ update on the host makes, through a fetch, is launched when that update is done,
 And no iteration is launched before the compute stream has finished the one before the last, as in a loop that looks at
 the last step's loss.
 
+What is replayed is a `Script`: the actions of one iteration with their costs, whether a plan says so or something else.
 Iterations are added until they repeat, action by action and to a millionth of the period, alone or in a cycle of
 several. The user's own code between the programs, and eager operators, take no time here.
 """
@@ -22,7 +23,7 @@ from chunkc.cost.actions import ActionCosts, Cost
 from chunkc.cost.engine import Engine, Task
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.cost.read import critical_path, peaks_of, slices_of, stalls_of, stream_times
-from chunkc.cost.timeline import OVERHEAD, PATRICKSTAR_FACTOR, Flops, Timeline
+from chunkc.cost.timeline import OVERHEAD, PATRICKSTAR_FACTOR, Flops, Peaks, Timeline
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -57,23 +58,82 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
     """`simulate` with rates at hand."""
-    run = Run(plan, rates)
+    return simulate_script(script_of(plan, rates), facts_of(plan), rates)
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """The actions of one iteration in the order of launch.
+
+    Attributes:
+        names: label, program and text of each.
+        costs: of each alone.
+        waits: labels that each waits for; one of an action behind it means that of the iteration before.
+        joins_streams: whether an iteration starts when the one before it is complete on all streams.
+    """
+
+    names: tuple[tuple[str, str, str], ...]
+    costs: tuple[Cost, ...]
+    waits: tuple[tuple[str, ...], ...]
+    joins_streams: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a timeline says that timing does not find; as in `Timeline`."""
+
+    plan_digest: str
+    model: str
+    num_samples: int
+    num_tokens: int
+    world_size: int
+    flops: Flops
+    peaks: Peaks
+
+
+def script_of(plan: Plan, rates: CostRates) -> Script:
+    """The actions of the repeated programs of ``plan``."""
+    costs = ActionCosts(plan, rates)
+    programs = [p for p in plan.programs if p.name in REPEATED_PROGRAMS]
+    actions = [(p, label, a) for p in programs for label, a in p.labelled()]
+    return Script(
+        names=tuple((label, p.name, str(a)) for p, label, a in actions),
+        costs=tuple(costs.of(a) for _, _, a in actions),
+        waits=tuple(a.waits for _, _, a in actions),
+        joins_streams=plan.is_evaluation,
+    )
+
+
+def facts_of(plan: Plan) -> Facts:
+    """Of one iteration of ``plan``."""
+    ranks = plan.layout.world_size
+    return Facts(
+        plan_digest=plan.digest(),
+        model=plan.model,
+        num_samples=plan.num_samples * ranks,
+        num_tokens=plan.num_tokens * ranks,
+        world_size=ranks,
+        flops=_flops(plan),
+        peaks=peaks_of(plan),
+    )
+
+
+def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
+    """Simulate the steady iteration of ``script``."""
+    run = Run(script, rates)
     while run.num_done < _MAX_ITERATIONS and not run.cycle():
         run.iterate()
-    return _timeline(run)
+    return _timeline(run, facts)
 
 
 @dataclass(slots=True)
 class Run:
     """Iterations on their way: ``num_done`` are complete, some more are issued beyond them."""
 
-    plan: Plan
+    script: Script
     rates: CostRates
     num_done: int = 0
     engine: Engine = field(init=False)
-    names: list[tuple[str, str, str]] = field(init=False)  # label, program, text
-    _costs: list[Cost] = field(init=False)
-    _labels: list[tuple[str, ...]] = field(init=False)
     _num_issued: int = 0
     _events: dict[str, int] = field(default_factory=dict)
     _last_compute: list[int] = field(default_factory=list)
@@ -83,12 +143,6 @@ class Run:
     def __post_init__(self) -> None:
         rates = self.rates
         self.engine = Engine(rates.sharing, rates.handoff_us * 1e-3, rates.runs_inline)
-        costs = ActionCosts(self.plan, rates)
-        programs = [p for p in self.plan.programs if p.name in REPEATED_PROGRAMS]
-        actions = [(p, label, a) for p in programs for label, a in p.labelled()]
-        self.names = [(label, p.name, str(a)) for p, label, a in actions]
-        self._costs = [costs.of(a) for _, _, a in actions]
-        self._labels = [a.waits for _, _, a in actions]
 
     def iterate(self) -> None:
         """Complete one more iteration; those behind it are issued, since they run beside its end."""
@@ -100,10 +154,10 @@ class Run:
     def _issue(self) -> None:
         first = len(self.engine.tasks)
         before = self._last_compute[-2:-1]
-        if self.plan.is_evaluation:  # it ends with all streams joined
-            before = list(range(max(0, first - len(self._costs)), first))
+        if self.script.joins_streams:
+            before = list(range(max(0, first - len(self.script.costs)), first))
         last_compute = None
-        facts = zip(self.names, self._costs, self._labels, strict=True)
+        facts = zip(self.script.names, self.script.costs, self.script.waits, strict=True)
         for number, ((label, _, text), cost, labels) in enumerate(facts, start=first):
             waits = {self._events[name] for name in labels if name in self._events}
             after = (*before, *self._held_back(number, cost.use.stream, waits))
@@ -139,7 +193,7 @@ class Run:
         return (max(needs),) if needs else ()
 
     def _numbers(self, iteration: int) -> range:
-        size = len(self._costs)
+        size = len(self.script.costs)
         return range(iteration * size, (iteration + 1) * size)
 
     def tasks(self, iteration: int) -> list[Task]:
@@ -173,8 +227,8 @@ class Run:
         )
 
 
-def _timeline(run: Run) -> Timeline:
-    plan, length = run.plan, run.cycle()
+def _timeline(run: Run, facts: Facts) -> Timeline:
+    names, length = run.script.names, run.cycle()
     last = run.num_done - 1
     num_mean = length or _MAX_CYCLE
     step_ms = (run.began_ms(last) - run.began_ms(last - num_mean)) / num_mean
@@ -182,22 +236,22 @@ def _timeline(run: Run) -> Timeline:
     tasks, base_ms = run.tasks(shown), run.began_ms(shown)
     path = critical_path(run.engine, run.tasks(last), 2 * step_ms, step_ms)
     return Timeline(
-        plan_digest=plan.digest(),
-        model=plan.model,
+        plan_digest=facts.plan_digest,
+        model=facts.model,
         hw=run.rates.hw,
         step_ms=step_ms,
         is_steady=length > 0,
         num_iterations=run.num_done,
-        num_samples=plan.num_samples * plan.layout.world_size,
-        num_tokens=plan.num_tokens * plan.layout.world_size,
-        world_size=plan.layout.world_size,
-        flops=_flops(plan),
+        num_samples=facts.num_samples,
+        num_tokens=facts.num_tokens,
+        world_size=facts.world_size,
+        flops=facts.flops,
         streams=stream_times(tasks, path),
         overhead_ms=path.get(OVERHEAD, 0.0),
-        stalls=stalls_of(run.engine, tasks, run.names),
-        peaks=peaks_of(plan),
-        slices=slices_of(tasks, run.names, base_ms),
-        next_slices=slices_of(run.tasks(last), run.names, base_ms),
+        stalls=stalls_of(run.engine, tasks, names),
+        peaks=facts.peaks,
+        slices=slices_of(tasks, names, base_ms),
+        next_slices=slices_of(run.tasks(last), names, base_ms),
     )
 
 
