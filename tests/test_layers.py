@@ -24,7 +24,7 @@ FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chu
 BOTTOM = {"errors"}
 FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
-UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory"}
+UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "errors": set(),
     "ir": BOTTOM,
@@ -33,6 +33,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,
+    "baselines": FOUNDATION | {"cost"},
     "runtime": FOUNDATION | {"triton_kernels"},
     "passes": BOTTOM | {"ir", "hardware", "cost"},
     "passes.lower": BOTTOM | {"ir", "hardware", "cost", "_torch_compat"},

@@ -88,20 +88,8 @@ class ActionCosts:
         return Cost(alone_ms, self._use(action), launch_ms, kernels_ms, nbytes)
 
     def _use(self, action: Action) -> Use:
-        """Demands at full speed, latencies included as if they moved bytes too."""
-        rates, stream = self._rates, action.stream
-        if stream is Stream.H2D:
-            return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
-        if stream is Stream.D2H:
-            return Use(stream, ((HOST_DRAM, rates.d2h.gb_per_s), (FROM_DEVICE, rates.d2h.gb_per_s)))
-        if stream is Stream.CPU:
-            dtype = "float32" if action.op is Op.DECIDE else self._chunk(action).dtype
-            rate = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
-            return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype)),))
-        if stream is Stream.COMM and rates.links is not None and rates.links.is_host_link:
-            demand = rates.links.gpu_gb_per_s
-            return Use(stream, ((TO_DEVICE, demand), (FROM_DEVICE, demand)))
-        return Use(stream)
+        is_update = action.stream is Stream.CPU and action.op is not Op.DECIDE
+        return stream_use(action.stream, self._rates, self._chunk(action).dtype if is_update else "float32")
 
     def _chunk(self, action: Action) -> Chunk:
         return self._layout.chunks[action.index]
@@ -171,12 +159,31 @@ class ActionCosts:
         return milliseconds * param_nbytes / update_nbytes(chunk.dtype), chunk.used_numel * param_nbytes, kernels
 
 
+def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
+    """What an action on ``stream`` demands at full speed, latencies included as if they moved bytes too.
+
+    ``dtype`` is that of the payload that a host update writes.
+    """
+    if stream is Stream.H2D:
+        return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
+    if stream is Stream.D2H:
+        return Use(stream, ((HOST_DRAM, rates.d2h.gb_per_s), (FROM_DEVICE, rates.d2h.gb_per_s)))
+    if stream is Stream.CPU:
+        rate = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
+        return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype)),))
+    if stream is Stream.COMM and rates.links is not None and rates.links.is_host_link:
+        demand = rates.links.gpu_gb_per_s
+        return Use(stream, ((TO_DEVICE, demand), (FROM_DEVICE, demand)))
+    return Use(stream)
+
+
 def segment_ms(segment: Segment, rates: CostRates) -> float:
     """Milliseconds of a segment's kernels alone, one after the other."""
-    return sum(_work_ms(work, rates) for work in segment.work)
+    return sum(work_ms(work, rates) for work in segment.work)
 
 
-def _work_ms(work: Work, rates: CostRates) -> float:
+def work_ms(work: Work, rates: CostRates) -> float:
+    """Milliseconds of operators of one kind, their kernels one after the other."""
     by_bytes = memory_ms(work.nbytes, rates)
     if work.kind is Kind.MEMORY:
         return by_bytes

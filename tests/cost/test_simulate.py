@@ -19,7 +19,7 @@ from chunkc.cost import Timeline, simulate, simulate_with
 from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import CostRates
 from chunkc.cost.sharing import HOST_DRAM, Alone, Capacities
-from chunkc.cost.simulate import Run
+from chunkc.cost.simulate import Run, script_of
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream, parse
@@ -196,7 +196,7 @@ def test_the_next_iteration_is_the_same_a_step_later(plan: Plan, machine: CostRa
 @LAWS
 @given(plans(), st.sampled_from(MACHINES))
 def test_what_repeats_goes_on_repeating(plan: Plan, machine: CostRates) -> None:
-    run = Run(plan, machine)
+    run = Run(script_of(plan, machine), machine)
     while not run.cycle():
         run.iterate()
     length, last = run.cycle(), run.num_done - 1

@@ -1,0 +1,42 @@
+"""One rank of a machine as the modelled systems see it: memory, rates, and how much of its work is whose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkc.cost.rates import CostRates, cost_rates
+from chunkc.hardware import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One rank.
+
+    Attributes:
+        name: of the whole machine.
+        rates: of one rank.
+        device_nbytes: of its device, as far as models may have it.
+        host_nbytes: its share of the host's memory.
+        world_size: ranks.
+    """
+
+    name: str
+    rates: CostRates
+    device_nbytes: int
+    host_nbytes: int
+    world_size: int = 1
+
+    @classmethod
+    def of(cls, hw: Hardware, reserved_nbytes: int = 0) -> Machine:
+        """A rank of ``hw``, all of whose GPUs train; ``reserved_nbytes`` of a device are not to be had.
+
+        Raises:
+            HardwareError: when the machine's rates are not known.
+        """
+        return cls(
+            name=str(hw),
+            rates=cost_rates(hw),
+            device_nbytes=hw.gpu_memory_nbytes - reserved_nbytes,
+            host_nbytes=hw.host_nbytes_per_rank,
+            world_size=hw.num_gpus,
+        )

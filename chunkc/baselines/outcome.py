@@ -1,0 +1,114 @@
+"""What a modelled system makes of a model on a machine: why it does not fit, or the steady iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chunkc.baselines.machine import Machine
+from chunkc.baselines.stretches import Course
+from chunkc.baselines.writer import Writer
+from chunkc.cost.simulate import Facts, simulate_script
+from chunkc.cost.timeline import PATRICKSTAR_FACTOR, Flops, Peaks, Timeline
+from chunkc.ir.actions import Stream
+from chunkc.ir.schedule import GraphKind
+from chunkc.ir.work import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One modelled system on one machine.
+
+    Attributes:
+        policy: its name in `chunkc.baselines.POLICIES`.
+        hw: the machine.
+        why_not: which memory is too small, or what the system cannot do; empty where the model fits.
+        missing_nbytes: of that memory, for one rank; 0 where it fits or memory is not the reason.
+        device_nbytes, host_nbytes: most bytes of one rank; what it would take where it does not fit.
+        timeline: the steady iteration; None where the model does not fit.
+        notes: decisions worth knowing, in a few words each.
+    """
+
+    policy: str
+    hw: str
+    why_not: str
+    missing_nbytes: int
+    device_nbytes: int
+    host_nbytes: int
+    timeline: Timeline | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def fits(self) -> bool:
+        return self.timeline is not None
+
+    @property
+    def moved_nbytes(self) -> int:
+        """Bytes that one rank copies between host and device in an iteration, both directions; 0 where it has none."""
+        if self.timeline is None:
+            return 0
+        return self.timeline.stream(Stream.H2D).nbytes + self.timeline.stream(Stream.D2H).nbytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        found = self.timeline
+        return {
+            "policy": self.policy,
+            "modelled": True,
+            "hw": self.hw,
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "missing_nbytes": self.missing_nbytes,
+            "device_peak_nbytes": self.device_nbytes,
+            "host_nbytes": self.host_nbytes,
+            "moved_nbytes": self.moved_nbytes,
+            "step_ms": None if found is None else found.step_ms,
+            "tokens_per_s": None if found is None else found.tokens_per_s,
+            "patrickstar_tflops": None if found is None else found.patrickstar_tflops,
+            "model_tflops": None if found is None else found.model_tflops,
+            "bound": None if found is None else found.bound,
+            "notes": list(self.notes),
+        }
+
+
+def refused(policy: str, machine: Machine, device_nbytes: int, host_nbytes: int) -> Outcome | None:
+    """The outcome where one of both is more than ``machine`` has, the device's named first; else None."""
+    for memory, needed, given in (
+        ("device", device_nbytes, machine.device_nbytes),
+        ("host", host_nbytes, machine.host_nbytes),
+    ):
+        if needed > given:
+            why = f"{memory} memory of a rank: {needed / 2**30:.1f} GiB needed, {given / 2**30:.1f} GiB there"
+            return Outcome(policy, machine.name, why, needed - given, device_nbytes, host_nbytes)
+    return None
+
+
+def simulated(
+    policy: str, writer: Writer, device_nbytes: int, host_nbytes: int, notes: tuple[str, ...] = ()
+) -> Outcome:
+    """The outcome where the model fits: the iteration that was written, simulated until it repeats."""
+    machine, course = writer.machine, writer.course
+    schedule = course.schedule
+    facts = Facts(
+        plan_digest=f"modelled: {policy}",
+        model=course.model,
+        num_samples=schedule.num_samples * machine.world_size,
+        num_tokens=schedule.num_tokens * machine.world_size,
+        world_size=machine.world_size,
+        flops=flops_of(course),
+        peaks=Peaks(device_nbytes, "", device_nbytes - course.nonmodel_nbytes, "", host_nbytes),
+    )
+    timeline = simulate_script(writer.script(), facts, machine.rates)
+    return Outcome(policy, machine.name, "", 0, device_nbytes, host_nbytes, timeline, notes)
+
+
+def flops_of(course: Course) -> Flops:
+    """Counted as those of a plan are."""
+
+    def of(kind: GraphKind) -> int:
+        return sum(w.flops for s in course.graph(kind) for w in s.work if w.kind is not Kind.MEMORY)
+
+    forward, backward = of("forward"), of("backward")
+    tokens = course.schedule.num_tokens
+    counted = PATRICKSTAR_FACTOR * course.numel * tokens if tokens else None
+    return Flops(min(3 * forward, forward + backward), forward + backward, counted)

@@ -1,0 +1,127 @@
+"""``patrickstar`` and ``static``: chunks that move between device and host, one move at a time.
+
+PatrickStar (Fang et al., 2021, sections 6 and 7). Model data are 14 bytes a parameter in chunks, gradients in the place
+of parameters, each in one place at a time. In the warm-up iteration a fifth of the device's memory is for chunks, so
+all chunks together have to fit into that and host memory: this bounds what it can hold. From then on chunks have what
+activations leave at each moment, and triples fill the *margin*: memory less peak activations less parameters. Chunks
+are moved when an operator asks for them, and everything waits for a move: copies, collectives and updates take turns
+with the computation.
+
+``static`` is the same without the tracer: chunks have a fifth of the device's memory at any moment, are evicted in the
+order of the list, and all triples are on the host (the ablation of the paper's figure 15).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkc.baselines.chunk_cache import ChunkCache, Move, NoRoom
+from chunkc.baselines.machine import Machine
+from chunkc.baselines.outcome import Outcome, refused, simulated
+from chunkc.baselines.packing import SIZES, Packing, packings
+from chunkc.baselines.stretches import Course, Stretch
+from chunkc.baselines.writer import Writer
+from chunkc.ir.actions import Stream
+from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.ir.schedule import DTYPE_NBYTES
+
+WARM_UP_PERCENT = 20
+"""Share of the device's memory for chunks while nothing is known about activations (section 7.3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PatrickStar:
+    """The policy.
+
+    Attributes:
+        name: for its outcomes.
+        sizes: chunk sizes to search, in elements.
+        traced: whether it knows what activations take at each moment; else it is ``static``.
+        os_on_device: whether triples may stand in the margin.
+    """
+
+    name: str = "patrickstar"
+    sizes: tuple[int, ...] = SIZES
+    traced: bool = True
+    os_on_device: bool = True
+
+    def __call__(self, course: Course, machine: Machine) -> Outcome:
+        """Model ``course`` under PatrickStar, with the least wasteful chunks that fit."""
+        found = packings(course, self.sizes, machine.world_size)
+        if not found:
+            return Outcome(self.name, machine.name, "a module is larger than the largest chunk", 0, 0, 0)
+        outcomes = []
+        for packing in found:
+            outcomes.append(self._with(course, machine, packing))
+            if outcomes[-1].fits:
+                return outcomes[-1]
+        return min(outcomes, key=lambda o: o.missing_nbytes)
+
+    def margin(self, course: Course, machine: Machine, packing: Packing) -> int:
+        """Triples that the margin takes (+), or bytes of parameters that spill, counted in triples (-); Table 4."""
+        chunk_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
+        left = machine.device_nbytes - course.nonmodel_nbytes - packing.num_groups * chunk_nbytes
+        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
+        return left // triple_nbytes if left >= 0 else -(-left // triple_nbytes)
+
+    def _with(self, course: Course, machine: Machine, packing: Packing) -> Outcome:
+        payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
+        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
+        warm_up_nbytes = machine.device_nbytes * WARM_UP_PERCENT // 100
+        total_nbytes = packing.num_groups * (payload_nbytes + triple_nbytes)
+        beside = warm_up_nbytes + course.nonmodel_nbytes
+        why = refused(self.name, machine, beside if not self.traced else warm_up_nbytes, total_nbytes - warm_up_nbytes)
+        if why is not None:
+            return why
+        margin = self.margin(course, machine, packing) if self.traced and self.os_on_device else 0
+        for triples in range(max(0, min(margin, packing.num_groups)), -1, -1):
+            try:
+                return self._steady(course, machine, packing, triples)
+            except NoRoom as error:
+                missing_nbytes, stretch = error.missing_nbytes, error.stretch
+        why_not = f"device memory of a rank: {stretch} needs {missing_nbytes / 2**30:.1f} GiB more for its chunks"
+        device_nbytes = machine.device_nbytes + missing_nbytes
+        return Outcome(self.name, machine.name, why_not, missing_nbytes, device_nbytes, total_nbytes - warm_up_nbytes)
+
+    def _steady(self, course: Course, machine: Machine, packing: Packing, triples: int) -> Outcome:
+        """With so many triples on the device.
+
+        Raises:
+            NoRoom: when a stretch does not fit beside them.
+        """
+        payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
+        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
+
+        def room_nbytes(stretch: Stretch) -> int:
+            if not self.traced:
+                return machine.device_nbytes * WARM_UP_PERCENT // 100
+            return machine.device_nbytes - stretch.nonmodel_nbytes - triples * triple_nbytes
+
+        cache = ChunkCache(course, packing, payload_nbytes, room_nbytes, triples, by_list_order=not self.traced)
+        moves, most_on_host = cache.iteration()
+        host_nbytes = (packing.num_groups - triples) * triple_nbytes + most_on_host * payload_nbytes
+        found = refused(self.name, machine, 0, host_nbytes)
+        if found is not None:
+            return found
+        writer = Writer(machine, course, in_turn=True)
+        for move in moves:
+            _write(writer, packing, payload_nbytes, move)
+        notes = (
+            f"chunks of {packing.chunk_numel / 2**20:g} Mi elements, {100 * packing.utilisation:.1f} % of them in use",
+            f"{triples} of {packing.num_groups} optimizer-state chunks on the device",
+        )
+        return simulated(self.name, writer, machine.device_nbytes, host_nbytes, notes)
+
+
+def _write(writer: Writer, packing: Packing, payload_nbytes: int, move: Move) -> None:
+    if move.stretch is not None:
+        writer.run(move.stretch)
+    elif move.kind == "fetch":
+        writer.copy(f"fetch group {move.group}", Stream.H2D, [payload_nbytes])
+    elif move.kind == "evict":
+        writer.copy(f"evict group {move.group}", Stream.D2H, [payload_nbytes])
+    elif move.kind in ("gather", "reduce"):
+        writer.exchange(f"{move.kind} group {move.group}", [payload_nbytes])
+    elif move.kind in ("update_cpu", "update_gpu"):
+        stream = Stream.CPU if move.kind == "update_cpu" else Stream.COMPUTE
+        writer.update(f"update group {move.group}", packing.used_by_most(move.group), stream)

@@ -1,0 +1,128 @@
+"""Operators of a schedule layer by layer: the level at which papers describe the systems that are modelled here.
+
+A *stretch* is a run of operators of one layer, or of none (embeddings, heads): in backward what is computed again and
+the gradients of it. Operators without a module, such as sums of gradients, belong to the layer before them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, GraphKind, Operator, Schedule
+from chunkc.ir.work import Work, work_of
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A run of operators.
+
+    Attributes:
+        graph: forward or backward.
+        name: ``fwd.3`` for the fourth of forward.
+        reads: indexes of the parameters read, each once.
+        grads: indexes of the parameters whose gradient is final in it.
+        work: what it computes.
+        nonmodel_nbytes: most bytes of activations, workspace and gradients while it runs.
+    """
+
+    graph: GraphKind
+    name: str
+    reads: tuple[int, ...]
+    grads: tuple[int, ...]
+    work: tuple[Work, ...]
+    nonmodel_nbytes: int
+
+    @property
+    def params(self) -> tuple[int, ...]:
+        """All parameters that it touches, each once."""
+        return tuple(dict.fromkeys((*self.reads, *self.grads)))
+
+
+@dataclass(frozen=True)
+class Course:
+    """One iteration of a model in stretches, and what policies ask of its parameters.
+
+    ``stretches``: those of forward, then those of backward. ``model``: its name.
+    """
+
+    schedule: Schedule
+    stretches: tuple[Stretch, ...]
+    model: str = ""
+
+    @classmethod
+    def of(cls, schedule: Schedule, model: str = "") -> Course:
+        """The stretches of ``schedule``."""
+        found = []
+        for graph in schedule.graphs:
+            for number, (_, operators) in enumerate(runs_of(graph.operators)):
+                name = f"{SEGMENT_PREFIX[graph.kind]}.{number}"
+                found.append(_stretch(schedule, graph.kind, name, operators))
+        return cls(schedule, tuple(found), model)
+
+    @cached_property
+    def numel(self) -> int:
+        """Parameters of the model."""
+        return sum(info.numel for info in self.schedule.params)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Those that an optimizer updates."""
+        return sum(self.schedule.params[p].numel for p in self.schedule.trained_params())
+
+    @cached_property
+    def nonmodel_nbytes(self) -> int:
+        """The peak of all stretches."""
+        return max((s.nonmodel_nbytes for s in self.stretches), default=0)
+
+    @cached_property
+    def dtype(self) -> str:
+        """Of most parameters' payloads."""
+        numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
+        for info in self.schedule.params:
+            numel[info.dtype] += info.numel
+        return max(numel, key=lambda name: numel[name])
+
+    def nbytes(self, params: Sequence[int]) -> int:
+        """Payload bytes of ``params``."""
+        return sum(self.schedule.params[p].nbytes for p in params)
+
+    def numel_of(self, params: Sequence[int]) -> int:
+        """Elements of ``params``."""
+        return sum(self.schedule.params[p].numel for p in params)
+
+    def graph(self, kind: GraphKind) -> tuple[Stretch, ...]:
+        """The stretches of one graph."""
+        return tuple(s for s in self.stretches if s.graph == kind)
+
+
+def runs_of(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
+    """Operators cut where the layer changes, with the path of each layer; empty where there is none."""
+    runs: list[tuple[str, list[Operator]]] = []
+    for op in operators:
+        found = _LAYER.match(op.layer)
+        layer = found[0] if found else ""
+        if runs and (not op.layer or layer == runs[-1][0]):
+            runs[-1][1].append(op)
+        else:
+            runs.append((layer, [op]))
+    return runs
+
+
+def _stretch(schedule: Schedule, graph: GraphKind, name: str, operators: Sequence[Operator]) -> Stretch:
+    peak = made = 0
+    for op in operators:
+        peak = max(peak, op.live_nbytes + op.workspace_nbytes + made)
+        made += sum(schedule.params[p].nbytes for p in op.grads) if graph == "backward" else 0
+    return Stretch(
+        graph=graph,
+        name=name,
+        reads=tuple(dict.fromkeys(p for op in operators for p in op.reads)),
+        grads=tuple(dict.fromkeys(p for op in operators for p in op.grads)),
+        work=work_of(operators),
+        nonmodel_nbytes=peak,
+    )
