@@ -14,6 +14,7 @@ from torch import nn
 
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.devices import HardwareLike, device_for
+from chunkc.cost.rates import known_rates
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -88,6 +89,7 @@ def compile(  # the name that torch.compile taught users
         device_budget_nbytes=device.device_budget_nbytes - reserve,
         reserved_nbytes=reserve + device.overhead_nbytes,
         host_budget_nbytes=device.host_budget_nbytes,
+        rates=known_rates(machine) if machine.num_gpus == 1 else None,
     )
     settings = Settings(
         target=target,
@@ -147,6 +149,7 @@ def plan(
         reserved_nbytes=reserve,
         host_budget_nbytes=machine.host_nbytes_per_rank,
         world_size=ranks,
+        rates=known_rates(machine) if machine.num_gpus == ranks else None,
     )
     return plan_ahead(
         model,

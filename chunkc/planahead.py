@@ -35,7 +35,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Pass, Target, make_plan
+from chunkc.passes import Options, Pass, Target, make_fastest_plan
 from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.segments import Backend, SegmentCompiler, backend_options
@@ -96,7 +96,7 @@ def _plan(
     captured_at = time.perf_counter()
     num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, captured_at - started)
-    plan = make_plan(captured.schedule, target, options, passes=passes).plan
+    plan = make_fastest_plan(captured.schedule, target, options, passes=passes).plan
     plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     verify(plan)

@@ -28,7 +28,7 @@ from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.memory.correct import corrected, stated
 from chunkc.memory.iteration import SegmentBytes, iteration_bytes
-from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_plan
+from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_fastest_plan, make_plan
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.runtime.bind import CompiledGraph
@@ -104,6 +104,8 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
 
 def _plan(schedule: Schedule, target: Target, request: Request) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
+    if not schedule.is_evaluation and layout is None:
+        return make_fastest_plan(schedule, target, options, passes=passes)
     if not schedule.is_evaluation:
         return make_plan(schedule, target, options, layout=layout, passes=passes)
     if layout is None:

@@ -1,15 +1,18 @@
 """The planner: a literal, ordered list of passes from a schedule to a plan.
 
 Each pass is one file and one decision over frozen facts (``draft.py``); ``contract.py`` checks the order and runs it.
+``search.py`` chooses among whole plans by simulated time where the machine's rates are known.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Layout
-from chunkc.ir.plan import Memory, Plan
+from chunkc.ir.plan import Memory, Plan, StageRecord
 from chunkc.ir.schedule import Schedule
 from chunkc.passes.chunk_mapping import ChunkMappingPass
 from chunkc.passes.chunk_size import ChunkSizePass
@@ -21,11 +24,13 @@ from chunkc.passes.liveness import LivenessPass
 from chunkc.passes.os_placement import OsPlacementPass
 from chunkc.passes.prefetch import PrefetchPass
 from chunkc.passes.residency import ResidencyPass
+from chunkc.passes.search import Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
 
 __all__ = [
     "PIPELINE",
+    "Candidate",
     "Draft",
     "Options",
     "Pass",
@@ -35,6 +40,7 @@ __all__ = [
     "assemble",
     "check_order",
     "make_evaluation_plan",
+    "make_fastest_plan",
     "make_plan",
     "run_passes",
 ]
@@ -54,10 +60,11 @@ PIPELINE: tuple[Pass, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and the draft after each pass as ``(pass name, draft)``."""
+    """A plan, the draft after each pass as ``(pass name, draft)``, and the candidates that were simulated, if any."""
 
     plan: Plan
     drafts: tuple[tuple[str, Draft], ...]
+    candidates: tuple[Candidate, ...] = ()
 
 
 def make_plan(
@@ -89,6 +96,41 @@ def make_plan(
     start = Draft(schedule, target, options, fixed_layout=layout)
     draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
     return Planned(assemble(draft), drafts)
+
+
+def make_fastest_plan(
+    schedule: Schedule,
+    target: Target,
+    options: Options = Options(),  # noqa: B008 - frozen
+    *,
+    passes: Sequence[Pass] | None = None,
+    check: Check | None = None,
+) -> Planned:
+    """Plan one training iteration with those options that simulate fastest on ``target.rates``.
+
+    What ``options`` fixes is kept. Where the rates are not known, or nothing moves, this is `make_plan`. All ranks must
+    choose alike, so the candidates are planned for rank 0 whoever asks.
+
+    Args:
+        Others as for `make_plan`, which raises the same.
+    """
+    planned = make_plan(schedule, target, options, passes=passes, check=check)
+    moves = planned.plan.moved_nbytes(Stream.H2D) + planned.plan.moved_nbytes(Stream.D2H)
+    if target.rates is None or not moves:
+        return planned
+    started, first_rank = time.perf_counter(), replace(target, rank=0)
+
+    def plan_with(found: Options) -> Plan:
+        return make_plan(schedule, first_rank, found, passes=passes).plan
+
+    search = Search(plan_with, target.rates, options)
+    best = search.run(planned.plan if target.rank == 0 else plan_with(options), planned.drafts[-1][1].fitting_numels)
+    note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
+    stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)
+    if best.options != options:
+        planned = make_plan(schedule, target, best.options, passes=passes, check=check)
+    plan = replace(planned.plan, stages=(*planned.plan.stages, stage))
+    return replace(planned, plan=plan, candidates=tuple(search.tried))
 
 
 def make_evaluation_plan(

@@ -92,8 +92,8 @@ def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Op
     return Candidate(numel, layout, demand, sizes, moved)
 
 
-def search(draft: Draft) -> Candidate:
-    """The best candidate, or the only one where the user gave the size.
+def search(draft: Draft) -> list[Candidate]:
+    """The candidates that fit, the best first; one where the user gave the size.
 
     Raises:
         BudgetError: when none fits; it names budgets with which the best of them does.
@@ -107,9 +107,10 @@ def search(draft: Draft) -> Candidate:
         numels = candidates(schedule, liveness, target.world_size)
     tried = [evaluate(schedule, liveness, target, options, numel) for numel in numels]
     fitting = [(c.moved_nbytes, c) for c in tried if c.moved_nbytes is not None]
-    if fitting:
-        return min(fitting, key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))[1]
-    raise _none_fits(draft, tried)
+    if not fitting:
+        raise _none_fits(draft, tried)
+    fitting.sort(key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))
+    return [c for _, c in fitting]
 
 
 def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:
@@ -132,7 +133,7 @@ def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizePass:
-    """Decides ``chunk_numel``."""
+    """Decides ``chunk_numel``; other sizes that fit are kept for a choice by time (``search.py``)."""
 
     name: str = "chunk_size"
     requires: frozenset[str] = frozenset({"liveness"})
@@ -142,10 +143,12 @@ class ChunkSizePass:
     def __call__(self, draft: Draft) -> Draft:
         if draft.fixed_layout is not None:
             return replace(draft, chunk_numel=draft.fixed_layout.chunk_numel, note="kept: one layout per model")
-        best = search(draft)
+        fitting = search(draft)
+        best = fitting[0]
         why = "given" if draft.options.chunk_numel is not None else "searched"
         note = f"{best.chunk_numel} elements ({why}), {best.moved_nbytes} bytes moved"
         wanted = draft.options.chunk_numel
         if wanted is not None and wanted != best.chunk_numel:
             note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes"
-        return replace(draft, chunk_numel=best.chunk_numel, note=note)
+        sizes = tuple(c.chunk_numel for c in fitting)
+        return replace(draft, chunk_numel=best.chunk_numel, fitting_numels=sizes, note=note)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Program, Segment, StageRecord
@@ -26,7 +27,8 @@ T = TypeVar("T")
 class Target:
     """What the plan is made for: budgets are bytes of one rank.
 
-    ``reserved_nbytes`` of the device's memory are not in its budget (``reserve=``, other models).
+    ``reserved_nbytes`` of the device's memory are not in its budget (``reserve=``, other models). ``rates`` are the
+    machine's where they are known; without them decisions go by bytes.
     """
 
     model: str
@@ -36,6 +38,7 @@ class Target:
     world_size: int = 1
     rank: int = 0
     reserved_nbytes: int = 0
+    rates: CostRates | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -187,6 +190,7 @@ class Draft:
     stages: tuple[StageRecord, ...] = ()
     liveness: Liveness | None = None
     chunk_numel: int | None = None
+    fitting_numels: tuple[int, ...] = ()
     layout: Layout | None = None
     os_home: Home | None = None
     demand: Demand | None = None

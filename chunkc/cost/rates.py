@@ -103,15 +103,19 @@ def cost_rates(hw: Hardware) -> CostRates:
     Raises:
         HardwareError: when neither the catalogue nor a calibration knows them; the message says what would.
     """
-    known = None if hw.tflops is None or host_of(hw.gpu) is None else _of_catalogue(hw)
-    if hw.rates is not None:
-        return _of_calibration(hw, hw.rates, known)
-    if known is None:
+    rates = known_rates(hw)
+    if rates is None:
         raise HardwareError(
             f"how fast {hw} is has to be measured before a plan for it can be simulated: run `chunkc calibrate --hw "
             f"{hw} -o profile.json` there, and name profile.json as the hardware"
         )
-    return known
+    return rates
+
+
+def known_rates(hw: Hardware) -> CostRates | None:
+    """The rates of one rank of ``hw``, or None where neither the catalogue nor a calibration knows them."""
+    known = None if hw.tflops is None or host_of(hw.gpu) is None else _of_catalogue(hw)
+    return known if hw.rates is None else _of_calibration(hw, hw.rates, known)
 
 
 def _of_catalogue(hw: Hardware) -> CostRates:

@@ -1,0 +1,118 @@
+"""The search among whole plans: what it tries, what it keeps, and that ranks choose alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from chunkc.cost.rates import CopyLaw, CostRates
+from chunkc.cost.simulate import simulate_with
+from chunkc.errors import BudgetError
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import Options, Target, make_fastest_plan, make_plan
+from chunkc.passes.search import MAX_ACTIONS, Search
+from tests.support.costs import RATES, UNIT_NBYTES, rates
+from tests.support.schedules import PLENTY, chain, target
+
+NUMEL = 4096
+LAYERS = 12
+PER_BYTE = CopyLaw(0.0, 64e-6)
+
+
+def working_chain() -> Schedule:
+    """Layers that each compute for 1 ms."""
+    found = chain(LAYERS, numel=NUMEL)
+    graphs = [replace(g, operators=tuple(replace(o, nbytes=UNIT_NBYTES) for o in g.operators)) for g in found.graphs]
+    return replace(found, forward=graphs[0], backward=graphs[1])
+
+
+def machine(found: CostRates | None, device_nbytes: int, world_size: int = 1, rank: int = 0) -> Target:
+    return replace(target(device_nbytes, world_size=world_size, rank=rank), rates=found)
+
+
+TIGHT = 5 * NUMEL * 4
+"""Bytes of device memory: five layers' payloads of twelve."""
+
+
+def by_latency(latency_us: float) -> CostRates:
+    law = CopyLaw(latency_us, 64.0)
+    return rates(h2d=law, d2h=law, cpu_update_gparam_per_s={"float32": 1e3})
+
+
+def test_without_rates_the_passes_decide() -> None:
+    found = make_fastest_plan(working_chain(), machine(None, TIGHT))
+    assert found.plan == make_plan(working_chain(), target(TIGHT)).plan
+    assert found.candidates == ()
+
+
+def test_a_plan_without_moves_is_not_searched() -> None:
+    found = make_fastest_plan(working_chain(), machine(RATES, PLENTY))
+    assert found.candidates == () and found.plan.moved_nbytes("h2d") == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("latency_us", [0.0, 500.0, 5000.0])
+def test_the_fastest_of_the_candidates_is_returned_and_never_slower_than_the_passes_plan(latency_us: float) -> None:
+    known = by_latency(latency_us)
+    found = make_fastest_plan(working_chain(), machine(known, TIGHT))
+    best = min(c.step_ms for c in found.candidates)
+    assert simulate_with(found.plan, known).step_ms == pytest.approx(best, rel=0.002)
+    own = make_plan(working_chain(), target(TIGHT)).plan
+    assert found.candidates[0].step_ms == simulate_with(own, known).step_ms >= best
+    assert len({c.options.chunk_numel for c in found.candidates}) >= 3
+
+
+def test_slow_starts_of_copies_ask_for_larger_chunks_than_long_copies_do() -> None:
+    by_start, by_bytes = by_latency(3000.0), rates(h2d=PER_BYTE, d2h=PER_BYTE)
+    large = make_fastest_plan(working_chain(), machine(by_start, TIGHT)).plan.layout.chunk_numel
+    small = make_fastest_plan(working_chain(), machine(by_bytes, TIGHT)).plan.layout.chunk_numel
+    assert large > small
+
+
+def test_a_given_chunk_size_is_kept() -> None:
+    found = make_fastest_plan(working_chain(), machine(by_latency(3000.0), TIGHT), Options(chunk_numel=NUMEL))
+    assert found.plan.layout.chunk_numel == NUMEL
+    assert {c.options.chunk_numel for c in found.candidates} == {NUMEL}
+
+
+def test_ranks_choose_alike_though_their_own_chunks_differ() -> None:
+    uneven = working_chain()
+    known = by_latency(3000.0)
+    layouts = [
+        make_fastest_plan(uneven, machine(known, 3 * TIGHT, world_size=3, rank=rank)).plan.layout for rank in range(3)
+    ]
+    assert {layout.chunk_numel for layout in layouts} == {layouts[0].chunk_numel}
+    assert [layout.rank for layout in layouts] == [0, 1, 2]
+
+
+def test_the_table_of_candidates_says_why() -> None:
+    found = make_fastest_plan(working_chain(), machine(by_latency(500.0), TIGHT))
+    assert found.candidates[0].text == "the passes' own choice"
+    assert all(c.outcome.startswith("bound by") or c.outcome.endswith("missing") for c in found.candidates)
+    note = found.plan.stages[-1].note
+    assert found.plan.stages[-1].name == "search" and f"of {len(found.candidates)} plans simulated" in note
+
+
+def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
+    first = make_plan(working_chain(), target(TIGHT)).plan
+
+    def refuse(options: Options) -> Plan:
+        raise BudgetError("no", moment="", tensors=(), missing_nbytes=7, min_device_nbytes=0, min_host_nbytes=0)
+
+    search = Search(refuse, RATES, Options())
+    best = search.run(first, [4096, 2048])
+    assert best.options == Options() and math.isfinite(best.step_ms)
+    assert [(c.step_ms, c.outcome) for c in search.tried[1:]] == [(math.inf, "7 bytes missing")]
+
+
+def test_a_large_model_stops_the_search() -> None:
+    first = make_plan(working_chain(), target(TIGHT)).plan
+
+    def again(options: Options) -> Plan:
+        return first
+
+    search = Search(again, RATES, Options(), _num_actions=MAX_ACTIONS)
+    search.run(first, [4096, 2048, 1024])
+    assert len(search.tried) == 1
