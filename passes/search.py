@@ -70,12 +70,15 @@ class Search:
         return self._best_of(best, self._sizes(sizes))
 
     def _sizes(self, sizes: Sequence[int]) -> Iterable[tuple[Options, str]]:
-        """Of chunks at most half as large, of those at least twice as large, and of the others: what moves least."""
+        """What moves least of every octave of sizes, nearest to the passes' own choice first."""
         if self.options.chunk_numel is not None or not sizes:
             return
-        smaller = [n for n in sizes if n <= sizes[0] / 2]
-        larger = [n for n in sizes if n >= sizes[0] * 2]
-        for numel in dict.fromkeys((*smaller[:1], *larger[:1], *sizes[1:2])):
+        own = sizes[0]
+        octaves: dict[int, int] = {}
+        for numel in sizes[1:]:
+            octaves.setdefault(round(math.log2(numel / own)), numel)
+        for octave in sorted(octaves, key=lambda o: (abs(o), o)):
+            numel = octaves[octave]
             yield replace(self.options, chunk_numel=numel), f"chunks of {numel} elements"
 
     def _best_of(self, best: Candidate, others: Iterable[tuple[Options, str]]) -> Candidate:
