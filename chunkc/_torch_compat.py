@@ -47,6 +47,7 @@ __all__ = [
     "compiles_here",
     "cuda_sleep",
     "current_backward",
+    "decides_recomputation",
     "dynamo_example",
     "engine_runs",
     "fresh_code",
@@ -57,6 +58,7 @@ __all__ = [
     "inductor_joint_passes",
     "inductor_loop",
     "is_capturing",
+    "is_random",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
@@ -138,11 +140,32 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 
 
 def min_cut_partition(
-    joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+    joint: torch.fx.GraphModule, inputs: Sequence[Any], memory_budget: float = 1.0, **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's min-cut rematerialisation partitioner."""
+    """PyTorch's min-cut rematerialisation partitioner, keeping up to ``memory_budget`` of the activation bytes that it
+    keeps by itself. The budget stands on a node, so no setting of the process changes."""
+    if memory_budget != 1.0:
+        next(iter(joint.graph.nodes)).meta["memory_budget"] = memory_budget
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     return forward, backward
+
+
+def decides_recomputation(node: torch.fx.Node) -> bool:
+    """Whether the model itself says if ``node`` is kept or computed again (activation checkpointing)."""
+    return isinstance(node.meta.get("recompute"), CheckpointPolicy)
+
+
+def _default(op: torch._ops.OpOverload, name: str) -> Any:
+    """The default of an operator's argument; None where it has no such argument."""
+    return next((a.default_value for a in op._schema.arguments if a.name == name), None)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether ``node`` draws random numbers. Attention may, but without dropout it does not."""
+    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    values = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
+    return {**values, **node.kwargs}.get("dropout_p", _default(node.target, "dropout_p")) != 0.0
 
 
 def tag_must_recompute(node: torch.fx.Node) -> None:

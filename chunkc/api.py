@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from chunkc.compiled import CompiledModel, Settings
-from chunkc.devices import HardwareLike, device_for
 from chunkc.cost.rates import known_rates
+from chunkc.devices import HardwareLike, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream

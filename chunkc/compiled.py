@@ -33,7 +33,7 @@ from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
 from chunkc.passes import Options, Planned, Target
-from chunkc.planning import Built, Request, build
+from chunkc.planning import Built, Request, budget_chooser, build
 from chunkc.policy import buffer_test, check_trainable_dtypes
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
@@ -113,7 +113,8 @@ class CompiledModel:
             type(model).__name__, runtime, settings.compiler, _weakly(self.request), _weakly(self._on_built)
         )
         runtime.plan_recorded = _weakly(self.breaks.plan_recorded)
-        whole = CaptureBackend(on_capture=_weakly(self._on_capture), **options)
+        choose = budget_chooser(_weakly(self.request))
+        whole = CaptureBackend(on_capture=_weakly(self._on_capture), choose_budget=choose, **options)
         parts = CaptureBackend(
             on_capture=_weakly(self._on_part),
             on_break=_weakly(self.breaks.on_break),

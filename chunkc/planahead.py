@@ -29,13 +29,14 @@ from chunkc._torch_compat import (
     fresh_code,
     pytree,
 )
-from chunkc.capture.backend import CaptureBackend, Compiled
+from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Pass, Target, make_fastest_plan
+from chunkc.planning import Request, budget_chooser
 from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.segments import Backend, SegmentCompiler, backend_options
@@ -92,7 +93,8 @@ def _plan(
     passes: Sequence[Pass] | None,
 ) -> Plan:
     started = time.perf_counter()
-    captured = capture_ahead(model, dtype, example_inputs, backend)
+    choose = budget_chooser(lambda: Request(target, options, passes))
+    captured = capture_ahead(model, dtype, example_inputs, backend, choose)
     captured_at = time.perf_counter()
     num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, captured_at - started)
@@ -121,8 +123,11 @@ def capture_ahead(
     dtype: torch.dtype | None,
     example_inputs: Mapping[str, Any] | Sequence[Any],
     backend: Backend,
+    choose_budget: BudgetChooser | None = None,
 ) -> Captured:
     """One iteration of ``model`` as the compiler sees it; the model stays as it is.
+
+    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward.
 
     Raises:
         CaptureError: when its forward is no single graph that can be trained.
@@ -146,6 +151,7 @@ def capture_ahead(
             infos=list(fakes.infos.values()),
             on_capture=done,
             is_cast=lambda value: id(value) in fakes.cast_from,
+            choose_budget=choose_budget,
             is_buffer=buffer_test(model),
             **backend_options(backend),
         )

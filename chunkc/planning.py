@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.devices import check_free_memory
 from chunkc.errors import BudgetError
@@ -31,6 +32,7 @@ from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_fastest_plan, make_plan
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
+from chunkc.passes.rematerialise import KEEP_ALL, choose_budget
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.segments import SegmentCompiler
 
@@ -94,6 +96,19 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
     code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
     return Built(found.planned, graphs, code)
+
+
+def budget_chooser(request: Callable[[], Request]) -> BudgetChooser:
+    """What chooses activation budgets for a capture backend; without rates of the machine it keeps everything."""
+
+    def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
+        found = request()
+        if found.target.rates is None:
+            return KEEP_ALL, "keeps all activations: the machine's rates are not known"
+        choice = choose_budget(schedule_with, lambda s: _plan(s, found.target, found).plan, found.target.rates)
+        return choice.budget, choice.note
+
+    return choose
 
 
 def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGraph:

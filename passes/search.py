@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.passes.draft import Options
 
@@ -32,13 +33,14 @@ class Candidate:
     Attributes:
         options: what it was planned with.
         text: what was varied.
-        step_ms: simulated; infinity where it does not fit.
+        step_ms: simulated; infinity where it does not fit. compute_ms: what the compute stream's actions take alone.
         outcome: what bounds it, or what it lacks.
     """
 
     options: Options
     text: str
     step_ms: float
+    compute_ms: float
     outcome: str
 
 
@@ -67,6 +69,8 @@ class Search:
             sizes: elements per chunk that fit, the best by bytes moved first.
         """
         best = self._price(self.options, "the passes' own choice", lambda: first)
+        if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
+            return best  # the step is computation, of which every plan of this schedule has as much
         return self._best_of(best, self._sizes(sizes))
 
     def _sizes(self, sizes: Sequence[int]) -> Iterable[tuple[Options, str]]:
@@ -94,9 +98,10 @@ class Search:
         try:
             timeline = simulate_with(plan := plan_of(), self.rates)
         except BudgetError as error:
-            found = Candidate(options, text, math.inf, f"{error.missing_nbytes} bytes missing")
+            found = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
         else:
             self._num_actions += timeline.num_iterations * sum(len(p.actions) for p in plan.programs)
-            found = Candidate(options, text, timeline.step_ms, f"bound by {timeline.bound}")
+            compute_ms = timeline.stream(Stream.COMPUTE).alone_ms
+            found = Candidate(options, text, timeline.step_ms, compute_ms, f"bound by {timeline.bound}")
         self.tried.append(found)
         return found

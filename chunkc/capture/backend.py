@@ -8,9 +8,11 @@ one graph, for ``on_evaluation``.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -24,12 +26,13 @@ from chunkc._torch_compat import (
     outputs_aliasing_inputs,
 )
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
-from chunkc.capture.partition import check_outputs, partition
+from chunkc.capture.partition import check_outputs, may_recompute, partition
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
-from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.schedule import ParamInfo, Schedule
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,8 @@ class CaptureBackend:
         on_break: told why and where a graph ended before its frame did.
         is_buffer: whether a tensor is a buffer of the model, not something that the caller hands in.
         fuses: whether segments will be compiled by something that fuses operators.
+        choose_budget: given the schedule as a function of the activation budget, the budget to take and a note on why;
+            None keeps what the partitioner keeps by itself.
     """
 
     index_of: Callable[[Any], int | None]
@@ -67,6 +72,7 @@ class CaptureBackend:
     on_break: Callable[[str], None] | None = None
     is_buffer: Callable[[Any], bool] = lambda value: False
     fuses: bool = False
+    choose_budget: BudgetChooser | None = None
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one Dynamo graph."""
@@ -119,9 +125,28 @@ class _GraphCapture:
         params = [n for n in placeholders if n.name in self._names]
         if self._backend.prepare_joint is not None:
             self._backend.prepare_joint(joint)
+        if self._backend.choose_budget is not None and may_recompute(joint):
+            budget, note = self._backend.choose_budget(partial(self._schedule_with, joint, inputs, options))
+            options = {**options, "memory_budget": budget}
+            self._end_stage("rematerialise", note)
         forward, self._backward = partition(joint, inputs, params, **options)
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
         return forward, self._backward
+
+    def _schedule_with(
+        self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], budget: float
+    ) -> Schedule:
+        """The schedule of a copy of ``joint`` partitioned with an activation budget."""
+        trial = copy.deepcopy(joint)
+        params = [n for n in trial.graph.find_nodes(op="placeholder") if n.name in self._names]
+        forward, backward = partition(trial, inputs, params, **{**options, "memory_budget": budget})
+        return self._build(forward, backward, options["num_fwd_outputs"]).schedule
+
+    def _build(self, forward: GraphModule, backward: GraphModule, num_user_outputs: int) -> Captured:
+        num_outputs = len(backward.graph.find_nodes(op="output")[0].args[0])
+        gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
+        infos = self._backend.infos
+        return build(forward, backward, self._names, gradients, num_user_outputs, infos, **self._options)
 
     def _params_by_name(self, placeholders: Sequence[Node]) -> dict[str, int]:
         """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""

@@ -18,7 +18,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkc._torch_compat import OpOverload, min_cut_partition, tag_must_recompute
+from chunkc._torch_compat import OpOverload, decides_recomputation, is_random, min_cut_partition, tag_must_recompute
 from chunkc.errors import CaptureError
 
 aten = torch.ops.aten
@@ -81,6 +81,7 @@ def partition(
         joint: the joint graph that AOTAutograd traced.
         inputs: its example inputs, handed on to the partitioner.
         params: its placeholders that stand for parameters.
+        options: of the partitioner; ``memory_budget`` is the share of activations kept (1: as it decides alone).
 
     Raises:
         CaptureError: when the partitioner saved a view or a cast of a parameter all the same.
@@ -91,6 +92,12 @@ def partition(
     forward, backward = min_cut_partition(joint, inputs, **options)
     check_outputs(forward, names)
     return forward, backward
+
+
+def may_recompute(joint: GraphModule) -> bool:
+    """Whether what is computed again in backward is ours to choose: the model does not say it (activation
+    checkpointing), and draws no random numbers, which a second computation would have to draw again."""
+    return not any(decides_recomputation(n) or is_random(n) for n in joint.graph.nodes)
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:

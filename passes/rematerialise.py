@@ -1,0 +1,104 @@
+"""Rematerialisation: how much of what forward computes is kept for backward, chosen together with everything else.
+
+Activations that are kept take memory that payloads and optimizer states could have; those that are not are computed
+again. Neither alone says what is faster, so both are priced as one: for each *activation budget* the joint graph is
+partitioned anew (PyTorch's partitioner solves a knapsack: the least recomputed work within that share of the bytes that
+it would keep by itself), the iteration is planned, and simulated. Recomputing everything at once is not among the
+budgets: it would bring all activations back together.
+
+It runs before the schedule is fixed, so it is no pass over one: it decides which schedule the passes get.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from chunkc.cost.rates import CostRates
+from chunkc.cost.simulate import simulate_with
+from chunkc.errors import BudgetError
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import Schedule
+from chunkc.passes.search import MIN_GAIN
+
+KEEP_ALL = 1.0
+"""The budget with which the partitioner decides alone: it keeps what is not cheap to compute again."""
+BUDGETS = (0.7, 0.5, 0.3, 0.15)
+WORTH_TRYING = 0.03
+"""Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
+MAX_OPERATORS = 6000
+"""Operators of forward and backward beyond which partitioning again and again would take minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetCandidate:
+    """One activation budget: the simulated step (infinity where the plan does not fit), the computation in it, and what
+    bounds it or is missing."""
+
+    budget: float
+    step_ms: float
+    compute_ms: float
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetChoice:
+    """The budget that simulates fastest, among ``candidates``."""
+
+    budget: float
+    candidates: tuple[BudgetCandidate, ...]
+
+    @property
+    def note(self) -> str:
+        """The table of candidates in one line."""
+        shown = (f"{c.budget:g}: {_milliseconds(c.step_ms)}, {c.outcome}" for c in self.candidates)
+        return f"keeps {self.budget:g} of the activations; " + "; ".join(shown)
+
+
+def _milliseconds(step_ms: float) -> str:
+    return "does not fit" if math.isinf(step_ms) else f"{step_ms:.4g} ms"
+
+
+def choose_budget(
+    schedule_with: Callable[[float], Schedule], plan_with: Callable[[Schedule], Plan], rates: CostRates
+) -> BudgetChoice:
+    """Price activation budgets from the largest down, until two in a row gain nothing.
+
+    Args:
+        schedule_with: the iteration with an activation budget in (0, 1].
+        plan_with: its plan; it raises `BudgetError` where that does not fit.
+        rates: of the machine.
+
+    Returns:
+        The choice. Only ``KEEP_ALL`` is tried where the step is computation alone, of which recomputing makes more, and
+        where the graphs are large; where nothing fits, it is the choice too.
+    """
+    first = _price(KEEP_ALL, schedule := schedule_with(KEEP_ALL), plan_with, rates)
+    candidates, best, misses = [first], first, 0
+    num_operators = sum(len(g.operators) for g in schedule.graphs)
+    if first.compute_ms >= first.step_ms * (1 - WORTH_TRYING) or num_operators > MAX_OPERATORS:
+        return BudgetChoice(KEEP_ALL, (first,))
+    for budget in BUDGETS:
+        found = _price(budget, schedule_with(budget), plan_with, rates)
+        candidates.append(found)
+        is_better = found.step_ms < best.step_ms * (1 - MIN_GAIN)
+        misses = 0 if is_better or math.isinf(found.step_ms) else misses + 1
+        best = found if is_better else best
+        if misses == 2:
+            break
+    return BudgetChoice(best.budget, tuple(candidates))
+
+
+def _price(
+    budget: float, schedule: Schedule, plan_with: Callable[[Schedule], Plan], rates: CostRates
+) -> BudgetCandidate:
+    try:
+        plan = plan_with(schedule)
+    except BudgetError as error:
+        return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
+    timeline = simulate_with(plan, rates)
+    activations_mib = plan.memory.nonmodel_nbytes / 2**20
+    outcome = f"{activations_mib:.0f} MiB of activations, bound by {timeline.bound}"
+    return BudgetCandidate(budget, timeline.step_ms, timeline.stream(Stream.COMPUTE).alone_ms, outcome)

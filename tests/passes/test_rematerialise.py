@@ -1,0 +1,80 @@
+"""The choice of an activation budget: what is tried, what wins, and when trying stops."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import make_fastest_plan
+from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, choose_budget
+from tests.support.costs import RATES, UNIT_NBYTES
+from tests.support.schedules import chain, target
+
+NUMEL = 4096
+LAYERS = 8
+CHUNK_NBYTES = NUMEL * 4
+ROOM_NBYTES = 5 * CHUNK_NBYTES
+
+
+def schedule_with(budget: float, kept_nbytes: int, extra_units: float) -> Schedule:
+    """Layers that take 1 ms; of ``kept_nbytes`` of activations the budget's share stays, and what goes costs backward
+    so many more milliseconds in all."""
+    found = chain(LAYERS, numel=NUMEL, live=int(kept_nbytes * budget))
+    again = int(UNIT_NBYTES * extra_units * (1 - budget) / LAYERS)
+    forward = [replace(o, nbytes=UNIT_NBYTES) for o in found.forward.operators]
+    backward = [replace(o, nbytes=UNIT_NBYTES + again) for o in found.backward.operators]
+    return replace(
+        found,
+        forward=replace(found.forward, operators=tuple(forward)),
+        backward=replace(found.backward, operators=tuple(backward)),
+    )
+
+
+def plan_of(schedule: Schedule) -> Plan:
+    return make_fastest_plan(schedule, replace(target(ROOM_NBYTES), rates=RATES)).plan
+
+
+def choose(kept_nbytes: int, extra_units: float) -> tuple[float, list[float], list[float]]:
+    choice = choose_budget(lambda b: schedule_with(b, kept_nbytes, extra_units), plan_of, RATES)
+    return choice.budget, [c.budget for c in choice.candidates], [c.step_ms for c in choice.candidates]
+
+
+def test_activations_that_push_payloads_out_are_computed_again_where_that_is_cheap() -> None:
+    budget, tried, step_ms = choose(3 * CHUNK_NBYTES, extra_units=1)
+    assert budget < KEEP_ALL
+    assert step_ms[tried.index(budget)] == min(step_ms) < step_ms[0]
+
+
+def test_they_are_kept_where_computing_again_takes_longer_than_copying() -> None:
+    budget, tried, step_ms = choose(CHUNK_NBYTES, extra_units=10_000)
+    assert budget == KEEP_ALL and len(tried) == 3, "two budgets in a row gained nothing"
+    assert step_ms[0] == min(step_ms)
+
+
+def test_a_model_that_fits_with_recomputation_only_is_planned_with_it() -> None:
+    budget, _, step_ms = choose(6 * CHUNK_NBYTES, extra_units=1)
+    assert math.isinf(step_ms[0])
+    assert budget < KEEP_ALL and math.isfinite(min(step_ms))
+
+
+def test_where_nothing_fits_the_partitioner_decides_and_the_refusal_is_the_passes() -> None:
+    budget, tried, step_ms = choose(100 * CHUNK_NBYTES, extra_units=1)
+    assert budget == KEEP_ALL and tried == [KEEP_ALL, *BUDGETS]
+    assert all(math.isinf(ms) for ms in step_ms)
+
+
+def test_a_step_that_is_computation_alone_is_left_as_it_is() -> None:
+    slow = replace(RATES, device_memory_gb_per_s=RATES.device_memory_gb_per_s / 10_000)
+    choice = choose_budget(lambda b: schedule_with(b, CHUNK_NBYTES, 1), plan_of, slow)
+    assert [c.budget for c in choice.candidates] == [KEEP_ALL]
+
+
+@pytest.mark.parametrize("kept_chunks", [3, 100])
+def test_the_note_has_every_candidate(kept_chunks: int) -> None:
+    choice = choose_budget(lambda b: schedule_with(b, kept_chunks * CHUNK_NBYTES, 1), plan_of, RATES)
+    assert choice.note.startswith(f"keeps {choice.budget:g} of the activations")
+    assert all(f"{c.budget:g}: " in choice.note for c in choice.candidates)
