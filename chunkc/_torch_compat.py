@@ -70,6 +70,7 @@ __all__ = [
     "skipped_by_dynamo",
     "swap_tensors",
     "tag_must_recompute",
+    "tag_must_save",
     "wrapper_tensor",
 ]
 
@@ -140,12 +141,9 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 
 
 def min_cut_partition(
-    joint: torch.fx.GraphModule, inputs: Sequence[Any], memory_budget: float = 1.0, **options: Any
+    joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's min-cut rematerialisation partitioner, keeping up to ``memory_budget`` of the activation bytes that it
-    keeps by itself. The budget stands on a node, so no setting of the process changes."""
-    if memory_budget != 1.0:
-        next(iter(joint.graph.nodes)).meta["memory_budget"] = memory_budget
+    """PyTorch's min-cut rematerialisation partitioner."""
     forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     return forward, backward
 
@@ -165,13 +163,20 @@ def is_random(node: torch.fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     values = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
-    return {**values, **node.kwargs}.get("dropout_p", _default(node.target, "dropout_p")) != 0.0
+    return bool({**values, **node.kwargs}.get("dropout_p", _default(node.target, "dropout_p")) != 0.0)
 
 
-def tag_must_recompute(node: torch.fx.Node) -> None:
-    """Tell the partitioner never to save ``node`` for backward. ``ac_graph_id`` is left out on purpose: tagged nodes
-    then count as one region and none of them is saved at a region's border."""
+def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
+    """Tell the partitioner never to save ``node`` for backward. Without ``region`` nodes count as one region, and none
+    of them is saved at a region's border."""
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    if region is not None:
+        node.meta["ac_graph_id"] = region
+
+
+def tag_must_save(node: torch.fx.Node) -> None:
+    """Tell the partitioner not to compute ``node`` again in backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def dynamo_example(placeholder: torch.fx.Node) -> Any:

@@ -113,7 +113,7 @@ class CompiledModel:
             type(model).__name__, runtime, settings.compiler, _weakly(self.request), _weakly(self._on_built)
         )
         runtime.plan_recorded = _weakly(self.breaks.plan_recorded)
-        choose = budget_chooser(_weakly(self.request))
+        choose = budget_chooser(settings.target.rates, _weakly(self.request))
         whole = CaptureBackend(on_capture=_weakly(self._on_capture), choose_budget=choose, **options)
         parts = CaptureBackend(
             on_capture=_weakly(self._on_part),

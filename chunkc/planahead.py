@@ -93,7 +93,7 @@ def _plan(
     passes: Sequence[Pass] | None,
 ) -> Plan:
     started = time.perf_counter()
-    choose = budget_chooser(lambda: Request(target, options, passes))
+    choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose)
     captured_at = time.perf_counter()
     num_ops = sum(len(g.operators) for g in captured.schedule.graphs)

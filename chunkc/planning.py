@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.cost.rates import CostRates
 from chunkc.devices import check_free_memory
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
@@ -32,7 +33,7 @@ from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_fastest_plan, make_plan
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
-from chunkc.passes.rematerialise import KEEP_ALL, choose_budget
+from chunkc.passes.rematerialise import choose_budget
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.segments import SegmentCompiler
 
@@ -98,14 +99,14 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     return Built(found.planned, graphs, code)
 
 
-def budget_chooser(request: Callable[[], Request]) -> BudgetChooser:
-    """What chooses activation budgets for a capture backend; without rates of the machine it keeps everything."""
+def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:
+    """What chooses activation budgets for a capture backend; None, which keeps everything, without the machine's rates."""
+    if rates is None:
+        return None
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
         found = request()
-        if found.target.rates is None:
-            return KEEP_ALL, "keeps all activations: the machine's rates are not known"
-        choice = choose_budget(schedule_with, lambda s: _plan(s, found.target, found).plan, found.target.rates)
+        choice = choose_budget(schedule_with, lambda s: _plan(s, found.target, found).plan, rates)
         return choice.budget, choice.note
 
     return choose

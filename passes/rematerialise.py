@@ -1,10 +1,9 @@
 """Rematerialisation: how much of what forward computes is kept for backward, chosen together with everything else.
 
 Activations that are kept take memory that payloads and optimizer states could have; those that are not are computed
-again. Neither alone says what is faster, so both are priced as one: for each *activation budget* the joint graph is
-partitioned anew (PyTorch's partitioner solves a knapsack: the least recomputed work within that share of the bytes that
-it would keep by itself), the iteration is planned, and simulated. Recomputing everything at once is not among the
-budgets: it would bring all activations back together.
+again. Neither alone says what is faster, so both are priced as one: for each *activation budget*, the share of layers
+that keep their activations, the joint graph is partitioned anew, the iteration is planned, and simulated. The others
+are computed again from what enters them (Chen et al., "Training deep nets with sublinear memory cost", 2016).
 
 It runs before the schedule is fixed, so it is no pass over one: it decides which schedule the passes get.
 """
@@ -25,7 +24,7 @@ from chunkc.passes.search import MIN_GAIN
 
 KEEP_ALL = 1.0
 """The budget with which the partitioner decides alone: it keeps what is not cheap to compute again."""
-BUDGETS = (0.7, 0.5, 0.3, 0.15)
+BUDGETS = (0.75, 0.5, 0.25, 0.0)
 WORTH_TRYING = 0.03
 """Share of the step that is not computation, which recomputing cannot shorten: below it no other budget is tried."""
 MAX_OPERATORS = 6000
@@ -54,7 +53,7 @@ class BudgetChoice:
     def note(self) -> str:
         """The table of candidates in one line."""
         shown = (f"{c.budget:g}: {_milliseconds(c.step_ms)}, {c.outcome}" for c in self.candidates)
-        return f"keeps {self.budget:g} of the activations; " + "; ".join(shown)
+        return f"{self.budget:g} of the layers keep their activations; " + "; ".join(shown)
 
 
 def _milliseconds(step_ms: float) -> str:
@@ -67,7 +66,7 @@ def choose_budget(
     """Price activation budgets from the largest down, until two in a row gain nothing.
 
     Args:
-        schedule_with: the iteration with an activation budget in (0, 1].
+        schedule_with: the iteration with an activation budget in [0, 1].
         plan_with: its plan; it raises `BudgetError` where that does not fit.
         rates: of the machine.
 

@@ -8,7 +8,6 @@ one graph, for ``on_evaluation``.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from chunkc._torch_compat import (
     outputs_aliasing_inputs,
 )
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
-from chunkc.capture.partition import check_outputs, may_recompute, partition
+from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
@@ -127,7 +126,7 @@ class _GraphCapture:
             self._backend.prepare_joint(joint)
         if self._backend.choose_budget is not None and may_recompute(joint):
             budget, note = self._backend.choose_budget(partial(self._schedule_with, joint, inputs, options))
-            options = {**options, "memory_budget": budget}
+            options = {**options, "keep": budget}
             self._end_stage("rematerialise", note)
         forward, self._backward = partition(joint, inputs, params, **options)
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
@@ -137,9 +136,9 @@ class _GraphCapture:
         self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], budget: float
     ) -> Schedule:
         """The schedule of a copy of ``joint`` partitioned with an activation budget."""
-        trial = copy.deepcopy(joint)
+        trial = copied(joint)
         params = [n for n in trial.graph.find_nodes(op="placeholder") if n.name in self._names]
-        forward, backward = partition(trial, inputs, params, **{**options, "memory_budget": budget})
+        forward, backward = partition(trial, inputs, params, **{**options, "keep": budget})
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule
 
     def _build(self, forward: GraphModule, backward: GraphModule, num_user_outputs: int) -> Captured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
-from chunkc.capture.partition import param_cone, sink_cone
+from chunkc.capture.partition import module_path, param_cone, sink_cone
 from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
 from chunkc.errors import CaptureError
@@ -215,7 +214,7 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
         live_nbytes=live.during_nbytes,
         live_after_nbytes=live.after_nbytes,
         workspace_nbytes=workspace_nbytes(node),
-        layer=_layer(node),
+        layer=module_path(node),
         dtype=_dtype(node),
         num_kernels=traffic.num_kernels,
     )
@@ -228,9 +227,3 @@ def _dtype(node: Node) -> str:
             if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
                 return str(value.dtype).removeprefix("torch.")
     return ""
-
-
-def _layer(node: Node) -> str:
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return re.sub(r"^L\['\w+'\]\.?", "", str(path))

@@ -10,6 +10,7 @@ by slots.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any
@@ -18,10 +19,18 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkc._torch_compat import OpOverload, decides_recomputation, is_random, min_cut_partition, tag_must_recompute
+from chunkc._torch_compat import (
+    OpOverload,
+    decides_recomputation,
+    is_random,
+    min_cut_partition,
+    tag_must_recompute,
+    tag_must_save,
+)
 from chunkc.errors import CaptureError
 
 aten = torch.ops.aten
+_LAYER = re.compile(r"(?:[^.]*\.)*?\d+(?=\.|$)")
 _CASTS = frozenset({aten._to_copy, torch.ops.prims.convert_element_type})
 _UNDECLARED_VIEWS = frozenset(
     {aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.unsafe_chunk, aten._reshape_alias}
@@ -73,7 +82,7 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
 
 
 def partition(
-    joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], **options: Any
+    joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], keep: float = 1.0, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
     """Forward and backward graphs of ``joint``; see the module docstring.
 
@@ -81,23 +90,77 @@ def partition(
         joint: the joint graph that AOTAutograd traced.
         inputs: its example inputs, handed on to the partitioner.
         params: its placeholders that stand for parameters.
-        options: of the partitioner; ``memory_budget`` is the share of activations kept (1: as it decides alone).
+        keep: share of the layers whose activations are kept as the partitioner decides (``recompute_layers``).
+        options: of the partitioner.
 
     Raises:
         CaptureError: when the partitioner saved a view or a cast of a parameter all the same.
     """
-    for node in param_cone(joint.graph, params) - set(params):
+    cone = param_cone(joint.graph, params)
+    for node in cone - set(params):
         tag_must_recompute(node)
+    recompute_layers(joint.graph, cone, keep)
     names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
     check_outputs(forward, names)
     return forward, backward
 
 
+def copied(module: GraphModule) -> GraphModule:
+    """``module`` with a graph of its own: nodes with the same names and values."""
+    graph = Graph()
+    outputs = graph.graph_copy(module.graph, {})
+    graph.output(outputs).meta = dict(module.graph.find_nodes(op="output")[0].meta)
+    return GraphModule(module, graph)
+
+
 def may_recompute(joint: GraphModule) -> bool:
     """Whether what is computed again in backward is ours to choose: the model does not say it (activation
     checkpointing), and draws no random numbers, which a second computation would have to draw again."""
     return not any(decides_recomputation(n) or is_random(n) for n in joint.graph.nodes)
+
+
+def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
+    """Have backward compute the inside of layers again, as activation checkpointing of these layers does (Chen et al.,
+    "Training deep nets with sublinear memory cost", 2016): of a layer only what others read is saved.
+
+    A layer is a module whose path ends in a number (``h.3``), the outermost of them. Those that keep their activations
+    are a share ``keep`` of all, spread evenly.
+
+    Args:
+        graph: a joint graph.
+        cone: views and casts of parameters, which are never saved.
+    """
+    layer_of = _forward_layers(graph, cone)
+    layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]
+    again = {layer: i for i, layer in enumerate(layers) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
+    for node, layer in layer_of.items():
+        if layer not in again:
+            continue
+        if any(layer_of[user] != layer for user in node.users if user in layer_of):
+            tag_must_save(node)
+        else:
+            tag_must_recompute(node, again[layer])
+
+
+def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
+    """The layer of every operator of forward, which is what depends on no tangent; empty outside of layers."""
+    late = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
+    layer_of: dict[Node, str] = {}
+    for node in graph.nodes:
+        if any(n in late for n in node.all_input_nodes):
+            late.add(node)
+        elif node.op == "call_function" and node not in cone:
+            found = _LAYER.match(module_path(node))
+            layer_of[node] = found[0] if found else ""
+    return layer_of
+
+
+def module_path(node: Node) -> str:
+    """Path of the module in whose forward ``node``, or what it is the gradient of, was computed; may be empty."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return re.sub(r"^L\['\w+'\]\.?", "", str(path))
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
