@@ -100,7 +100,7 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
 
 
 def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:
-    """What chooses activation budgets for a capture backend; None, which keeps everything, without the machine's rates."""
+    """What chooses activation budgets for a capture backend; without the machine's rates None, which keeps all."""
     if rates is None:
         return None
 
