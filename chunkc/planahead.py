@@ -33,7 +33,7 @@ from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
-from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Pass, Target, make_fastest_plan
 from chunkc.planning import Request, budget_chooser
@@ -66,12 +66,12 @@ def plan_ahead(
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
-    with _uncollected():
+    with uncollected():
         return _plan(model, target, options, example_inputs, dtype, backend, passes)
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Without Python's cyclic garbage collector: among millions of objects of graphs, all in use, it finds nothing, and
     walking them again and again takes a quarter of the time."""
     was_enabled = gc.isenabled()
@@ -95,19 +95,36 @@ def _plan(
     started = time.perf_counter()
     choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose)
+    capture_ms = 1e3 * (time.perf_counter() - started)
+    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
+    return plan_schedule(captured.schedule, target, options, (dynamo, *captured.stages), backend, passes)
+
+
+def plan_schedule(
+    schedule: Schedule,
+    target: Target,
+    options: Options,
+    stages: Sequence[StageRecord],
+    backend: Backend,
+    passes: Sequence[Pass] | None = None,
+) -> Plan:
+    """The verified plan of one iteration that is captured already; ``stages`` say how, and stand first among the
+    plan's. Others as for ``plan_ahead``.
+
+    Raises:
+        BudgetError: when it does not fit ``target``.
+    """
+    num_ops = sum(len(g.operators) for g in schedule.graphs)
+    logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
-    num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
-    logger.info("captured %d operators in %.1f s", num_ops, captured_at - started)
-    plan = make_fastest_plan(captured.schedule, target, options, passes=passes).plan
+    plan = make_fastest_plan(schedule, target, options, passes=passes).plan
     plan = replace(plan, memory=replace(plan.memory, is_bound=SegmentCompiler.of(backend).fuses))
     planned_at = time.perf_counter()
     verify(plan)
     finished = time.perf_counter()
     logger.info("planned %s in %.1f s", plan.digest(), finished - captured_at)
-    capture_ms = 1e3 * (captured_at - started)
-    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
     verified = StageRecord("verify", 1e3 * (finished - planned_at), "safe in every interleaving")
-    return Plan.of(replace(plan, stages=(dynamo, *captured.stages, *plan.stages, verified)))
+    return Plan.of(replace(plan, stages=(*stages, *plan.stages, verified)))
 
 
 class _CaptureDone(Exception):

@@ -107,22 +107,23 @@ def test_plan_prints_the_table_and_nothing_else_on_stdout(
     user_module: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     planner = Planner(gpt_plan())
-    assert main(["plan", f"{user_module}:build", "--hw", "emulated-4m-64m"], planner=planner) == 0
+    assert main(["plan", f"{user_module}:build", "--hw", "emulated-4m-64m", "--table"], planner=planner) == 0
     out, err = capsys.readouterr()
     assert out == render(gpt_plan()) + "\n"
     assert err.splitlines() == ["building", "planning"]
     assert caplog.messages == ["a log line"]
     expected = {"example_inputs": {"input_ids": 1}, "hw": "emulated-4m-64m", "dtype": "auto", "chunk_size": "auto"}
-    assert planner.calls == [(("the model",), expected)]
+    assert planner.calls == [(("the model",), expected | {"world_size": None})]
 
 
 def test_plan_passes_its_options_and_saves(user_module: str, capsys: pytest.CaptureFixture[str]) -> None:
     planner = Planner(gpt_plan())
-    options = ["--dtype", "bfloat16", "--chunk-size", "4096", "--save", "out.json", "--full"]
+    options = ["--dtype", "bfloat16", "--chunk-size", "4096", "--world-size", "2", "--save", "out.json", "--full"]
     assert main(["plan", f"{user_module}:positional", *options], planner=planner) == 0
     assert capsys.readouterr().out == full_text(gpt_plan()) + "\n"
     _, called = planner.calls[0]
-    assert called == {"example_inputs": (1, 2), "hw": "auto", "dtype": torch.bfloat16, "chunk_size": 4096}
+    expected = {"example_inputs": (1, 2), "hw": "auto", "dtype": torch.bfloat16, "chunk_size": 4096, "world_size": 2}
+    assert called == expected
     assert Plan.load("out.json") == gpt_plan()
 
 
@@ -149,10 +150,11 @@ def test_json_of_a_model_that_does_not_fit(user_module: str, capsys: pytest.Capt
     assert "does not fit: 512 bytes are missing at bwd.0\n" in err
 
 
-def test_a_model_that_does_not_fit_saves_and_prints_nothing(
-    user_module: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("form", ["--table", "--full"])
+def test_a_model_that_does_not_fit_has_no_plan_to_print_or_save(
+    form: str, user_module: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["plan", f"{user_module}:build", "--save", "out.json"], planner=Planner(shortage())) == 1
+    assert main(["plan", f"{user_module}:build", form, "--save", "out.json"], planner=Planner(shortage())) == 1
     assert capsys.readouterr().out == ""
     assert not Path("out.json").exists()
 

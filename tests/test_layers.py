@@ -40,9 +40,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "report": MIDDLE,
     "memory": FOUNDATION | {"capture", "runtime"},
     "checkpoint": MIDDLE,
-    "api": UPPER,
+    "models": BOTTOM,
+    "api": UPPER | {"models"},
     "": UPPER | {"api"},  # chunkc/__init__.py
-    "cli": UPPER | {"api", ""},
+    "cli": UPPER | {"api", "", "models"},
     "integrations": UPPER | {"api", ""},
 }
 # Modules of a floor that go by a name of their own.
@@ -62,7 +63,7 @@ GROUP_OF = {
                 "policy",
                 "programs",
             ),
-            *("segments", "shapes"),
+            *("segments", "shapes", "whatif"),
         ),
         "api",
     ),

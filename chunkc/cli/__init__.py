@@ -1,8 +1,9 @@
 """The command line: make a plan without running anything, look at it, simulate it; measure this machine, describe it.
 
+    chunkc plan gpt-10b --hw v100-240g --batch 8 [--save plan.json] [--table | --full | --json]
     chunkc explain plan.json [--full | --summary]
-    chunkc plan module:function --hw 8xv100-240g [--dtype bfloat16] [--chunk-size N] [--save plan.json] [--json]
-    chunkc simulate plan.json [--hw profile.json] [--json] [--trace trace.json]
+    chunkc simulate plan.json|MODEL [--hw profile.json] [--json] [--trace trace.json]
+    chunkc frontier --hw 8xv100-240g [--family bert] [--min-tflops 30]
     chunkc calibrate --hw emulated-64m-2g [-o profile.json] [--quick] [--json]
     chunkc env
 
@@ -21,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from chunkc.cli import calibrate, env, explain, plan, simulate
+from chunkc.cli import calibrate, env, explain, frontier, plan, simulate
 from chunkc.cli.options import Planner
 from chunkc.debug import visible
 from chunkc.errors import ChunkcError
@@ -40,7 +41,7 @@ class Command(Protocol):
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
-    {"explain": explain, "plan": plan, "simulate": simulate, "calibrate": calibrate, "env": env}
+    {"explain": explain, "plan": plan, "simulate": simulate, "frontier": frontier, "calibrate": calibrate, "env": env}
 )
 
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None, *, planner: Planner | None = None) -
 
     Args:
         argv: arguments without the program's name; ``None`` takes the process's.
-        planner: what the ``plan`` command calls; ``None`` takes `chunkc.api.plan`.
+        planner: what plans a model given as ``module:function``; ``None`` takes `chunkc.api.plan`.
     """
     args = _parser().parse_args(argv, argparse.Namespace(planner=planner))
     try:

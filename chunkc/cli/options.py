@@ -22,11 +22,6 @@ DTYPES: Final[Mapping[str, torch.dtype | str]] = MappingProxyType(
 )
 
 
-def policies() -> tuple[str, ...]:
-    """The policies by which a plan can be made, the default first."""
-    return ("chunkc",)
-
-
 def chunk_size(text: str) -> int | str:
     """Elements of a chunk, or ``auto``."""
     return text if text == "auto" else positive(text, "is neither auto nor a positive number of elements")

@@ -41,7 +41,7 @@ class Timeline(cost.Timeline):
         return render_timeline(self)
 
     def __repr__(self) -> str:
-        return f"<chunkc timeline of plan {self.plan_digest}: {_time(self.step_ms)} a step on {self.hw}>"
+        return f"<chunkc timeline of plan {self.plan_digest}: {duration(self.step_ms)} a step on {self.hw}>"
 
 
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
@@ -69,12 +69,12 @@ def _header(timeline: cost.Timeline) -> Iterator[str]:
     yield f"{timeline.model} on {timeline.hw}{ranks}, plan {timeline.plan_digest}: simulated, not measured"
     speeds = [(timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s")]
     told = [f"{speed:,.4g} {name}" if speed < 1000 else f"{speed:,.0f} {name}" for speed, name in speeds if speed]
-    yield "  step        " + ", ".join([_time(timeline.step_ms), *told])
+    yield "  step        " + ", ".join([duration(timeline.step_ms), *told])
     rates = [f"{timeline.model_tflops:.4g} TFLOPS", f"{timeline.hardware_tflops:.4g} with what is computed again"]
     if timeline.patrickstar_tflops is not None:
         rates.append(f"{timeline.patrickstar_tflops:.4g} as PatrickStar counts")
     yield "  each rank   " + ", ".join(rates)
-    yield "  bound by    " + "; ".join(_bounds(timeline))
+    yield "  bound by    " + "; ".join(bounds(timeline))
     peaks = timeline.peaks
     unit = unit_for(peaks.device_nbytes)
     yield (
@@ -86,7 +86,8 @@ def _header(timeline: cost.Timeline) -> Iterator[str]:
         yield f"  not steady after {timeline.num_iterations} iterations: times are the mean of the last ones"
 
 
-def _bounds(timeline: cost.Timeline) -> Iterator[str]:
+def bounds(timeline: cost.Timeline) -> Iterator[str]:
+    """What bounds the step, in words, and what would bound it next."""
     critical = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
     bound = timeline.bound
     yield f"{_MEANINGS[bound]} ({percent(critical[bound], timeline.step_ms)} of the critical path)"
@@ -128,7 +129,7 @@ def _stalls(timeline: cost.Timeline) -> str:
     ]
     shown = "" if len(timeline.stalls) <= MAX_STALLS else f"; the {MAX_STALLS} longest"
     heading = (
-        f"the compute stream waits {_time(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
+        f"the compute stream waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
     )
     return heading + _table(("ms", "before", "waits for", "meanwhile, ms"), rows, 0)
 
@@ -140,5 +141,6 @@ def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]], num_left: int)
     return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
-def _time(milliseconds: float) -> str:
-    return f"{milliseconds / 1e3:,.3f} s" if milliseconds >= 1e3 else f"{milliseconds:,.3f} ms"
+def duration(elapsed_ms: float) -> str:
+    """``12.345 ms``, ``1.234 s``."""
+    return f"{elapsed_ms / 1e3:,.3f} s" if elapsed_ms >= 1e3 else f"{elapsed_ms:,.3f} ms"

@@ -1,0 +1,204 @@
+"""The schedule of a deep model from captures of two shallow ones, where all its layers are alike.
+
+Capturing costs tenths of a second for each layer, and says the same of every layer but the outer ones. So a model is
+captured with ``BASE`` layers and with one more, and what the two have to say of any other depth is worked out exactly,
+without knowing what a layer is: the longer list of operators is the shorter one with one more *block* in it, or with
+one more in several places. Such a list is rows outside, equal blocks, rows outside, and so on. Every number in it, in
+counts, indexes and the ends of names, is an affine function: outside the blocks of the depth L, c + b*L, and inside of
+L and of the position m among the blocks, c + a*m + b*L. Two captures give five values for the three unknowns of every
+number in a block, so numbers that follow another rule are noticed, and texts must be the same everywhere. Where that is
+not so, the model is not periodic and must be captured as it is.
+
+The same holds for the list of parameters. Of a deep model they are known without a capture, so they are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, Final, TypeVar
+
+from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
+
+BASE: Final = 4
+"""Layers of the shallower capture: an outer one at either end, and two between that show a rule."""
+
+_NUMBER = re.compile(r"(?<!\d)(0|[1-9]\d*)(?!\d)")
+_NUMBERED = re.compile(r".*_\d+")
+_NUM_OUTER: Final = 2
+
+Row = TypeVar("Row", Operator, ParamInfo)
+_Form = tuple[str, ...]
+_Insertion = tuple[int, int, int]
+"""Rows of both lists in front of a block that only the second has, and its length."""
+
+
+class NotPeriodicError(ValueError):
+    """Two captures do not say what a deeper model's schedule is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A row as text without its numbers (``form``), and these."""
+
+    form: _Form
+    numbers: tuple[int, ...]
+
+
+def periodic_schedule(
+    shallow: Schedule, deeper: Schedule, num_layers: int, params: Sequence[ParamInfo] | None = None
+) -> Schedule:
+    """The schedule that a capture with ``num_layers`` layers would give.
+
+    Args:
+        shallow, deeper: captures of the same model, batch and options with ``BASE`` and with ``BASE + 1`` layers.
+        num_layers: at least ``BASE``.
+        params: of the deep model, to be compared with what follows for them; None leaves that out.
+
+    Raises:
+        NotPeriodicError: when the captures do not agree on a rule, or ``params`` are others.
+    """
+    if num_layers < BASE:
+        raise NotPeriodicError(f"{num_layers} layers are fewer than the {BASE} of the shallower capture")
+    found = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
+    if params is not None and tuple(params) != found:
+        name = next((p.name for p, q in zip(params, found, strict=False) if p != q), "their number")
+        raise NotPeriodicError(f"the model's parameters are not those of a periodic model: {name} differs")
+    graphs = [
+        GraphSchedule(short.kind, _rows(short.operators, long.operators, num_layers, Operator, f"{short.kind} graphs"))
+        for short, long in zip(shallow.graphs, deeper.graphs, strict=True)
+    ]
+    if shallow.also_trained != deeper.also_trained:
+        raise NotPeriodicError("parameters that are trained elsewhere belong to no graph, so nothing follows for them")
+    (whole,) = _outside([_line(_whole(shallow))], [_line(_whole(deeper))], num_layers)
+    held_nbytes, also_trained, num_samples, num_tokens = _decode(whole)
+    return Schedule(found, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
+
+
+def _whole(schedule: Schedule) -> tuple[Any, ...]:
+    return (schedule.held_nbytes, schedule.also_trained, schedule.num_samples, schedule.num_tokens)
+
+
+def _rows(
+    short: Sequence[Row], long: Sequence[Row], num_layers: int, kind: Callable[..., Row], what: str
+) -> tuple[Row, ...]:
+    """The rows of ``num_layers`` layers from those of ``BASE`` and of ``BASE + 1``."""
+    a, b = [_line(_numbered(row)) for row in short], [_line(_numbered(row)) for row in long]
+    insertions = _insertions([line.form for line in a], [line.form for line in b], 0, 0)
+    if insertions is None:
+        raise NotPeriodicError(
+            f"the {what} of {BASE} and {BASE + 1} layers, of {len(a)} and {len(b)} rows, differ in more than blocks "
+            "that repeat"
+        )
+    lines: list[_Line] = []
+    done_a = done_b = 0
+    for end_a, end_b, period in insertions:
+        start, blocks = _blocks(a[done_a:end_a], b[done_b : end_b + period], period, num_layers)
+        lines += _outside(a[done_a : done_a + start], b[done_b : done_b + start], num_layers)
+        lines += blocks
+        done_a += start + (BASE - _NUM_OUTER) * period
+        done_b += start + (BASE + 1 - _NUM_OUTER) * period
+    lines += _outside(a[done_a:], b[done_b:], num_layers)
+    return tuple(_restored(kind, _decode(line)) for line in lines)
+
+
+def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
+    """Where ``b[j:]`` has a block more than ``a[i:]``; None where blocks alone do not make up the difference.
+
+    Rows are matched as far as they go. Where they part, ``b`` must repeat what it had just before, block by block; the
+    shortest block that lets everything behind it match, too, is taken.
+    """
+    same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
+    i, j = i + same, j + same
+    if len(b) - j == len(a) - i:
+        return [] if i == len(a) else None
+    for period in range(1, len(b) - j - (len(a) - i) + 1):
+        block = b[j : j + period]
+        if j >= _NUM_OUTER * period and all(b[j - m * period :][:period] == block for m in range(1, _NUM_OUTER + 1)):
+            rest = _insertions(a, b, i, j + period)
+            if rest is not None:
+                return [(i, j, period), *rest]
+    return None
+
+
+def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int) -> tuple[int, list[_Line]]:
+    """Where equal blocks begin in ``a`` and ``b``, and those of ``num_layers`` layers.
+
+    ``b`` ends with the block that ``a`` lacks. Which rows of the outer layers follow the rule of the inner ones is not
+    known, so blocks are looked for from the end backwards.
+    """
+    reason = "there are too few rows in front of them"
+    for start in range(len(a) - (BASE - _NUM_OUTER) * period, -1, -1):
+        few = [a[start + m * period :][:period] for m in range(BASE - _NUM_OUTER)]
+        more = [b[start + m * period :][:period] for m in range(BASE + 1 - _NUM_OUTER)]
+        if any([x.form for x in block] != [x.form for x in few[0]] for block in (*few, *more)):
+            break
+        try:
+            return start, list(_inside(few, more, num_layers))
+        except NotPeriodicError as error:
+            reason = str(error)
+    raise NotPeriodicError(f"{period} rows repeat in captures of {BASE} and {BASE + 1} layers, but {reason}")
+
+
+def _outside(a: Sequence[_Line], b: Sequence[_Line], num_layers: int) -> list[_Line]:
+    """Rows outside the blocks: c + b*L by their values for ``BASE`` and ``BASE + 1`` layers."""
+    lines = []
+    for x, y in zip(a, b, strict=True):
+        pairs = zip(x.numbers, y.numbers, strict=True)
+        lines.append(_checked(x.form, tuple(v + (w - v) * (num_layers - BASE) for v, w in pairs)))
+    return lines
+
+
+def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]], num_layers: int) -> Iterator[_Line]:
+    """All blocks: c + a*m + b*L by the values in both captures, which are more than there are unknowns."""
+    rules = []
+    for rows, more in zip(zip(*blocks, strict=True), zip(*longer, strict=True), strict=True):
+        first = rows[0]
+        by_position = [y - x for x, y in zip(first.numbers, rows[1].numbers, strict=True)]
+        by_depth = [y - x for x, y in zip(first.numbers, more[0].numbers, strict=True)]
+        for depth, found in ((0, rows), (1, more)):
+            for m, line in enumerate(found):
+                if line.numbers != _at(first.numbers, by_position, by_depth, m, depth):
+                    raise NotPeriodicError(f"numbers of {''.join(first.form)} are no affine function of the layer")
+        rules.append((first, by_position, by_depth))
+    for m in range(num_layers - _NUM_OUTER):
+        for first, by_position, by_depth in rules:
+            numbers = _at(first.numbers, by_position, by_depth, m, num_layers - BASE)
+            yield _checked(first.form, numbers)
+
+
+def _at(
+    first: Sequence[int], by_position: Sequence[int], by_depth: Sequence[int], m: int, depth: int
+) -> tuple[int, ...]:
+    return tuple(v + a * m + b * depth for v, a, b in zip(first, by_position, by_depth, strict=True))
+
+
+def _checked(form: _Form, numbers: tuple[int, ...]) -> _Line:
+    if any(number < 0 for number in numbers):
+        raise NotPeriodicError(f"a number of {''.join(form)} falls below zero in deeper models")
+    return _Line(form, numbers)
+
+
+def _numbered(row: Operator | ParamInfo) -> tuple[Any, ...]:
+    """The fields of ``row``, an operator's name with a number: FX gives the first of several none."""
+    name, *others = astuple(row)
+    lacks_one = isinstance(row, Operator) and not _NUMBERED.fullmatch(name)
+    return (f"{name}_0" if lacks_one else name, *others)
+
+
+def _restored(kind: Callable[..., Row], fields: Sequence[Any]) -> Row:
+    name = str(fields[0])
+    others = (tuple(value) if isinstance(value, list) else value for value in fields[1:])
+    return kind(name.removesuffix("_0") if kind is Operator else name, *others)
+
+
+def _line(fields: Sequence[Any]) -> _Line:
+    pieces = _NUMBER.split(json.dumps(fields, ensure_ascii=False))
+    return _Line(tuple(pieces[::2]), tuple(int(piece) for piece in pieces[1::2]))
+
+
+def _decode(line: _Line) -> Any:
+    numbers = (*(str(number) for number in line.numbers), "")
+    return json.loads("".join(piece + number for piece, number in zip(line.form, numbers, strict=True)))

@@ -1,0 +1,180 @@
+"""What would help: other scenarios near the one that was asked for, each planned and simulated before it is named.
+
+A model that fits is tried with the least device memory that works, with twice the batch, and again as long as that
+pays, and with layers computed again where they are not. One that does not fit is tried with the memory that is missing
+and, where that is device memory, with layers computed again and with smaller batches. Trying costs seconds, so nothing
+is begun that might not end within the time limit; what was left out is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+from chunkc.errors import BudgetError
+from chunkc.report.timeline import duration
+from chunkc.report.units import unit_for
+from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+
+TIME_LIMIT_S: Final = 24.0
+"""Since the command began: with what a process needs to start and end, an answer comes within 30 seconds."""
+
+_RESERVE: Final = 1.3  # what a try may take, as a multiple of the longest so far
+_MAX_DOUBLINGS: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to change.
+
+    Attributes:
+        change: what. effect: what it brings, in words.
+        helps: whether it makes the model fit, or the step faster for each token; None where it was not tried.
+        step_ms, tokens_per_s: with it; None where unknown.
+        gain: tokens per second with it over those without; None where either is unknown.
+        min_device_nbytes, min_host_nbytes: memory of one rank that it takes, where the change is memory.
+    """
+
+    change: str
+    effect: str
+    helps: bool | None
+    step_ms: float | None = None
+    tokens_per_s: float | None = None
+    gain: float | None = None
+    min_device_nbytes: int | None = None
+    min_host_nbytes: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for ``json.dumps``."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Adviser:
+    """Tries scenarios near ``answer``, which began at ``began_s`` of `time.perf_counter`."""
+
+    scenarios: Scenarios
+    answer: Answer
+    began_s: float
+    limit_s: float = TIME_LIMIT_S
+    _whole_s: float = field(init=False)  # the longest answer so far, with its capture and without
+    _planning_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._whole_s, self._planning_s = self.answer.elapsed_s, self.answer.planning_s
+
+    def advice(self) -> tuple[Advice, ...]:
+        """What was tried, in order of trying, and what there was no time for."""
+        scenario = self.answer.scenario
+        if scenario is None:
+            return tuple(_told(self.answer))
+        if self.answer.fits:
+            return (*_told(self.answer), *self._less_memory(scenario), *self._faster(scenario))
+        return (*self._more_memory(scenario), *self._smaller(scenario))
+
+    def _faster(self, scenario: Scenario) -> Iterator[Advice]:
+        if self.answer.timeline is None:
+            return
+        best, batch = _tokens_per_s(self.answer), scenario.batch
+        for _ in range(_MAX_DOUBLINGS):
+            batch *= 2
+            found = self._try(replace(scenario, batch=batch))
+            yield self._compared(f"batch {batch}", found)
+            if found is None or _tokens_per_s(found) <= best:
+                break
+            best = _tokens_per_s(found)
+        if scenario.recompute is Recompute.NONE:
+            other = replace(scenario, recompute=Recompute.FULL)
+            yield self._compared("recompute full", self._try(other))
+
+    def _less_memory(self, scenario: Scenario) -> Iterator[Advice]:
+        """The least device memory, as the refusal of a device without any names it."""
+        found = self._try(replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=1)))
+        if found is not None and found.shortage is not None:
+            device_nbytes, host_nbytes = found.shortage.min_device_nbytes, found.shortage.min_host_nbytes
+            change = f"{_size(device_nbytes)} of device memory"
+            effect = f"fits, with {_size(host_nbytes)} of host memory: the least for this batch"
+            yield Advice(change, effect, None, min_device_nbytes=device_nbytes, min_host_nbytes=host_nbytes)
+
+    def _more_memory(self, scenario: Scenario) -> Iterator[Advice]:
+        shortage = self.answer.shortage
+        if shortage is None:
+            return
+        hw = scenario.hw
+        device_nbytes = max(hw.gpu_memory_nbytes, shortage.min_device_nbytes)
+        host_nbytes = max(hw.host_nbytes_per_rank, shortage.min_host_nbytes) * hw.gpus_per_node
+        changes = [
+            f"{_size(found)} of {kind} memory"
+            for kind, found, had in (
+                ("device", device_nbytes, hw.gpu_memory_nbytes),
+                ("host", host_nbytes, hw.host_memory_nbytes),
+            )
+            if found > had
+        ]
+        larger = replace(hw, gpu_memory_nbytes=device_nbytes, host_memory_nbytes=host_nbytes)
+        advice = self._compared(" and ".join(changes), self._try(replace(scenario, hw=larger)))
+        yield replace(advice, min_device_nbytes=shortage.min_device_nbytes, min_host_nbytes=shortage.min_host_nbytes)
+
+    def _smaller(self, scenario: Scenario) -> Iterator[Advice]:
+        if self.answer.shortage is None or self.answer.shortage.moment == "host":
+            return
+        if scenario.recompute is Recompute.NONE:
+            yield self._compared("recompute full", self._try(replace(scenario, recompute=Recompute.FULL)))
+        batch = scenario.batch
+        while batch > 1:
+            batch //= 2
+            found = self._try(replace(scenario, batch=batch))
+            yield self._compared(f"batch {batch}", found)
+            if found is None or found.fits:
+                return
+
+    def _try(self, scenario: Scenario) -> Answer | None:
+        """The answer, or None where there is no time for one."""
+        expected_s = self._planning_s if self.scenarios.is_captured(scenario) else self._whole_s
+        if time.perf_counter() - self.began_s + _RESERVE * expected_s > self.limit_s:
+            return None
+        found = self.scenarios.answer(scenario)
+        self._whole_s = max(self._whole_s, found.elapsed_s)
+        self._planning_s = max(self._planning_s, found.planning_s)
+        return found
+
+    def _compared(self, change: str, found: Answer | None) -> Advice:
+        if found is None:
+            return Advice(change, "not tried: the time is over", None)
+        if found.shortage is not None:
+            return Advice(change, f"does not fit: {missing(found.shortage)}", False)
+        if found.timeline is None:
+            return Advice(change, "fits", True)
+        step_ms, tokens_per_s = found.timeline.step_ms, found.timeline.tokens_per_s
+        before = _tokens_per_s(self.answer)
+        gain = tokens_per_s / before if before and tokens_per_s else None
+        told = f"fits: step {duration(step_ms)}" + (f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else "")
+        return Advice(
+            change,
+            told + (f", {gain:.2f} times as many" if gain else ""),
+            gain is None or gain > 1,
+            step_ms,
+            tokens_per_s,
+            gain,
+        )
+
+
+def missing(shortage: BudgetError) -> str:
+    """What memory misses, in words."""
+    kind = "host" if shortage.moment == "host" else "device"
+    return f"{_size(shortage.missing_nbytes)} of {kind} memory missing"
+
+
+def _told(answer: Answer) -> Iterator[Advice]:
+    if answer.unpriced:
+        yield Advice("calibrate", f"no times: {answer.unpriced}", None)
+
+
+def _tokens_per_s(answer: Answer) -> float:
+    return (answer.timeline.tokens_per_s or 0.0) if answer.timeline is not None else 0.0
+
+
+def _size(nbytes: int) -> str:
+    return unit_for(nbytes).named(nbytes)

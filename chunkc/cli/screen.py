@@ -1,0 +1,112 @@
+"""An answer as people and programs read it: the first screen of ``chunkc plan``, and one JSON object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tabulate import tabulate
+
+from chunkc.cli.advice import Advice, missing
+from chunkc.hardware import Hardware
+from chunkc.report.timeline import Timeline, bounds, duration
+from chunkc.report.units import percent, unit_for
+from chunkc.whatif import Answer
+
+
+def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title: str, where: str) -> str:
+    """One screen: does it fit and by how much, how fast, what bounds it, what would help, where the plan is.
+
+    Args:
+        answer: what became of it.
+        hw: the machine.
+        advice: what was tried beside it.
+        title: the model and how it is trained.
+        where: how to see the whole plan.
+    """
+    ranks = "" if answer.plan is None or answer.plan.layout.world_size == 1 else ", each rank"
+    verdict = "fits" if answer.shortage is None else f"does not fit: {missing(answer.shortage)}"
+    parts = [f"{title} on {hw}{ranks}: {verdict}", _memory(answer, hw), *_speed(answer), *_advice(advice)]
+    return "\n\n".join([*parts, where] if where else parts)
+
+
+def _memory(answer: Answer, hw: Hardware) -> str:
+    needs = _needs(answer)
+    budgets = (hw.gpu_memory_nbytes, hw.host_nbytes_per_rank)
+    unit = unit_for(max(budgets))
+    rows = []
+    for kind, needed, budget in zip(("device", "host"), needs, budgets, strict=True):
+        left = budget - needed
+        told = unit.of(left) if left >= 0 else f"-{unit.of(-left)}"
+        rows.append((kind, unit.of(needed), unit.of(budget), told, percent(needed, budget)))
+    align = ("left", "right", "right", "right", "right")
+    names = (f"memory, {unit.name}", "needed", "there", "left", "share")
+    return tabulate(rows, headers=names, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _needs(answer: Answer) -> tuple[int, int]:
+    """Device and host bytes of one rank: of the plan, or the least with which there would be one."""
+    if answer.plan is not None:
+        return answer.plan.memory.device_peak_nbytes, answer.plan.memory.host_nbytes
+    if answer.shortage is None:
+        raise ValueError("an answer has a plan or a shortage")
+    return answer.shortage.min_device_nbytes, answer.shortage.min_host_nbytes
+
+
+def _speed(answer: Answer) -> Iterator[str]:
+    timeline = answer.timeline
+    if timeline is not None:
+        told = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
+        told.append(f"compute   {', '.join(_rates(timeline))}")
+        told.append(f"bound by  {'; '.join(bounds(timeline))}")
+        yield "\n".join(told)
+
+
+def _speeds(timeline: Timeline) -> str:
+    found = ((timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s"))
+    return "".join(
+        f"; {speed:,.4g} {name}" if speed < 1000 else f"; {speed:,.0f} {name}" for speed, name in found if speed
+    )
+
+
+def _rates(timeline: Timeline) -> Iterator[str]:
+    yield f"{timeline.model_tflops:.4g} TFLOPS"
+    yield f"{timeline.hardware_tflops:.4g} with what is computed again"
+    if timeline.patrickstar_tflops is not None:
+        yield f"{timeline.patrickstar_tflops:.4g} as PatrickStar counts"
+
+
+def _advice(advice: Sequence[Advice]) -> Iterator[str]:
+    if advice:
+        rows = [(found.change, found.effect) for found in advice]
+        yield tabulate(rows, headers=("with", "it"), tablefmt="simple", disable_numparse=True)
+
+
+def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[str, Any]:
+    """Plain data for ``json.dumps``. Bytes are those of one rank; what is not known is None."""
+    plan, shortage, timeline, scenario = answer.plan, answer.shortage, answer.timeline, answer.scenario
+    memory = None if plan is None else plan.memory
+    data: dict[str, Any] = {
+        "fits": answer.fits,
+        "missing_nbytes": 0 if shortage is None else shortage.missing_nbytes,
+        "device_peak_nbytes": None if memory is None else memory.device_peak_nbytes,
+        "device_budget_nbytes": None if memory is None else memory.device_budget_nbytes,
+        "host_nbytes": None if memory is None else memory.host_nbytes,
+        "host_budget_nbytes": None if memory is None else memory.host_budget_nbytes,
+        "min_device_nbytes": None if shortage is None else shortage.min_device_nbytes,
+        "min_host_nbytes": None if shortage is None else shortage.min_host_nbytes,
+        "moment": shortage.moment if shortage is not None else None if memory is None else memory.nonmodel_segment,
+        "digest": None if plan is None else plan.digest(),
+        **dict.fromkeys(("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")),
+        "advice": [found.to_json() for found in advice],
+        "hw": str(hw),
+    }
+    if shortage is not None:
+        data["tensors"] = list(shortage.tensors)
+    if timeline is not None:
+        names = ("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")
+        data |= {name: getattr(timeline, name) for name in names}
+    if scenario is not None:
+        data |= {"model": scenario.model.label, "batch": scenario.batch, "sequence": scenario.sequence}
+        data |= {"recompute": str(scenario.recompute), "world_size": scenario.num_ranks}
+    return data

@@ -1,0 +1,136 @@
+"""What a command is about: a model by name, by its Hugging Face configuration or from a function, and its training."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+from chunkc.cli.functions import model_and_inputs
+from chunkc.cli.options import DTYPES, Planner, chunk_size, positive
+from chunkc.errors import BudgetError, ChunkcError
+from chunkc.hardware import Hardware
+from chunkc.models import FAMILIES, Transformer, built_in, checkpoint_layers, from_config_file
+from chunkc.report import Plan
+from chunkc.whatif import Answer, Recompute, Scenario, Scenarios, policies, priced
+
+MODEL_HELP: Final = (
+    "a built-in model (gpt-10b, bert-18b, ...), the path of a Hugging Face config.json, or module:function, which "
+    "returns (model, example_inputs), the inputs a dict by keyword or a tuple by position; the current directory is "
+    "importable"
+)
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """How a model is trained, as far as a plan depends on it."""
+    parser.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: the GPUs of --hw)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in a step (default: 1)")
+    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 1024 at most)")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
+    parser.add_argument(
+        "--recompute",
+        choices=[str(choice) for choice in Recompute],
+        default=str(Recompute.AUTO),
+        help="compute every layer again in backward instead of keeping its activations; auto: only if the model does "
+        "not fit otherwise (default: auto)",
+    )
+    parser.add_argument("--policy", choices=policies(), default=policies()[0], help="how to plan (default: chunkc)")
+    parser.add_argument("--chunk-size", type=chunk_size, default="auto", metavar="N", help="elements (default: auto)")
+
+
+def transformer_of(name: str) -> Transformer | None:
+    """The model that ``name`` names as data; None for ``module:function``.
+
+    Raises:
+        ChunkcError: when it names nothing.
+    """
+    if name.endswith(".json"):
+        return from_config_file(name)
+    if ":" in name:
+        return None
+    if name.partition("-")[0].lower() in FAMILIES:
+        return built_in(name)
+    families = " or ".join(f"{family}-10b" for family in FAMILIES)
+    raise ChunkcError(
+        f"{name!r} is not of the form module:function, for example train:build, nor a built-in model such as "
+        f"{families}, nor a config.json"
+    )
+
+
+def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
+    """The scenario that ``args`` describe for ``model``."""
+    return Scenario(
+        model,
+        Hardware.of(args.hw),
+        batch=args.batch or 1,
+        sequence=args.seq or model.default_sequence,
+        recompute=Recompute(args.recompute),
+        dtype=DTYPES[args.dtype],
+        world_size=args.world_size,
+        chunk_numel=None if args.chunk_size == "auto" else args.chunk_size,
+        policy=args.policy,
+    )
+
+
+def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
+    """Plan the model of ``args`` and simulate it; what the user's code prints goes to standard error.
+
+    Raises:
+        ChunkcError: when it cannot be planned for another reason than memory.
+    """
+    with contextlib.redirect_stdout(sys.stderr):
+        model = transformer_of(args.model)
+        return _of_function(args) if model is None else scenarios.answer(scenario_of(args, model))
+
+
+def title_of(args: argparse.Namespace, answer: Answer) -> str:
+    """The model and how it is trained."""
+    if answer.scenario is None:
+        return str(args.model) if answer.plan is None else f"{answer.plan.model} ({args.model})"
+    if args.recompute != Recompute.AUTO:
+        return str(answer.scenario)
+    needs_it = answer.scenario.recompute is Recompute.FULL
+    return f"{answer.scenario} ({'auto: it does not fit without' if needs_it else 'auto'})"
+
+
+def tell(line: str) -> None:
+    """Progress, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def is_plan_file(path: str) -> bool:
+    """Whether ``path`` is a file that does not say it is a model's configuration."""
+    if not Path(path).is_file():
+        return path.endswith(".json") and not path.endswith("config.json")
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    return not (isinstance(data, dict) and "model_type" in data)
+
+
+def _of_function(args: argparse.Namespace) -> Answer:
+    for option in ("batch", "seq"):
+        if getattr(args, option) is not None:
+            raise ChunkcError(f"--{option} is for built-in models and config.json; {args.model} brings its own inputs")
+    model, example_inputs = model_and_inputs(args.model)
+    if args.recompute == Recompute.FULL:
+        checkpoint_layers(model, args.model)
+    options = {"hw": args.hw, "dtype": DTYPES[args.dtype], "chunk_size": args.chunk_size}
+    options["world_size"] = args.world_size
+    try:
+        plan = Plan.of((args.planner or _planner())(model, example_inputs=example_inputs, **options))
+    except BudgetError as error:
+        return Answer(None, shortage=error)
+    timeline, unpriced = priced(plan, Hardware.of(args.hw))
+    return Answer(None, plan, timeline=timeline, unpriced=unpriced)
+
+
+def _planner() -> Planner:
+    """`chunkc.api.plan`, imported when it is needed: the other commands start without it."""
+    planner: Planner = importlib.import_module("chunkc.api").plan
+    return planner

@@ -1,0 +1,10 @@
+"""Models to plan by name: sizes of GPT-2-like and BERT-like models, and what a Hugging Face configuration describes.
+
+A model is data here (``catalogue.py``); it is built on the meta device, where it takes no memory, when something is to
+be planned (``transformer.py``).
+"""
+
+from chunkc.models.catalogue import FAMILIES, NAMES, built_in, family
+from chunkc.models.transformer import Transformer, checkpoint_layers, from_config_file
+
+__all__ = ["FAMILIES", "NAMES", "Transformer", "built_in", "checkpoint_layers", "family", "from_config_file"]

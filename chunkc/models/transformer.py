@@ -1,0 +1,165 @@
+"""A model that transformers can build from a configuration, of any depth, batch and length, on the meta device."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from chunkc.errors import ChunkcError
+
+_DEPTH_KEYS: Final = {"gpt2": ("n_layer", "num_hidden_layers"), "bert": ("num_hidden_layers",)}
+"""Of architectures whose layers are all alike, whatever the configuration says: what may hold their number."""
+
+_DEFAULT_SEQUENCE: Final = 1024
+_LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length")
+
+
+class Head(StrEnum):
+    """What a model is trained for, by the class of transformers that builds it."""
+
+    CAUSAL = "AutoModelForCausalLM"
+    MASKED = "AutoModelForMaskedLM"
+    CLASSIFICATION = "AutoModelForSequenceClassification"
+
+
+_HEAD_BY_SUFFIX: Final = {
+    "ForCausalLM": Head.CAUSAL,
+    "LMHeadModel": Head.CAUSAL,
+    "ForMaskedLM": Head.MASKED,
+    "ForSequenceClassification": Head.CLASSIFICATION,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """One model.
+
+    Attributes:
+        label: what people call it.
+        config: of transformers, ``model_type`` included.
+        head: what it is trained for.
+    """
+
+    label: str
+    config: Mapping[str, Any]
+    head: Head
+
+    @property
+    def depth_key(self) -> str | None:
+        """The entry of ``config`` that holds the number of layers, where all are alike; None elsewhere."""
+        keys = _DEPTH_KEYS.get(str(self.config["model_type"]), ())
+        return next((key for key in keys if isinstance(self.config.get(key), int)), None)
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers, where all are alike; None elsewhere."""
+        key = self.depth_key
+        return None if key is None else int(self.config[key])
+
+    @property
+    def default_sequence(self) -> int:
+        """1,024 tokens, or as many as the model has positions for."""
+        return min([_DEFAULT_SEQUENCE, *self._lengths().values()])
+
+    def _lengths(self) -> dict[str, int]:
+        """What the configuration says of the longest sequence, by entry."""
+        return {key: int(self.config[key]) for key in _LENGTH_KEYS if isinstance(self.config.get(key), int)}
+
+    def with_depth(self, num_layers: int) -> Transformer:
+        """The same model with another number of layers.
+
+        Raises:
+            ValueError: when its layers are not all alike.
+        """
+        if self.depth_key is None:
+            raise ValueError(f"{self.label} has no depth that can be changed: its layers differ")
+        return Transformer(self.label, {**self.config, self.depth_key: num_layers}, self.head)
+
+    def build(self, *, recompute: bool = False) -> nn.Module:
+        """The model on the meta device, in training mode; ``recompute``: with a checkpoint around every layer.
+
+        Raises:
+            ChunkcError: when transformers is not installed, or refuses the configuration.
+        """
+        transformers = _transformers()
+        options = {key: value for key, value in self.config.items() if key != "model_type"} | {"use_cache": False}
+        try:
+            config = transformers.AutoConfig.for_model(self.config["model_type"], **options)
+            with torch.device("meta"):
+                model: nn.Module = getattr(transformers, self.head).from_config(config)
+        except (ValueError, TypeError, KeyError, ImportError) as error:
+            raise ChunkcError(f"transformers cannot build {self.label}: {error}") from error
+        if recompute:
+            checkpoint_layers(model, self.label)
+        return model.train()
+
+    def inputs(self, batch: int, sequence: int) -> dict[str, torch.Tensor]:
+        """Tokens [batch, sequence] and labels, of tokens or of whole sequences, int64 on the meta device.
+
+        Raises:
+            ChunkcError: when the model has too few positions.
+        """
+        for key, length in self._lengths().items():
+            if sequence > length:
+                raise ChunkcError(f"{self.label} takes at most {length} tokens ({key}), found {sequence}")
+        tokens = torch.empty(batch, sequence, dtype=torch.long, device="meta")
+        of_sequences = self.head is Head.CLASSIFICATION
+        labels = torch.empty(batch, dtype=torch.long, device="meta") if of_sequences else tokens
+        return {"input_ids": tokens, "labels": labels}
+
+
+def checkpoint_layers(model: object, label: str) -> None:
+    """Have every layer of a model of transformers computed again in backward, instead of keeping its activations.
+
+    Raises:
+        ChunkcError: when ``model`` offers no such thing.
+    """
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # since transformers 5, and before
+    enable = next((getattr(model, name) for name in names if hasattr(model, name)), None)
+    if enable is None:
+        raise ChunkcError(f"{label} has no layers that transformers could checkpoint; do so in the model itself")
+    enable({"use_reentrant": False})
+
+
+def from_config_file(path: str) -> Transformer:
+    """The model of a ``config.json`` of Hugging Face: of transformers' own classes, chosen by ``architectures``.
+
+    Raises:
+        ChunkcError: when the file is no such configuration, or its architecture is not one that can be trained here.
+    """
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ChunkcError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ChunkcError(f"{path} holds no JSON: {error}") from error
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise ChunkcError(f"{path} is no configuration of a model: it has no model_type")
+    names = config.get("architectures") or []
+    name = str(names[0]) if names else ""
+    head = next((head for suffix, head in _HEAD_BY_SUFFIX.items() if name.endswith(suffix)), None)
+    if head is None:
+        known = ", ".join(f"*{suffix}" for suffix in _HEAD_BY_SUFFIX)
+        raise ChunkcError(f"{path} names the architecture {name or 'none'!r}; chunkc builds {known}")
+    place = Path(path)
+    label = place.parent.name if place.name == "config.json" and place.parent.name else place.stem
+    return Transformer(label, config, head)
+
+
+def _transformers() -> Any:
+    """Imported when a model is built: nothing else needs it, and it takes seconds."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ChunkcError(
+            "models by name and config.json are built by transformers, which is not installed: pip install "
+            "'chunkc[hf]', or give the model as module:function"
+        ) from error

@@ -1,0 +1,239 @@
+"""Questions of the form "what if this model ran on that machine": plans and simulations of models given as data.
+
+A `Scenario` says everything that a plan depends on; `Scenarios` answers them and keeps captures, which cost most, for
+the next question. Where all layers of a model are alike, its schedule follows from captures of few of them
+(``chunkc.capture.periodic``); any other model is captured as it is.
+
+Activation checkpointing around every layer (*recompute*) is part of the scenario. With ``Recompute.AUTO`` a model is
+planned without it, and with it if it does not fit: nothing is computed twice where memory allows. The plan is the one
+that ``chunkc.plan`` makes of the same checkpointed model. Of one without checkpoints ``chunkc.plan`` may compute some
+layers again, where its search over whole captures finds that faster; a scenario keeps all that it was asked to keep.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
+from chunkc.cost.rates import known_rates
+from chunkc.errors import BudgetError, HardwareError
+from chunkc.hardware import Hardware
+from chunkc.ir.plan import StageRecord
+from chunkc.ir.schedule import Schedule
+from chunkc.models import Transformer
+from chunkc.passes import Options, Target
+from chunkc.planahead import capture_ahead, plan_schedule, uncollected
+from chunkc.policy import compute_dtype, param_infos, unique_params
+from chunkc.report import Plan
+from chunkc.report.timeline import Timeline, simulate
+from chunkc.segments import Backend
+
+logger = logging.getLogger("chunkc")
+
+Tell = Callable[[str], None]
+
+
+class Recompute(StrEnum):
+    """Whether activations are kept for backward, or every layer is computed again."""
+
+    AUTO = "auto"
+    NONE = "none"
+    FULL = "full"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One question.
+
+    Attributes:
+        model: what is trained.
+        hw: on which machine.
+        batch: sequences of one rank in a step. sequence: tokens of each.
+        recompute: whether layers are computed again in backward.
+        dtype: compute dtype, or ``auto``.
+        world_size: ranks; None takes the GPUs of ``hw``.
+        chunk_numel: elements of a chunk; None lets the planner choose.
+        policy: by which to plan; one of `policies`.
+        backend: how segments would be compiled.
+    """
+
+    model: Transformer
+    hw: Hardware
+    batch: int
+    sequence: int
+    recompute: Recompute = Recompute.AUTO
+    dtype: torch.dtype | str = "auto"
+    world_size: int | None = None
+    chunk_numel: int | None = None
+    policy: str = "chunkc"
+    backend: Backend = "inductor"
+
+    @property
+    def num_ranks(self) -> int:
+        return self.hw.num_gpus if self.world_size is None else self.world_size
+
+    def __str__(self) -> str:
+        ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
+        return f"{self.model.label}, {ranks}batch {self.batch} x {self.sequence}, recompute {self.recompute}"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a scenario.
+
+    Attributes:
+        scenario: as planned: ``recompute`` is decided. None for a model that is no data.
+        plan: None where the model does not fit.
+        shortage: why it does not; None where it does.
+        timeline: None without a plan, and where the machine's rates are not known, as ``unpriced`` says.
+        elapsed_s: seconds that it took, captures included. planning_s: those behind the capture.
+    """
+
+    scenario: Scenario | None
+    plan: Plan | None = None
+    shortage: BudgetError | None = None
+    timeline: Timeline | None = None
+    unpriced: str = ""
+    elapsed_s: float = 0.0
+    planning_s: float = 0.0
+
+    @property
+    def fits(self) -> bool:
+        return self.plan is not None
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedAhead:
+    """A schedule, and what its capture did."""
+
+    schedule: Schedule
+    stages: tuple[StageRecord, ...]
+
+
+PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
+"""Makes the verified plan of a scenario, or raises `BudgetError`."""
+
+
+def priced(plan: Plan, hw: Hardware) -> tuple[Timeline | None, str]:
+    """The simulation of ``plan``, or None and why there is none."""
+    try:
+        return simulate(plan, hw), ""
+    except HardwareError as error:
+        return None, " ".join(str(error).split())
+
+
+@dataclass(slots=True)
+class Scenarios:
+    """Answers scenarios; ``tell`` is given a line for each plan that was made."""
+
+    tell: Tell = lambda line: None
+    _captures: dict[tuple[object, ...], CapturedAhead] = field(default_factory=dict)
+
+    def answer(self, scenario: Scenario) -> Answer:
+        """Plan and simulate ``scenario``.
+
+        Raises:
+            ChunkcError: when its model cannot be built or captured.
+        """
+        if scenario.recompute is Recompute.AUTO:
+            found = self.answer(replace(scenario, recompute=Recompute.NONE))
+            return found if found.fits else self.answer(replace(scenario, recompute=Recompute.FULL))
+        began_s = time.perf_counter()
+        with uncollected():
+            captured = self.captured(scenario)
+            captured_s = time.perf_counter()
+            found = _planned(scenario, captured)
+        finished_s = time.perf_counter()
+        found = replace(found, elapsed_s=finished_s - began_s, planning_s=finished_s - captured_s)
+        self.tell(f"{scenario}: {'fits' if found.fits else 'does not fit'} ({found.elapsed_s:.1f} s)")
+        return found
+
+    def captured(self, scenario: Scenario) -> CapturedAhead:
+        """One iteration of the scenario's model. Of the machine, only its compute dtype has a part in it.
+
+        Raises:
+            ChunkcError: when the model cannot be built or captured.
+        """
+        key = _key(scenario)
+        if key not in self._captures:
+            self._captures[key] = _capture(scenario)
+        return self._captures[key]
+
+    def is_captured(self, scenario: Scenario) -> bool:
+        """Whether an answer takes no more captures."""
+        return _key(scenario) in self._captures
+
+
+def _key(scenario: Scenario) -> tuple[object, ...]:
+    """What a capture depends on."""
+    facts = (scenario.batch, scenario.sequence, scenario.dtype, scenario.hw.compute_dtype, scenario.backend)
+    return (repr(scenario.model), scenario.recompute, *facts)
+
+
+def policies() -> tuple[str, ...]:
+    """The policies by which a scenario can be planned, the default first."""
+    return tuple(_POLICIES)
+
+
+def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
+    hw = scenario.hw
+    target = Target(
+        model=scenario.model.label,
+        hw=str(hw),
+        device_budget_nbytes=hw.gpu_memory_nbytes,
+        host_budget_nbytes=hw.host_nbytes_per_rank,
+        world_size=scenario.num_ranks,
+        rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
+    )
+    try:
+        plan = _POLICIES[scenario.policy](scenario, captured, target)
+    except BudgetError as error:
+        return Answer(scenario, shortage=error)
+    timeline, unpriced = priced(plan, hw)
+    return Answer(scenario, plan, timeline=timeline, unpriced=unpriced)
+
+
+def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
+    options = Options(chunk_numel=scenario.chunk_numel)
+    return plan_schedule(captured.schedule, target, options, captured.stages, scenario.backend)
+
+
+_POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chunkc_plan})
+
+
+def _capture(scenario: Scenario) -> CapturedAhead:
+    """By captures of few layers where all are alike, else as it is."""
+    num_layers = scenario.model.num_layers
+    if num_layers is None or num_layers <= BASE + 1:
+        return _direct(scenario, scenario.model)
+    model = scenario.model.build(recompute=scenario.recompute is Recompute.FULL)
+    infos = param_infos(model, compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw))
+    shallow, deeper = (_direct(scenario, scenario.model.with_depth(depth)) for depth in (BASE, BASE + 1))
+    began_s = time.perf_counter()
+    try:
+        schedule = periodic_schedule(shallow.schedule, deeper.schedule, num_layers, infos)
+    except NotPeriodicError as error:
+        logger.info("%s is captured as it is: %s", scenario.model.label, error)
+        return _direct(scenario, scenario.model)
+    note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
+    record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
+    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
+
+
+def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
+    began_s = time.perf_counter()
+    model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
+    dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
+    inputs = transformer.inputs(scenario.batch, scenario.sequence)
+    captured = capture_ahead(model, dtype, inputs, scenario.backend)
+    capture_ms = 1e3 * (time.perf_counter() - began_s)
+    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
+    return CapturedAhead(captured.schedule, (dynamo, *captured.stages))

@@ -1,0 +1,131 @@
+"""Schedules of deep models from two shallow captures: equal to captures of them, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tiny_transformers import TINY_BERT, TINY_GPT
+
+from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
+from chunkc.hardware import Hardware
+from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
+from chunkc.planahead import capture_ahead
+from chunkc.policy import compute_dtype, unique_params
+
+MODELS = {"gpt": TINY_GPT, "bert": TINY_BERT}
+HW = Hardware.parse("v100-240g")
+
+
+def captured(family: str, num_layers: int, recompute: bool) -> Schedule:
+    model = MODELS[family].with_depth(num_layers).build(recompute=recompute)
+    dtype = compute_dtype("auto", list(unique_params(model)), HW)
+    return capture_ahead(model, dtype, MODELS[family].inputs(2, 16), "inductor").schedule
+
+
+def check_captures(family: str, recompute: bool, depths: Sequence[int]) -> None:
+    shallow, deeper = (captured(family, depth, recompute) for depth in (BASE, BASE + 1))
+    for depth in depths:
+        direct = captured(family, depth, recompute)
+        found = periodic_schedule(shallow, deeper, depth, direct.params)
+        assert found == direct
+        assert found.digest() == direct.digest()
+
+
+@pytest.mark.parametrize(("family", "recompute"), [("gpt", False), ("bert", True)])
+def test_the_schedule_of_a_deeper_model_is_the_captured_one(family: str, recompute: bool) -> None:
+    check_captures(family, recompute, (7,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt", "bert"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_schedules_of_deeper_models_are_the_captured_ones(family: str, recompute: bool) -> None:
+    check_captures(family, recompute, (4, 6, 9, 14))
+
+
+def info(name: str) -> ParamInfo:
+    return ParamInfo(name, (), (8, 8), (8, 1), "float32", True)
+
+
+def operator(name: str, **facts: Any) -> Operator:
+    return Operator(name, **{"target": "mm", "reads": (), "grads": (), "flops": 1, "nbytes": 1} | facts)
+
+
+Edit = Callable[[int, int, Operator], Operator]
+
+
+def handmade(num_layers: int, edit: Edit = lambda layer, depth, op: op) -> Schedule:
+    """Two operators a layer in forward, and one more behind the head; one a layer in backward."""
+
+    def name(stem: str, number: int) -> str:
+        return f"{stem}_{number}" if number else stem
+
+    def made(layer: int, op: Operator) -> Operator:
+        return edit(layer, num_layers, op)
+
+    def live(nbytes: int) -> dict[str, int]:
+        return {"live_nbytes": nbytes, "live_after_nbytes": nbytes - 8}
+
+    layers = range(num_layers)
+    forward = [operator("embedding", **live(64))]
+    for i in layers:
+        kind = "bfloat16" if i == num_layers - 1 else "float16"
+        forward.append(made(i, operator(name("mm", 2 * i), reads=(1 + i,), layer=f"h.{i}", **live(64 + 32 * i))))
+        forward.append(made(i, operator(name("mm", 2 * i + 1), dtype=kind, layer=f"h.{i}", **live(96 + 32 * i))))
+    forward += [operator("loss", **live(100 + 32 * num_layers))]
+    forward += [operator(name("t", i), target="t", layer=f"h.{i}", **live(70)) for i in layers]
+    backward = [operator("ones", **live(100 + 32 * num_layers))]
+    for i in reversed(layers):
+        number = 2 * num_layers + (num_layers - 1 - i)
+        backward.append(operator(f"mm_{number}", grads=(1 + i,), layer=f"h.{i}", **live(64 + 32 * i)))
+    backward.append(operator("last", grads=(0,), **live(64)))
+    params = (info("embed.weight_0"), *(info(f"h.{i}.weight") for i in layers))
+    graphs = GraphSchedule("forward", tuple(forward)), GraphSchedule("backward", tuple(backward))
+    return Schedule(params, *graphs, held_nbytes=16 + 4 * num_layers, num_samples=2, num_tokens=32)
+
+
+@pytest.mark.parametrize("num_layers", [4, 5, 6, 7, 11, 96])
+def test_a_schedule_with_blocks_in_several_places(num_layers: int) -> None:
+    expected = handmade(num_layers)
+    assert periodic_schedule(handmade(BASE), handmade(BASE + 1), num_layers, expected.params) == expected
+
+
+def test_numbers_that_no_affine_function_gives_are_refused() -> None:
+    def grows(layer: int, depth: int, op: Operator) -> Operator:
+        return replace(op, flops=1 + layer**2)
+
+    with pytest.raises(NotPeriodicError, match="affine"):
+        periodic_schedule(handmade(BASE, grows), handmade(BASE + 1, grows), 9)
+
+
+def test_layers_that_differ_in_more_than_numbers_are_refused() -> None:
+    def alternates(layer: int, depth: int, op: Operator) -> Operator:
+        return replace(op, target="conv" if layer % 2 else "mm")
+
+    with pytest.raises(NotPeriodicError):
+        periodic_schedule(handmade(BASE, alternates), handmade(BASE + 1, alternates), 9)
+
+
+def test_numbers_that_fall_below_zero_are_refused() -> None:
+    def falls(layer: int, depth: int, op: Operator) -> Operator:
+        return replace(op, nbytes=50 - 9 * layer)
+
+    assert periodic_schedule(handmade(BASE, falls), handmade(BASE + 1, falls), 6) == handmade(6, falls)
+    with pytest.raises(NotPeriodicError, match="below zero"):
+        periodic_schedule(handmade(BASE, falls), handmade(BASE + 1, falls), 9)
+
+
+def test_other_parameters_than_those_that_follow_are_refused() -> None:
+    params = [*handmade(6).params[:-1], info("h.5.bias")]
+    with pytest.raises(NotPeriodicError, match=r"h\.5\.bias"):
+        periodic_schedule(handmade(BASE), handmade(BASE + 1), 6, params)
+    with pytest.raises(NotPeriodicError, match="their number"):
+        periodic_schedule(handmade(BASE), handmade(BASE + 1), 6, handmade(7).params)
+
+
+def test_fewer_layers_than_captured_are_refused() -> None:
+    with pytest.raises(NotPeriodicError, match="fewer than"):
+        periodic_schedule(handmade(BASE), handmade(BASE + 1), BASE - 1)

@@ -1,0 +1,21 @@
+"""The built-in families of models in a size that is captured in a second."""
+
+from __future__ import annotations
+
+from chunkc.models import Transformer
+from chunkc.models.transformer import Head
+
+TINY_GPT = Transformer(
+    "gpt-tiny",
+    {"model_type": "gpt2", "vocab_size": 101, "n_positions": 16, "n_layer": 2, "n_embd": 32, "n_head": 2}
+    | {"bos_token_id": 0, "eos_token_id": 0}
+    | dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    Head.CAUSAL,
+)
+TINY_BERT = Transformer(
+    "bert-tiny",
+    {"model_type": "bert", "vocab_size": 101, "max_position_embeddings": 16, "num_hidden_layers": 2}
+    | {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    Head.CLASSIFICATION,
+)

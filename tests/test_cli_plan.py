@@ -1,0 +1,169 @@
+"""``chunkc plan`` and ``simulate`` of models given as data: the first screen, JSON, and exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from plans_for_report import gpt_plan
+from tiny_transformers import TINY_GPT
+
+from chunkc.cli import main
+from chunkc.cli.advice import Advice
+from chunkc.cli.screen import render_answer
+from chunkc.cli.subjects import is_plan_file
+from chunkc.errors import BudgetError
+from chunkc.hardware import Hardware
+from chunkc.report import Plan
+from chunkc.report.timeline import simulate
+from chunkc.whatif import Answer, policies
+
+GIB = 1024**3
+
+KEYS = {"fits", "missing_nbytes", "device_peak_nbytes", "host_nbytes", "step_ms", "tokens_per_s", "bound", "advice"}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A Hugging Face configuration of a tiny GPT-2, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**TINY_GPT.config, "architectures": ["GPT2LMHeadModel"]}))
+    return "tiny/config.json"
+
+
+def out_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().out
+
+
+def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = [tiny, "--hw", "v100-240g", "--batch", "4"]
+    assert main(["plan", *command, "--save", "plan.json", "--no-advice"]) == 0
+    out, err = capsys.readouterr()
+    first = out.splitlines()[0]
+    assert first == "tiny, batch 4 x 16, recompute none (auto) on v100-32g-240g: fits"
+    plan = Plan.load("plan.json")
+    for needed in ("device  ", "host  ", "step  ", "bound by  ", "tokens/s", "TFLOPS"):
+        assert needed in out, needed
+    assert out.splitlines()[-1] == f"plan {plan.digest()}: chunkc explain plan.json; chunkc simulate plan.json"
+    assert "tiny, batch 4 x 16, recompute none: fits" in err
+    assert main(["simulate", "plan.json", "--json"]) == 0
+    simulated = json.loads(out_of(capsys))
+    assert main(["simulate", *command, "--json"]) == 0
+    assert json.loads(out_of(capsys)) == simulated
+    assert f"{simulated['step_ms']:,.3f} ms" in out
+
+
+def test_advice_stands_between_the_numbers_and_the_plan() -> None:
+    hw = Hardware.parse("v100-240g")
+    plan = gpt_plan()
+    timeline = simulate(plan, hw)
+    advice = (Advice("batch 8", "fits: twice as many", True), Advice("batch 16", "not tried: the time is over", None))
+    lines = render_answer(Answer(None, plan, timeline=timeline), hw, advice, "a model", "where").splitlines()
+    assert lines[0] == "a model on v100-32g-240g: fits"
+    assert [line.split(maxsplit=2)[:2] for line in lines if line.startswith("batch")] == [
+        ["batch", "8"],
+        ["batch", "16"],
+    ]
+    assert lines[-1] == "where" and lines.index("where") > next(i for i, x in enumerate(lines) if x.startswith("batch"))
+    assert len(lines) <= 24
+
+
+@pytest.mark.parametrize(("moment", "kind"), [("bwd.0", "device"), ("host", "host")])
+def test_what_misses_is_in_the_first_line_and_below_zero_in_the_table(moment: str, kind: str) -> None:
+    hw = Hardware.parse("8xv100-240g")
+    needs = {"device": 20 * GIB, "host": 20 * GIB} | {kind: 40 * GIB}
+    error = BudgetError(
+        "no", moment=moment, tensors=(), missing_nbytes=8 * GIB,
+        min_device_nbytes=needs["device"], min_host_nbytes=needs["host"],
+    )  # fmt: skip
+    lines = render_answer(Answer(None, shortage=error), hw, (), "a model", "").splitlines()
+    assert lines[0] == f"a model on 8xv100-32g-240g: does not fit: 8.00 GiB of {kind} memory missing"
+    (row,) = [line.split() for line in lines if line.startswith(kind)]
+    there = {"device": 32.0, "host": 30.0}[kind]
+    assert [float(cell) for cell in row[1:4]] == [40.0, there, there - 40.0]
+
+
+def test_json_of_a_machine_without_rates(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", tiny, "--hw", "emulated-64m-64m", "--json"]) == 0
+    found = json.loads(out_of(capsys))
+    assert set(found) >= KEYS
+    assert found["fits"] is True and found["device_peak_nbytes"] > 0
+    assert (found["step_ms"], found["tokens_per_s"], found["bound"]) == (None, None, None)
+    assert found["advice"][0]["change"] == "calibrate" and "chunkc calibrate" in found["advice"][0]["effect"]
+    assert main(["simulate", tiny, "--hw", "emulated-64m-64m"]) == 2
+    assert "chunkc calibrate" in capsys.readouterr().err
+
+
+def test_memory_that_misses_is_named_and_is_enough(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", tiny, "--batch", "2", "--recompute", "none", "--no-advice"]
+    assert main([*command, "--hw", "emulated-1k-64m"]) == 1
+    assert "does not fit" in out_of(capsys).splitlines()[0]
+    assert main([*command, "--hw", "emulated-1k-64m", "--json"]) == 1
+    found = json.loads(out_of(capsys))
+    assert set(found) >= KEYS
+    assert found["advice"] == [] and found["bound"] is None
+    assert found["missing_nbytes"] == found["min_device_nbytes"] - 1024
+    kib = -(-found["min_device_nbytes"] // 1024)
+    assert main([*command, "--hw", f"emulated-{kib}k-64m", "--json"]) == 0
+    assert json.loads(out_of(capsys))["device_peak_nbytes"] <= kib * 1024
+    assert main(["simulate", tiny, "--hw", "emulated-1k-64m"]) == 1
+
+
+def test_advice_is_what_another_call_finds(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", tiny, "--hw", "v100-240g", "--recompute", "full", "--json"]
+    assert main([*command, "--batch", "2"]) == 0
+    advice = {found["change"]: found for found in json.loads(out_of(capsys))["advice"]}
+    assert main([*command, "--batch", "4", "--no-advice"]) == 0
+    other = json.loads(out_of(capsys))
+    assert advice["batch 4"]["step_ms"] == other["step_ms"]
+    assert advice["batch 4"]["tokens_per_s"] == other["tokens_per_s"]
+    (least,) = [found for found in advice.values() if found["min_device_nbytes"] is not None]
+    assert least["min_device_nbytes"] <= other["device_peak_nbytes"]
+
+
+def test_several_ranks_are_told(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", tiny, "--hw", "8xv100-240g", "--world-size", "2", "--no-advice"]) == 0
+    assert "2 ranks" in (first := out_of(capsys).splitlines()[0]) and "each rank" in first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt-11b"], "no built-in model 'gpt-11b'"),
+        (["t5-10b"], "is not of the form module:function"),
+        (["gpt-1b", "--seq", "2048"], "at most 1024 tokens"),
+        (["json:loads", "--batch", "2"], "--batch is for built-in models"),
+        (["missing/config.json"], "cannot read missing/config.json"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments, "--hw", "v100-240g"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err.splitlines()[-1] and err.splitlines()[-1].startswith("error: ")
+
+
+def test_the_help_lists_the_policies(capsys: pytest.CaptureFixture[str]) -> None:
+    assert policies()[0] == "chunkc"
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert re.search(r"--policy {chunkc\b", out_of(capsys))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [({"format_version": 2}, True), ([], True), ({"model_type": "gpt2"}, False), (None, True)],
+)
+def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "some.json"
+    if content is not None:
+        path.write_text(json.dumps(content))
+    assert is_plan_file(str(path)) is expected
+    assert not is_plan_file("gpt-10b")

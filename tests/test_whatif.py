@@ -1,0 +1,62 @@
+"""Scenarios: the plan is that of `chunkc.plan`, recomputation is decided, captures are kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tiny_transformers import TINY_GPT
+
+import chunkc
+from chunkc.hardware import Hardware
+from chunkc.ir.verify import verify
+from chunkc.whatif import Recompute, Scenario, Scenarios
+
+HW = Hardware.parse("v100-240g")
+SCENARIO = Scenario(TINY_GPT, HW, batch=2, sequence=16)
+
+
+def test_the_plan_is_that_of_chunkc_plan() -> None:
+    """Though only four and five layers are captured, every action and every number is the same."""
+    model = TINY_GPT.with_depth(6)
+    answer = Scenarios().answer(replace(SCENARIO, model=model, recompute=Recompute.FULL))
+    assert answer.plan is not None and answer.timeline is not None
+    verify(answer.plan)
+    assert "periodic" in [stage.name for stage in answer.plan.stages]
+    direct = chunkc.plan(model.build(recompute=True), HW, example_inputs=model.inputs(2, 16))
+    assert "periodic" not in [stage.name for stage in direct.stages]
+    assert replace(answer.plan, model=direct.model).digest() == direct.digest()
+    assert answer.timeline.num_tokens == 32
+    assert answer.timeline.step_ms > 0
+
+
+def test_layers_are_computed_again_only_where_memory_is_short() -> None:
+    told: list[str] = []
+    scenarios = Scenarios(told.append)
+    long = replace(SCENARIO, batch=16)
+    kept = scenarios.answer(replace(long, recompute=Recompute.NONE, hw=replace(HW, gpu_memory_nbytes=1)))
+    again = scenarios.answer(replace(long, recompute=Recompute.FULL, hw=replace(HW, gpu_memory_nbytes=1)))
+    assert kept.shortage is not None and again.shortage is not None
+    least_kept, least_again = kept.shortage.min_device_nbytes, again.shortage.min_device_nbytes
+    assert least_again < least_kept
+    for device_nbytes, expected in ((least_kept, Recompute.NONE), (least_kept - 1, Recompute.FULL)):
+        found = scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=device_nbytes)))
+        assert found.plan is not None and found.scenario is not None
+        assert found.scenario.recompute is expected
+        assert found.plan.memory.device_peak_nbytes <= device_nbytes
+    assert not scenarios.answer(replace(long, hw=replace(HW, gpu_memory_nbytes=least_again - 1))).fits
+    assert scenarios.is_captured(replace(long, recompute=Recompute.FULL))
+    assert not scenarios.is_captured(replace(long, recompute=Recompute.FULL, batch=1))
+    assert [line.rpartition(":")[2].split("(")[0].strip() for line in told].count("fits") == 2
+
+
+def test_a_machine_without_rates_has_a_plan_and_no_times() -> None:
+    answer = Scenarios().answer(replace(SCENARIO, hw=Hardware.parse("emulated-64m-64m")))
+    assert answer.fits and answer.timeline is None
+    assert "calibrate" in answer.unpriced
+
+
+@pytest.mark.parametrize("world_size", [None, 4])
+def test_ranks_are_those_of_the_machine_or_as_given(world_size: int | None) -> None:
+    scenario = replace(SCENARIO, hw=Hardware.parse("8xv100-240g"), world_size=world_size)
+    assert scenario.num_ranks == (8 if world_size is None else 4)
