@@ -30,7 +30,8 @@ def weights(pair: Twins) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def close(found: Any, wanted: Any) -> None:
-    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=0)
+    """Within rounding: sums of many elements are large, hence the four units in the last place."""
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=5e-7)
 
 
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
