@@ -1,9 +1,12 @@
 """Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use (PatrickStar section 6.1.1).
 
 Three kinds of lists: trained parameters per dtype, frozen ones per dtype, and those that no graph uses (kept in fp32).
-Tensors are packed whole, aligned to 256 bytes; one that does not fit in the rest of a chunk opens the next. A tensor
-larger than a chunk starts a fresh chunk (a fresh communication group, where several ranks share the model) and spans
-chunks without gaps; what follows it may use the tail of its last chunk. Each list is padded to whole groups.
+Tensors are packed whole, aligned to 256 bytes; one that does not fit in the rest of a chunk opens the next. With a
+*look-back* it may fill a gap that large tensors left in one of the chunks before: fewer chunks, of tensors less close
+in use, so the search tries both (first fit among the latest chunks instead of next fit; Johnson, 1974).
+
+A tensor larger than a chunk starts a fresh chunk (a fresh communication group, where several ranks share the model) and
+spans chunks without gaps; what follows it may use the tail of its last chunk. Each list is padded to whole groups.
 """
 
 from __future__ import annotations
@@ -34,23 +37,28 @@ def aligned_numel(numel: int, dtype: str) -> int:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one list. ``used`` holds the used elements of each chunk opened so far."""
+    """Packs one list. ``used`` holds the used elements of each chunk opened so far.
+
+    ``lookback`` is how many chunks before the latest may still take a tensor.
+    """
 
     numel: int
     dtype: str
     group_size: int
+    lookback: int = 0
     used: list[int] = field(default_factory=list)
 
     def place(self, numel: int) -> tuple[int, int, int]:
         """``(chunk, offset, num_chunks)`` of the next tensor, chunks counted within the list."""
         if numel > self.numel:
             return self._span(numel)
-        offset = aligned_numel(self.used[-1], self.dtype) if self.used else 0
-        if not self.used or offset + numel > self.numel:
-            self.used.append(0)
-            offset = 0
-        self.used[-1] = offset + numel
-        return len(self.used) - 1, offset, 1
+        for chunk in range(max(0, len(self.used) - 1 - self.lookback), len(self.used)):
+            offset = aligned_numel(self.used[chunk], self.dtype)
+            if offset + numel <= self.numel:
+                self.used[chunk] = offset + numel
+                return chunk, offset, 1
+        self.used.append(numel)
+        return len(self.used) - 1, 0, 1
 
     def _span(self, numel: int) -> tuple[int, int, int]:
         self.pad()
@@ -64,13 +72,18 @@ class _Packer:
         self.used.extend([0] * (-len(self.used) % self.group_size))
 
 
-def pack(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1, rank: int = 0) -> Layout:
-    """The mapping with chunks of ``chunk_numel`` elements of the commonest dtype; homes undecided, no slots."""
+def pack(
+    schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1, rank: int = 0, lookback: int = 0
+) -> Layout:
+    """The mapping with chunks of ``chunk_numel`` elements of the commonest dtype; homes undecided, no slots.
+
+    A tensor may go into one of the ``lookback`` chunks before the latest.
+    """
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     placements: list[Placement | None] = [None] * len(schedule.params)
     chunks: list[Chunk] = []
     for (kind, dtype), members in _lists(schedule, liveness).items():
-        packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size)
+        packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size, lookback)
         first = len(chunks)
         for param in members:
             if schedule.params[param].numel:
@@ -169,6 +182,6 @@ class ChunkMappingPass:
             check_matches(draft.fixed_layout, draft.schedule, liveness)
             return replace(draft, layout=draft.fixed_layout, note="kept: one layout per model")
         numel = decided(draft.chunk_numel, "chunk_numel")
-        layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank)
+        layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank, draft.lookback)
         note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used"
         return replace(draft, layout=layout, note=note)

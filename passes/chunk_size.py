@@ -1,8 +1,9 @@
 """Pass ``chunk_size``: elements per chunk, by packing and pricing candidates.
 
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
-budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed and its residency planned; the
-least bytes moved by all ranks together win (all must choose alike), then the least waste, then the fewest chunks.
+budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed, without a look-back for gaps
+and with one where that makes fewer chunks, and its residency planned; the least bytes moved by all ranks together win
+(all must choose alike), then the least waste, then the fewest chunks.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ from chunkc.passes.residency import moved_nbytes, plan_stays
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)
 LAYER_FRACTIONS = (4, 3, 2)
+LOOKBACK = 2
+"""Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
+well as there, or as well as can be (tests/test_numbers.py)."""
 SLACK = 65 / 64  # a part of a layer holds its share of matrices and more than its share of small tensors
 MAX_CHUNKS = 512
 NUM_LARGEST = 3
@@ -44,6 +48,7 @@ class Candidate:
     demand: Demand
     sizes: Sizes
     moved_nbytes: int | None
+    lookback: int = 0
 
     @property
     def waste_nbytes(self) -> int:
@@ -78,9 +83,25 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))
 
 
-def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Options, numel: int) -> Candidate:
-    """Pack chunks of ``numel`` elements, and price the plan where it fits."""
-    layout = pack(schedule, liveness, numel, target.world_size, target.rank)
+def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Options, numel: int) -> list[Candidate]:
+    """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits."""
+    layouts = packings(schedule, liveness, numel, target.world_size, target.rank)
+    return [_priced(layout, lookback, liveness, target, options, numel) for lookback, layout in layouts]
+
+
+def packings(
+    schedule: Schedule, liveness: Liveness, numel: int, world_size: int = 1, rank: int = 0
+) -> list[tuple[int, Layout]]:
+    """Layouts worth a price with their look-back: that without any, and that with one where it has fewer chunks."""
+    plain, filled = (pack(schedule, liveness, numel, world_size, rank, lookback) for lookback in (0, LOOKBACK))
+    if len(filled.chunks) < len(plain.chunks):
+        return [(0, plain), (LOOKBACK, filled)]
+    return [(0, plain)]
+
+
+def _priced(
+    layout: Layout, lookback: int, liveness: Liveness, target: Target, options: Options, numel: int
+) -> Candidate:
     demand = demand_of(layout, liveness, options.cuts)
     sizes = sizes_of(layout, demand, liveness, options.cuts)
     home = choose_home(sizes, target, options)
@@ -89,7 +110,7 @@ def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Op
         places = available_places(sizes, demand, target, options)
         if places >= demand.min_places:
             moved = moved_nbytes(layout, demand, plan_stays(layout, demand, places), all_ranks=True)
-    return Candidate(numel, layout, demand, sizes, moved)
+    return Candidate(numel, layout, demand, sizes, moved, lookback)
 
 
 def search(draft: Draft) -> list[Candidate]:
@@ -105,7 +126,7 @@ def search(draft: Draft) -> list[Candidate]:
         numels: tuple[int, ...] = (aligned_numel(options.chunk_numel, commonest_dtype(schedule.params)),)
     else:
         numels = candidates(schedule, liveness, target.world_size)
-    tried = [evaluate(schedule, liveness, target, options, numel) for numel in numels]
+    tried = [c for numel in numels for c in evaluate(schedule, liveness, target, options, numel)]
     fitting = [(c.moved_nbytes, c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
         raise _none_fits(draft, tried)
@@ -147,8 +168,9 @@ class ChunkSizePass:
         best = fitting[0]
         why = "given" if draft.options.chunk_numel is not None else "searched"
         note = f"{best.chunk_numel} elements ({why}), {best.moved_nbytes} bytes moved"
+        note += f", gaps filled {best.lookback} chunks back" if best.lookback else ""
         wanted = draft.options.chunk_numel
         if wanted is not None and wanted != best.chunk_numel:
             note += f"; rounded up from {wanted}, chunks start at multiples of {ALIGNMENT_NBYTES} bytes"
-        sizes = tuple(c.chunk_numel for c in fitting)
-        return replace(draft, chunk_numel=best.chunk_numel, fitting_numels=sizes, note=note)
+        sizes = tuple(dict.fromkeys(c.chunk_numel for c in fitting))
+        return replace(draft, chunk_numel=best.chunk_numel, lookback=best.lookback, fitting_numels=sizes, note=note)

@@ -191,6 +191,7 @@ class Draft:
     liveness: Liveness | None = None
     chunk_numel: int | None = None
     fitting_numels: tuple[int, ...] = ()
+    lookback: int = 0
     layout: Layout | None = None
     os_home: Home | None = None
     demand: Demand | None = None

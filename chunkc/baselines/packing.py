@@ -11,8 +11,9 @@ from itertools import groupby
 
 from chunkc.baselines.stretches import Course
 
-SIZES = tuple(n * 2**20 for n in range(128, 513, 32))
-"""Elements of a chunk, as the authors search them (section 8.1)."""
+STEP = 32 * 2**20
+SIZES = tuple(range(4 * STEP, 17 * STEP, STEP))
+"""Elements of a chunk, as the authors search them: 128 Mi to 512 Mi (section 8.1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,14 @@ def pack(course: Course, chunk_numel: int, ranks: int = 1) -> Packing | None:
 
 
 def packings(course: Course, sizes: tuple[int, ...], ranks: int) -> list[Packing]:
-    """Those that are possible, the least wasteful first, rank padding counted; the smaller chunk among equals."""
+    """Those that are possible, the least wasteful first, rank padding counted; the smaller chunk among equals.
+
+    Where a module is larger than the largest size, as many sizes are tried from that module on.
+    """
+    largest = max((sum(numels) for numels in _modules(course)), default=0)
+    if largest > max(sizes):
+        first = -(-largest // STEP) * STEP
+        sizes = tuple(first + number * STEP for number in range(len(sizes)))
     found = [p for size in sizes if (p := pack(course, size, ranks)) is not None]
     return sorted(found, key=lambda p: (len(p.used) * p.chunk_numel, p.chunk_numel))
 

@@ -47,15 +47,29 @@ class PatrickStar:
 
     def __call__(self, course: Course, machine: Machine) -> Outcome:
         """Model ``course`` under PatrickStar, with the least wasteful chunks that fit."""
-        found = packings(course, self.sizes, machine.world_size)
-        if not found:
-            return Outcome(self.name, machine.name, "a module is larger than the largest chunk", 0, 0, 0)
         outcomes = []
-        for packing in found:
+        for packing in self.packings(course, machine):
             outcomes.append(self._with(course, machine, packing))
             if outcomes[-1].fits:
                 return outcomes[-1]
         return min(outcomes, key=lambda o: o.missing_nbytes)
+
+    def packings(self, course: Course, machine: Machine) -> list[Packing]:
+        """The packings in chunks of the searched sizes, the least wasteful first."""
+        return packings(course, self.sizes, machine.world_size)
+
+    def total_nbytes(self, course: Course, packing: Packing) -> int:
+        """Bytes of one rank's chunks, payloads and triples."""
+        element = DTYPE_NBYTES[course.dtype] + OS_NBYTES_PER_ELEMENT
+        return packing.num_groups * packing.chunk_numel * element
+
+    def warm_up_nbytes(self, machine: Machine) -> int:
+        """Bytes of a device for chunks while nothing is known about activations."""
+        return machine.device_nbytes * WARM_UP_PERCENT // 100
+
+    def capacity_nbytes(self, machine: Machine) -> int:
+        """Bytes of chunks that one rank can hold: what the warm-up leaves on the device, and its share of the host."""
+        return self.warm_up_nbytes(machine) + machine.host_nbytes
 
     def margin(self, course: Course, machine: Machine, packing: Packing) -> int:
         """Triples that the margin takes (+), or bytes of parameters that spill, counted in triples (-); Table 4."""
@@ -65,12 +79,9 @@ class PatrickStar:
         return left // triple_nbytes if left >= 0 else -(-left // triple_nbytes)
 
     def _with(self, course: Course, machine: Machine, packing: Packing) -> Outcome:
-        payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
-        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
-        warm_up_nbytes = machine.device_nbytes * WARM_UP_PERCENT // 100
-        total_nbytes = packing.num_groups * (payload_nbytes + triple_nbytes)
-        beside = warm_up_nbytes + course.nonmodel_nbytes
-        why = refused(self.name, machine, beside if not self.traced else warm_up_nbytes, total_nbytes - warm_up_nbytes)
+        warm_up_nbytes, total_nbytes = self.warm_up_nbytes(machine), self.total_nbytes(course, packing)
+        device_nbytes = warm_up_nbytes + (0 if self.traced else course.nonmodel_nbytes)
+        why = refused(self.name, machine, device_nbytes, total_nbytes - warm_up_nbytes)
         if why is not None:
             return why
         margin = self.margin(course, machine, packing) if self.traced and self.os_on_device else 0
@@ -94,7 +105,7 @@ class PatrickStar:
 
         def room_nbytes(stretch: Stretch) -> int:
             if not self.traced:
-                return machine.device_nbytes * WARM_UP_PERCENT // 100
+                return self.warm_up_nbytes(machine)
             return machine.device_nbytes - stretch.nonmodel_nbytes - triples * triple_nbytes
 
         cache = ChunkCache(course, packing, payload_nbytes, room_nbytes, triples, by_list_order=not self.traced)

@@ -31,6 +31,14 @@ def test_tensors_are_aligned_and_open_a_chunk_where_they_do_not_fit() -> None:
     assert [c.used_numel for c in layout.chunks] == [256, 65]
 
 
+def test_a_look_back_fills_the_gaps_of_the_latest_chunks() -> None:
+    found = trained(192, 128, 192, 128, 64)
+    layouts = [pack(found, analyse(found), 256, lookback=n) for n in (0, 1, 2)]
+    assert [[p.chunk for p in x.placements] for x in layouts] == [[0, 1, 2, 3, 3], [0, 1, 2, 1, 2], [0, 1, 2, 1, 0]]
+    assert layouts[2].placements[3:] == (Placement(3, 1, 128), Placement(4, 0, 192))
+    assert [c.used_numel for c in layouts[2].chunks] == [256, 256, 192]
+
+
 def test_a_large_tensor_starts_a_chunk_and_leaves_its_tail_to_the_next() -> None:
     layout = packed(trained(10, 600, 64), 256)
     assert layout.placements == (Placement(0, 0, 0), Placement(1, 1, 0, 3), Placement(2, 3, 128))
