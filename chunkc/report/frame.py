@@ -1,0 +1,227 @@
+"""One iteration as pictures show it: every action as a bar on its stream, in a window of one period.
+
+A steady iteration repeats, so a window of one period shows all of it, wherever the window begins. It begins where the
+forward's first segment does. What starts before that (a prefetch) stands at the window's end, where the iteration
+behind does the same; what ends after it (an update beside the next forward) goes on at the window's beginning.
+
+Where nobody knows how long actions take, they stand in the order of the plan, one after the other, each one unit wide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from chunkc.cost.timeline import Timeline
+from chunkc.errors import ChunkcError
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
+
+_SHORTEST_WAIT = 1e-9
+
+
+class Work(StrEnum):
+    """What a bar does, as the legend names it."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    STATES = "optimizer states"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    UPDATE = "update"
+    OTHER = "other"
+
+
+_OF_OP = {
+    Op.FETCH: Work.PARAMETERS,
+    Op.EVICT: Work.GRADIENTS,
+    Op.LOAD: Work.STATES,
+    Op.STORE: Work.STATES,
+    Op.GATHER: Work.GATHER,
+    Op.REDUCE: Work.REDUCE,
+    Op.UPDATE: Work.UPDATE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One action: ``start`` lies in the window, ``end`` may lie behind it. ``text`` is the action's, without waits."""
+
+    label: str
+    text: str
+    stream: Stream
+    work: Work
+    start: float
+    end: float
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A part of the window, by what the compute stream does or waits for: forward, backward, step, evaluate."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A window of one period.
+
+    Attributes:
+        period: its width: milliseconds, or the number of actions.
+        in_ms: which of them.
+        bars: all actions of the iteration, by stream and then by start.
+        phases: in order, without gaps.
+        waits: parts in which the compute stream stands still before one of its actions, in order; none where times
+            are unknown.
+    """
+
+    period: float
+    in_ms: bool
+    bars: tuple[Bar, ...]
+    phases: tuple[Phase, ...]
+    waits: tuple[tuple[float, float], ...]
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """Those that have bars, in the order of `Stream`."""
+        used = {bar.stream for bar in self.bars}
+        return tuple(stream for stream in Stream if stream in used)
+
+    def lane(self, stream: Stream) -> tuple[Bar, ...]:
+        """The bars of one stream, by start."""
+        return tuple(bar for bar in self.bars if bar.stream is stream)
+
+    def pieces(self, bar: Bar) -> Iterator[tuple[float, float]]:
+        """Where ``bar`` stands in the window: once, or also at the beginning if it passes the end."""
+        return pieces(bar.start, bar.end, self.period)
+
+
+def pieces(start: float, end: float, period: float) -> Iterator[tuple[float, float]]:
+    """The parts in ``0 .. period`` of an interval that repeats with the period; what is longer covers itself.
+
+    >>> list(pieces(7.0, 12.0, 10.0))
+    [(7.0, 10.0), (0.0, 2.0)]
+    """
+    shift = math.floor(start / period) * period
+    start, end = start - shift, end - shift
+    while end > period:
+        yield start, period
+        start, end = 0.0, end - period
+    if end > start:
+        yield start, end
+
+
+Clock = dict[str, tuple[float, float]]
+"""Start and end of every action of an iteration, by its label."""
+
+
+def clock_of(plan: Plan, timeline: Timeline | None) -> tuple[Clock, float]:
+    """When the actions of an iteration start and end, from the start of the forward's first segment, and the period.
+
+    Times may be negative or lie behind the period: they are those of one iteration, not yet laid into the window.
+    Without a timeline, positions in the plan.
+
+    Raises:
+        ChunkcError: when the timeline is one of another plan.
+    """
+    if timeline is None:
+        labels = [label for program in programs_of(plan) for label, _ in program.labelled()]
+        return {label: (float(i), float(i + 1)) for i, label in enumerate(labels)}, float(max(1, len(labels)))
+    if timeline.plan_digest != plan.digest():
+        raise ChunkcError(
+            f"the timeline is one of plan {timeline.plan_digest}, this is plan {plan.digest()}: simulate this plan"
+        )
+    origin_ms = _origin_ms(plan, timeline)
+    clock = {s.label: (s.start_ms - origin_ms, s.end_ms - origin_ms) for s in timeline.slices}
+    return clock, timeline.step_ms or max((end for _, end in clock.values()), default=0.0) or 1.0
+
+
+def _origin_ms(plan: Plan, timeline: Timeline) -> float:
+    """The start of the first segment; of the first action where there is none."""
+    first = next((label for label, action in programs_of(plan)[0].labelled() if action.op is Op.RUN), None)
+    return next((s.start_ms for s in timeline.slices if s.label == first), 0.0)
+
+
+def programs_of(plan: Plan) -> tuple[Program, ...]:
+    """The programs of one iteration, in order."""
+    return tuple(program for program in plan.programs if program.name in REPEATED_PROGRAMS)
+
+
+def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
+    """The window of ``plan``'s steady iteration; in the order of actions where there is no timeline.
+
+    Raises:
+        ChunkcError: when the timeline is one of another plan.
+    """
+    clock, period = clock_of(plan, timeline)
+    found = [
+        _bar(plan, program, label, action, clock[label], period)
+        for program in programs_of(plan)
+        for label, action in program.labelled()
+    ]
+    order = {stream: number for number, stream in enumerate(Stream)}
+    bars = tuple(sorted(found, key=lambda bar: (order[bar.stream], bar.start)))
+    in_ms = timeline is not None
+    if not in_ms:
+        return Frame(period, in_ms, bars, _in_order(plan), ())
+    return Frame(period, in_ms, bars, _phases(plan, clock, period), _waits(bars, period))
+
+
+def _in_order(plan: Plan) -> tuple[Phase, ...]:
+    """One phase for each program that has actions, as wide as they are many."""
+    found, start = [], 0
+    for program in programs_of(plan):
+        end = start + len(program.actions)
+        found.append(Phase(program.name, float(start), float(end)))
+        start = end
+    return tuple(phase for phase in found if phase.end > phase.start)
+
+
+def _bar(plan: Plan, program: Program, label: str, action: Action, times: tuple[float, float], period: float) -> Bar:
+    start = times[0] % period
+    text = str(replace(action, waits=()))
+    return Bar(label, text, action.stream, _work(plan, program, action), start, start + times[1] - times[0])
+
+
+def _work(plan: Plan, program: Program, action: Action) -> Work:
+    if action.op is Op.RUN:
+        return Work.BACKWARD if program.role == "backward" else Work.FORWARD
+    if action.op is Op.FETCH and plan.layout.chunks[action.index].list is ChunkList.GRAD:
+        return Work.GRADIENTS
+    return _OF_OP.get(action.op, Work.OTHER)
+
+
+def _phases(plan: Plan, clock: Clock, period: float) -> tuple[Phase, ...]:
+    """Each program's phase ends where the compute stream begins the next one's first segment or is done with it."""
+    if plan.is_evaluation:
+        return (Phase("evaluate", 0.0, period),)
+    backward = plan.program("backward")
+    own = [clock[label] for label, action in backward.labelled() if action.stream is Stream.COMPUTE]
+    if not own:
+        return (Phase("forward", 0.0, period),)
+    first, last = min(start for start, _ in own), min(period, max(end for _, end in own))
+    found = (Phase("forward", 0.0, first), Phase("backward", first, last), Phase("step", last, period))
+    return tuple(phase for phase in found if phase.end > phase.start)
+
+
+def _waits(bars: Sequence[Bar], period: float) -> tuple[tuple[float, float], ...]:
+    """Gaps between the bars of the compute stream, those at the window's ends included."""
+    own = [bar for bar in bars if bar.stream is Stream.COMPUTE]
+    busy = sorted(piece for bar in own for piece in pieces(bar.start, bar.end, period))
+    found, free_from = [], 0.0
+    for start, end in (*busy, (period, period)):
+        if start - free_from > _SHORTEST_WAIT * period:
+            found.append((free_from, start))
+        free_from = max(free_from, end)
+    return tuple(found) if own else ()

@@ -1,0 +1,239 @@
+"""Device bytes through one iteration, by what holds them: exact steps, in milliseconds or in the order of the plan.
+
+What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
+brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
+Remote chunks of gathered groups are buffers. The rest of the arena, and of what ``grow`` took, is allocated and not in
+use.
+
+Non-model bytes are the plan's figure for a segment, its peak: they are held from its start until the next one starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from chunkc.cost.timeline import Timeline
+from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.plan import Plan
+from chunkc.report.frame import Clock, clock_of, pieces, programs_of
+
+_SLACK = 1e-6
+"""Part of the period by which a steady iteration may differ from the one before."""
+
+
+class Kind(StrEnum):
+    """What holds device bytes, in the order in which pictures stack them."""
+
+    STATES = "optimizer states"
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    GROUPS = "gathered from other ranks"
+    UNUSED = "arena, not in use"
+    NONMODEL = "non-model"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryCurve:
+    """A piecewise constant function of the time in the window of one period (`chunkc.report.frame`).
+
+    Attributes:
+        edges: piece ``i`` lasts from ``edges[i]`` to ``edges[i + 1]``, in milliseconds, or in actions.
+        nbytes: by kind, one figure for each piece; all kinds together are what the device has given away.
+        budget_nbytes: what it may give away.
+        in_ms: whether edges are milliseconds.
+    """
+
+    edges: tuple[float, ...]
+    nbytes: Mapping[Kind, tuple[int, ...]]
+    budget_nbytes: int
+    in_ms: bool
+
+    @property
+    def total_nbytes(self) -> tuple[int, ...]:
+        """Of each piece: arena, elastic bytes and non-model bytes."""
+        return tuple(sum(piece) for piece in zip(*self.nbytes.values(), strict=True))
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most of any piece."""
+        return max(self.total_nbytes)
+
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those that hold a byte at some time, in stacking order."""
+        return tuple(kind for kind in Kind if any(self.nbytes[kind]))
+
+
+def memory_curve(plan: Plan, timeline: Timeline | None) -> MemoryCurve:
+    """The curve of ``plan``'s steady iteration, in actions where there is no timeline.
+
+    Raises:
+        ChunkcError: when the timeline is one of another plan.
+    """
+    clock, period = clock_of(plan, timeline)
+    held, reserved = _Replay(plan, clock, period), _reserved(plan, clock, period)
+    edges, sums = _steps([*held.intervals(), *reserved], period)
+    used = [sum(sums[kind][i] for kind in _IN_ARENA) for i in range(len(edges) - 1)]
+    arena_nbytes = plan.layout.arena_nbytes
+    unused = tuple(arena_nbytes + elastic - taken for elastic, taken in zip(sums[Kind.UNUSED], used, strict=True))
+    nbytes = {kind: tuple(sums[kind]) for kind in Kind} | {Kind.UNUSED: unused}
+    return MemoryCurve(edges, nbytes, plan.memory.device_budget_nbytes, timeline is not None)
+
+
+_IN_ARENA = (Kind.STATES, Kind.PARAMETERS, Kind.GRADIENTS, Kind.GROUPS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes of one kind from ``start`` to ``end``, unfolded; ``is_slot``: that enter and leave a slot."""
+
+    kind: Kind
+    nbytes: int
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class _Replay:
+    """Who stands on the device since when, through the programs of an iteration in order.
+
+    ``standing``: kind, bytes and since when of every resident target; since None means since before the iteration.
+    """
+
+    plan: Plan
+    clock: Clock
+    period: float
+    standing: dict[str, tuple[Kind, int, float | None]] = field(default_factory=dict)
+    graded: set[int] = field(default_factory=set)
+    since_before: dict[str, tuple[Kind, int, float]] = field(default_factory=dict)
+    found: list[_Held] = field(default_factory=list)
+
+    def intervals(self) -> list[_Held]:
+        """Of all targets; one that passes the end of the iteration is one interval."""
+        for target, _ in self.plan.cold.resident:
+            self.standing[target] = (*self._facts(target), None)
+        for program in programs_of(self.plan):
+            for label, action in program.labelled():
+                self._apply(action, *self.clock[label])
+        for target, (kind, nbytes, since) in self.standing.items():
+            before = self.since_before.pop(target, None)
+            if since is None:
+                self.found.append(_Held(kind, nbytes, 0.0, self.period))
+            elif before is not None:
+                self.found.append(_Held(kind, nbytes, since, before[2] + self.period))
+        return self.found
+
+    def _apply(self, action: Action, start: float, end: float) -> None:
+        target = action.target
+        if action.op in TO_SLOT:
+            self.standing[target] = (*self._facts(target), start)
+        elif action.op in FROM_SLOT:
+            self._leave(target, end)
+        elif action.op is Op.GATHER:
+            for chunk in self._remote(action):
+                self.standing[f"c{chunk}"] = (Kind.GROUPS, self.plan.layout.chunks[chunk].nbytes, start)
+        elif action.op is Op.RELEASE:
+            for chunk in self._remote(action):
+                self._leave(f"c{chunk}", end)
+        elif action.op is Op.STASH and action.index not in self.graded:
+            self.graded.add(action.index)
+            self._turn(target, end)
+        elif action.op in (Op.UPDATE, Op.RESTORE) and action.index in self.graded:
+            self.graded.discard(action.index)
+            self._turn(target, end)
+
+    def _leave(self, target: str, end: float) -> None:
+        kind, nbytes, since = self.standing.pop(target)
+        if since is None:
+            self.since_before[target] = (kind, nbytes, end)
+        else:
+            self.found.append(_Held(kind, nbytes, since, end))
+
+    def _turn(self, target: str, now: float) -> None:
+        """What stands in a slot becomes something else."""
+        if target in self.standing and self.standing[target][0] is not Kind.GROUPS:
+            self._leave(target, now)
+            self.standing[target] = (*self._facts(target), now)
+
+    def _facts(self, target: str) -> tuple[Kind, int]:
+        index = int(target.lstrip("cos"))
+        chunk = self.plan.layout.chunks[index]
+        if target[0] == "o":
+            return Kind.STATES, chunk.os_nbytes
+        holds_gradients = chunk.list is ChunkList.GRAD or index in self.graded
+        return Kind.GRADIENTS if holds_gradients else Kind.PARAMETERS, chunk.nbytes
+
+    def _remote(self, action: Action) -> Iterator[int]:
+        """Chunks of a collective that this rank does not own."""
+        layout = self.plan.layout
+        chunks = layout.groups[action.index].chunks if action.target[0] == "g" else (action.index,)
+        return (chunk for chunk in chunks if layout.owner(chunk) != layout.rank)
+
+
+def _reserved(plan: Plan, clock: Clock, period: float) -> Iterator[_Held]:
+    """Non-model bytes of the segments, and what ``grow`` takes (as unused: occupants are subtracted)."""
+    nonmodel = {s.name: s.nonmodel_nbytes for s in plan.segments}
+    running: tuple[int, float] | None = None
+    grown: list[tuple[int, float]] = []
+    for program in programs_of(plan):
+        done = 0.0
+        for label, action in program.labelled():
+            start, end = clock[label]
+            if running is not None and action.op in (Op.RUN, Op.GROW, Op.SHRINK):
+                yield _Held(Kind.NONMODEL, running[0], running[1], start)
+                running = None
+            if action.op is Op.RUN:
+                running = (nonmodel[action.target], start)
+            elif action.op is Op.GROW:
+                grown.append((action.index, start))
+            elif action.op is Op.SHRINK:
+                yield from _returned(grown, action.index, end)
+            if action.op in (Op.RUN, Op.STASH):
+                done = end
+        if running is not None and program.role != "forward":
+            yield _Held(Kind.NONMODEL, running[0], running[1], done)
+            running = None
+
+
+def _returned(grown: list[tuple[int, float]], nbytes: int, end: float) -> Iterator[_Held]:
+    """What a ``shrink`` that ends at ``end`` gives back of ``grown``, the latest first."""
+    while nbytes > 0 and grown:
+        taken, since = grown.pop()
+        part = min(taken, nbytes)
+        yield _Held(Kind.UNUSED, part, since, end)
+        nbytes -= part
+        if taken > part:
+            grown.append((taken - part, since))
+
+
+def _steps(held: list[_Held], period: float) -> tuple[tuple[float, ...], dict[Kind, list[int]]]:
+    """Edges of the pieces, and for every kind the bytes in each piece."""
+    folded = [(h, *piece) for h in held for piece in pieces(h.start, h.end, period)]
+    snapped = _snap((t for h, *times in folded if h.kind in _IN_ARENA for t in times), period)
+    changes: dict[float, dict[Kind, int]] = {0.0: {}, period: {}}
+    for h, *times in folded:
+        start, end = (snapped[t] if h.kind in _IN_ARENA else t for t in times)
+        for time, nbytes in ((start, h.nbytes), (end, -h.nbytes)):
+            change = changes.setdefault(time, {})
+            change[h.kind] = change.get(h.kind, 0) + nbytes
+    edges = tuple(sorted(changes))
+    now = dict.fromkeys(Kind, 0)
+    sums: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+    for edge in edges[:-1]:
+        for kind, nbytes in changes[edge].items():
+            now[kind] += nbytes
+        for kind in Kind:
+            sums[kind].append(now[kind])
+    return edges, sums
+
+
+def _snap(times: Iterable[float], period: float) -> dict[float, float]:
+    """Times that differ by less than a steady iteration may, as one: a slot is left when the next one enters it."""
+    found: dict[float, float] = {}
+    slack, anchor = _SLACK * period, 0.0
+    for time in sorted({0.0, *times}):
+        anchor = time if time - anchor > slack else anchor
+        found[time] = period if period - time <= slack else anchor
+    return found

@@ -1,0 +1,318 @@
+"""A picture of one iteration: device memory by kind above a lane of actions for each stream, on one axis of time.
+
+It is drawn on a figure of its own, without pyplot and its process-wide state. Colours are those of Okabe and Ito, which
+people with any colour vision tell apart; one colour means one thing in both panels. matplotlib is imported when a
+picture is drawn: it is an extra of the package, ``chunkc[plot]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from chunkc.cost.timeline import Timeline
+from chunkc.errors import ChunkcError
+from chunkc.ir.plan import Plan
+from chunkc.report.frame import Bar, Frame, Work, frame_of
+from chunkc.report.lanes import Lane, lane_of, thinned
+from chunkc.report.memory_curve import Kind, memory_curve
+from chunkc.report.units import percent, plural, shorten, unit_for
+
+SIZE: Final = (1920, 1080)
+SUFFIXES: Final = (".png", ".svg", ".pdf")
+KIND_COLOURS: Final = {
+    Kind.STATES: "#CC79A7",
+    Kind.PARAMETERS: "#E69F00",
+    Kind.GRADIENTS: "#D55E00",
+    Kind.GROUPS: "#F0E442",
+    Kind.UNUSED: "#F2F2F2",
+    Kind.NONMODEL: "#8FA3B3",
+}
+WORK_COLOURS: Final = {
+    Work.FORWARD: "#0072B2",
+    Work.BACKWARD: "#56B4E9",
+    Work.PARAMETERS: KIND_COLOURS[Kind.PARAMETERS],
+    Work.GRADIENTS: KIND_COLOURS[Kind.GRADIENTS],
+    Work.STATES: KIND_COLOURS[Kind.STATES],
+    Work.GATHER: KIND_COLOURS[Kind.GROUPS],
+    Work.REDUCE: "#7A3500",
+    Work.UPDATE: "#009E73",
+    Work.OTHER: "#777777",
+}
+_DARK: Final = frozenset({Work.FORWARD, Work.REDUCE, Work.UPDATE, Work.OTHER, Work.GRADIENTS})
+"""Colours on which text is white."""
+_INK, _FAINT, _GRID = "#222222", "#666666", "#D8D8D8"
+_DPI: Final = 120
+_IN_SECONDS_MS: Final = 1e4
+_MIN_COLUMNS: Final = 4.0
+_BAR_HEIGHT: Final = 0.78
+_LEFT, _RIGHT = 0.075, 0.845
+
+
+def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple[int, int] = SIZE) -> None:
+    """Draw one steady iteration of ``plan`` to a file; the end of its name says as what: .png, .svg or .pdf.
+
+    Args:
+        plan: what to draw.
+        timeline: its simulation. None where rates of the hardware are unknown: the axis is then the order of actions.
+        path: of the picture.
+        size: width and height in pixels (of 1/120 inch where the form has none).
+
+    Raises:
+        ChunkcError: matplotlib is not installed, the name ends otherwise, or the timeline is one of another plan.
+        OSError: the file cannot be written.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ChunkcError(f"a picture is one of {', '.join(SUFFIXES)}, not {Path(path).name!r}: change the file's name")
+    Path(path).write_bytes(picture(plan, timeline, suffix.removeprefix("."), size=size))
+
+
+def picture(
+    plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE, dpi: int = _DPI
+) -> bytes:
+    """The contents of the file that `plot` writes; ``form`` is png, svg or pdf."""
+    figure = _figure()(figsize=(size[0] / dpi, size[1] / dpi), dpi=dpi, facecolor="white")
+    _Drawing(figure, plan, timeline, frame_of(plan, timeline), size[0]).draw()
+    buffer = io.BytesIO()
+    # nothing of the day or the version: equal plans make equal files
+    metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    figure.savefig(buffer, format=form, metadata=metadata.get(form))
+    return buffer.getvalue()
+
+
+def _figure() -> Any:
+    """matplotlib's class of figures."""
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "matplotlib":
+            raise
+        raise ChunkcError(
+            "pictures are drawn by matplotlib, which is not installed: pip install 'chunkc[plot]'"
+        ) from error
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """One figure on its way."""
+
+    figure: Any
+    plan: Plan
+    timeline: Timeline | None
+    frame: Frame
+    width_px: int
+
+    @property
+    def num_columns(self) -> int:
+        """Pixels across the panels."""
+        return max(1, round(self.width_px * (_RIGHT - _LEFT)))
+
+    def draw(self) -> None:
+        streams = self.frame.streams
+        bottom, top = 0.085, 0.855
+        lanes_height = min(0.47, 0.085 * max(2, len(streams)) + 0.02)
+        strip = 0.032
+        gap = 0.03
+        low = self.figure.add_axes((_LEFT, bottom, _RIGHT - _LEFT, lanes_height))
+        high_bottom = bottom + lanes_height + gap
+        high = self.figure.add_axes((_LEFT, high_bottom, _RIGHT - _LEFT, top - high_bottom), sharex=low)
+        phases = self.figure.add_axes((_LEFT, top + 0.006, _RIGHT - _LEFT, strip), sharex=low)
+        low.set_xlim(0, self.frame.period)
+        self._memory(high)
+        self._lanes(low)
+        self._phases(phases, (high, low))
+        self._titles()
+        self._time_axis(low)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+    def _memory(self, axes: Any) -> None:
+        curve = memory_curve(self.plan, self.timeline)
+        unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
+        edges, nbytes = thinned(curve, 2 * self.num_columns)
+        base = 0.0 * edges[:-1]
+        handles = []
+        for kind, values in nbytes.items():
+            above = base + values / unit.nbytes
+            hatch = {"hatch": "....", "edgecolor": "#DADADA", "linewidth": 0.0} if kind is Kind.UNUSED else {}
+            style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "label": str(kind), **hatch}
+            handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style))
+            base = above
+        axes.step(edges, _closed(base), where="post", color=_INK, linewidth=0.8)
+        budget = curve.budget_nbytes / unit.nbytes
+        label = f"budget {unit.named(curve.budget_nbytes)}"
+        line = axes.axhline(budget, color="#B00020", linewidth=1.6, linestyle=(0, (6, 3)), label=label)
+        axes.set_ylim(0, 1.06 * max(budget, curve.peak_nbytes / unit.nbytes))
+        axes.set_ylabel(f"device memory, {unit.name}", fontsize=11, color=_INK)
+        _plain(axes, grid="y")
+        axes.tick_params(labelbottom=False, labelsize=10, colors=_INK)
+        self._legend(axes, [line, *reversed(handles)], "memory", 1.0, "upper left")
+
+    # --- lanes ------------------------------------------------------------------------------------------------------
+    def _lanes(self, axes: Any) -> None:
+        found = [lane_of(self.frame, stream, self.num_columns, _MIN_COLUMNS) for stream in self.frame.streams]
+        for row, lane in enumerate(found):
+            self._lane(axes, lane, len(found) - 1 - row)
+        axes.set_ylim(-0.55, len(found) - 0.45)
+        axes.set_yticks([len(found) - 1 - row for row in range(len(found))], [self._lane_name(lane) for lane in found])
+        _plain(axes, grid="x")
+        axes.tick_params(axis="y", length=0, labelsize=10, colors=_INK)
+        patch = importlib.import_module("matplotlib.patches").Patch
+        used = {bar.work for bar in self.frame.bars if bar.duration > 0}
+        handles = [patch(facecolor=WORK_COLOURS[work], label=_legend_name(work)) for work in Work if work in used]
+        if self.frame.waits:
+            handles.append(
+                patch(facecolor="white", edgecolor=_FAINT, hatch="/////", label="compute waits", linewidth=0.4)
+            )
+        self._legend(axes, handles, "actions", 1.0, "upper left")
+
+    def _lane(self, axes: Any, lane: Lane, row: int) -> None:
+        low = row - _BAR_HEIGHT / 2
+        axes.axhspan(low, low + _BAR_HEIGHT, color="#F6F6F6", linewidth=0, zorder=0.5)
+        if str(lane.stream) == "compute" and self.frame.waits:
+            least = 1.5 * self.frame.period / self.num_columns
+            spans = [(start, end - start) for start, end in self.frame.waits if end - start >= least]
+            style = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "/////", "linewidth": 0.0}
+            axes.broken_barh(spans, (low, _BAR_HEIGHT), zorder=0.8, **style)
+        for work in Work:
+            spans = [(start, end - start) for start, end, bar in lane.wide if bar.work is work]
+            if spans:
+                style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6}
+                axes.broken_barh(spans, (low, _BAR_HEIGHT), zorder=2, **style)
+        self._density(axes, lane, low)
+        self._names(axes, lane, row)
+
+    def _density(self, axes: Any, lane: Lane, low: float) -> None:
+        """Bars too narrow to tell apart: as high as the share of the time that they take."""
+        numpy = importlib.import_module("numpy")
+        edges = numpy.linspace(0.0, self.frame.period, self.num_columns + 1)
+        base = numpy.full(self.num_columns, low)
+        for work, shares in lane.shares.items():
+            above = base + _BAR_HEIGHT * shares
+            style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "zorder": 2}
+            axes.fill_between(edges, _closed(base), _closed(above), step="post", **style)
+            base = above
+
+    def _names(self, axes: Any, lane: Lane, row: int) -> None:
+        """What a bar acts on, inside it where there is room."""
+        per_px = self.frame.period / self.num_columns
+        for start, end, bar in lane.wide:
+            name = _target(bar)
+            if name and (end - start) / per_px >= 8.0 * len(name) + 8.0:
+                colour = "white" if bar.work in _DARK else _INK
+                style = {"fontsize": 8, "color": colour, "ha": "center", "va": "center", "zorder": 3}
+                axes.text((start + end) / 2, row, name, **style)
+
+    def _lane_name(self, lane: Lane) -> str:
+        told = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
+        return f"{lane.stream}\n{told}"
+
+    # --- around -----------------------------------------------------------------------------------------------------
+    def _phases(self, strip: Any, panels: Sequence[Any]) -> None:
+        """A strip that names the phases, and lines between them through both panels."""
+        strip.set_axis_off()
+        strip.set_ylim(0, 1)
+        per_px = self.frame.period / self.num_columns
+        for phase in self.frame.phases:
+            width = phase.end - phase.start
+            strip.broken_barh([(phase.start, width)], (0, 1), facecolor="#E4E9EE", edgecolor="white", linewidth=2)
+            text = (
+                f"{phase.name}  {_duration(width, self.frame.period)}"
+                if self.frame.in_ms
+                else f"{phase.name}  {width:,.0f} actions"
+            )
+            fits = [name for name in (text, phase.name) if width / per_px >= 9.5 * len(name) + 10]
+            is_last = phase is self.frame.phases[-1]
+            style = {"fontsize": 11, "color": _INK, "va": "center", "clip_on": False}
+            if fits:
+                strip.text(phase.start + width / 2, 0.45, fits[0], ha="center", **style)
+            elif is_last:
+                strip.text(phase.end + 6 * per_px, 0.45, text, ha="left", **style)
+            if phase.start > 0:
+                for axes in panels:
+                    axes.axvline(phase.start, color=_INK, linewidth=0.9, linestyle=(0, (2, 3)), zorder=4)
+
+    def _legend(self, axes: Any, handles: Sequence[Any], title: str, top: float, location: str) -> None:
+        legend = axes.legend(
+            handles=handles, title=title, loc=location, bbox_to_anchor=(1.008, top), fontsize=10, title_fontsize=10,
+            frameon=False, borderaxespad=0.0, handlelength=1.4, labelspacing=0.45, alignment="left",
+        )  # fmt: skip
+        legend.get_title().set_color(_FAINT)
+
+    def _titles(self) -> None:
+        title = shorten(f"{self.plan.model} on {self.plan.hw}", 100)
+        style = {"ha": "left", "va": "center", "parse_math": False}
+        self.figure.text(_LEFT, 0.962, title, fontsize=16, fontweight="bold", color=_INK, **style)
+        self.figure.text(_LEFT, 0.922, "   ·   ".join(self._facts()), fontsize=11.5, color=_FAINT, **style)
+
+    def _facts(self) -> Iterator[str]:
+        plan, timeline = self.plan, self.timeline
+        if timeline is None:
+            yield "step time unknown"
+        else:
+            yield f"step {_duration(timeline.step_ms, timeline.step_ms)}, simulated"
+            if timeline.tokens_per_s:
+                yield (
+                    f"{timeline.tokens_per_s:,.4g} tokens/s"
+                    if timeline.tokens_per_s < 1e3
+                    else (f"{timeline.tokens_per_s:,.0f} tokens/s")
+                )
+            yield f"bound by {timeline.bound}"
+        unit = unit_for(plan.memory.device_peak_nbytes)
+        yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
+        if plan.layout.world_size > 1:
+            yield f"rank {plan.layout.rank} of {plan.layout.world_size}"
+        yield f"plan {plan.digest()}"
+
+    def _time_axis(self, axes: Any) -> None:
+        axes.tick_params(axis="x", labelsize=10, colors=_INK)
+        if self.frame.in_ms:
+            scale = 1e-3 if self.frame.period >= _IN_SECONDS_MS else 1.0
+            name = "seconds" if scale != 1.0 else "milliseconds"
+            text = f"{name} of one steady iteration; what passes its end goes on at its beginning"
+            ticker = importlib.import_module("matplotlib.ticker")
+            axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
+            axes.xaxis.set_major_locator(ticker.MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
+        else:
+            text = "actions in the order of the plan; the rates of this hardware are unknown, so widths are no times"
+        axes.set_xlabel(text, fontsize=11, color=_INK, labelpad=7)
+
+
+def _closed(values: Any) -> Any:
+    """One value more, for steps that end at the last edge."""
+    numpy = importlib.import_module("numpy")
+    return numpy.append(values, values[-1])
+
+
+def _plain(axes: Any, grid: str) -> None:
+    axes.grid(visible=True, axis=grid, color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+
+
+def _target(bar: Bar) -> str:
+    """``c12`` of ``fetch c12 -> d3 @h2d``."""
+    words = bar.text.split(" @")[0].split()
+    return words[1] if len(words) > 1 else words[0]
+
+
+def _duration(milliseconds: float, period_ms: float) -> str:
+    """In the unit of an axis that is ``period_ms`` long."""
+    value, unit = (milliseconds * 1e-3, "s") if period_ms >= _IN_SECONDS_MS else (milliseconds, "ms")
+    return f"{value:,.0f} {unit}" if value >= 1e3 else f"{value:.3g} {unit}"
+
+
+def _legend_name(work: Work) -> str:
+    return {
+        Work.PARAMETERS: "parameters to device",
+        Work.GRADIENTS: "gradients to host",
+        Work.STATES: "optimizer states",
+        Work.OTHER: "other (stash, ...)",
+    }.get(work, str(work))
