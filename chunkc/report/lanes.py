@@ -1,55 +1,100 @@
 """What a picture with so many pixels shows of a stream: wide bars one by one, the others as a density.
 
-A plan has tens of thousands of actions, a screen has two thousand columns. Bars of a few pixels keep their ends. All
-others are merged column by column: for each kind of work the share of the column's time in which it is under way. No
-busy time is lost or invented, and the number of shapes does not grow with the number of actions.
+A plan has tens of thousands of actions, a screen has two thousand columns. Narrow bars of the same work that follow
+each other without a gap are one block. Where a stream has few blocks, or they are wide, each is drawn. Else narrow ones
+are merged: for each kind of work the share of the time in which it is under way, averaged over neighbouring columns,
+since bars nearly as wide as a column would beat with it. No busy time is lost or invented, and the number of shapes
+does not grow with the number of actions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from chunkc.ir.actions import Stream
-from chunkc.report.frame import Bar, Frame, Work
+from chunkc.report.frame import Bar, Frame, Phase, Work
 from chunkc.report.memory_curve import Kind, MemoryCurve
 
 Array = npt.NDArray[np.float64]
+_TOUCHING = 0.02
+"""Columns that may be between two bars of one block."""
+_HALF_WINDOW = 24
+"""Columns on each side over which shares are averaged."""
+_MANY_COLUMNS = 5
+"""A stream with more than one narrow block in so many columns has them merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Work without a gap from ``start`` to ``end``, within the window; ``bar`` is the only action, or None of many."""
+
+    start: float
+    end: float
+    work: Work
+    bar: Bar | None
+
+    @property
+    def width(self) -> float:
+        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One stream in ``num_columns`` columns of equal width.
+    """One stream in columns of equal width.
 
     Attributes:
         stream: which.
-        wide: bars of at least the asked width: (start, end, bar); twice where a bar passes the window's end.
-        shares: by work, for every column the share of its time, from 0 to 1, that the other bars take.
+        blocks: those to draw one by one, by start.
+        shares: by work, for every column the share of its time, from 0 to 1, that all others take.
         busy: time in which the stream is busy.
         num_bars: actions, those that take no time included.
     """
 
     stream: Stream
-    wide: tuple[tuple[float, float, Bar], ...]
+    blocks: tuple[Block, ...]
     shares: dict[Work, Array]
     busy: float
     num_bars: int
 
 
 def lane_of(frame: Frame, stream: Stream, num_columns: int, min_columns: float) -> Lane:
-    """The lane of ``stream``; bars of ``min_columns`` columns and more stay bars of their own."""
-    bars = frame.lane(stream)
-    least = min_columns * frame.period / num_columns
-    wide, narrow = [], {}
-    for bar in bars:
-        if bar.duration >= least:
-            wide += [(start, end, bar) for start, end in frame.pieces(bar)]
-        elif bar.duration > 0:
-            narrow.setdefault(bar.work, []).extend(frame.pieces(bar))
+    """The lane of ``stream``; blocks of ``min_columns`` columns and more are always drawn."""
+    column, bars = frame.period / num_columns, frame.lane(stream)
+    blocks = list(_blocks(frame, stream, min_columns * column, _TOUCHING * column))
+    merged = [block for block in blocks if block.width < min_columns * column]
+    if len(merged) <= num_columns / _MANY_COLUMNS:
+        merged = []
+    else:
+        blocks = [block for block in blocks if block.width >= min_columns * column]
+    narrow: dict[Work, list[tuple[float, float]]] = {}
+    for block in merged:
+        narrow.setdefault(block.work, []).append((block.start, block.end))
     shares = {work: column_shares(narrow[work], frame.period, num_columns) for work in Work if work in narrow}
-    return Lane(stream, tuple(wide), shares, sum(bar.duration for bar in bars), len(bars))
+    breaks = {time for block in blocks for time in (block.start, block.end)} | {p.start for p in frame.phases}
+    stretches = sorted({0, num_columns, *(round(time / column) for time in breaks)})
+    smooth = {work: averaged(values, stretches) for work, values in shares.items()}
+    return Lane(stream, tuple(blocks), smooth, sum(bar.duration for bar in bars), len(bars))
+
+
+def _blocks(frame: Frame, stream: Stream, least: float, touching: float) -> Iterator[Block]:
+    """The bars of a stream by start, narrow ones joined with those of the same work that follow without a gap."""
+    last: Block | None = None
+    parts = sorted(((*piece, bar) for bar in frame.lane(stream) for piece in frame.pieces(bar)), key=lambda p: p[:2])
+    for start, end, bar in parts:
+        joins = last is not None and last.work is bar.work and start - last.end <= touching
+        if last is not None and joins and end - start < least and (last.bar is None or last.width < least):
+            last = Block(last.start, end, bar.work, None)
+            continue
+        if last is not None:
+            yield last
+        last = Block(start, end, bar.work, bar)
+    if last is not None:
+        yield last
 
 
 def column_shares(pieces: list[tuple[float, float]], period: float, num_columns: int) -> Array:
@@ -65,21 +110,52 @@ def column_shares(pieces: list[tuple[float, float]], period: float, num_columns:
     return np.diff(np.interp(edges, times, until)) / (period / num_columns)
 
 
-def thinned(curve: MemoryCurve, num_columns: int) -> tuple[Array, dict[Kind, Array]]:
-    """The curve with at most one piece a column: edges, and bytes by kind.
+def averaged(shares: Array, stretches: Sequence[int]) -> Array:
+    """``shares`` with every column a weighted mean of its neighbours in the same stretch; a stretch keeps its sum.
 
-    A curve with no more pieces than columns stays as it is. Else a column shows the one of its pieces in which most is
-    allocated, and of those the one with most in use: a true moment, and the peak survives.
+    The weights are a triangle. At the ends of a stretch the columns are mirrored, so that nothing leaves it.
+
+    Args:
+        shares: one figure for each column.
+        stretches: the columns at which stretches begin, and the number of columns, ascending.
+    """
+    found = shares.copy()
+    for first, end in pairwise(stretches):
+        half = min(_HALF_WINDOW, end - first - 1)
+        if half > 0:
+            weights = np.concatenate([np.arange(1, half + 2), np.arange(half, 0, -1)]).astype(np.float64)
+            mirrored = np.pad(shares[first:end], half, mode="symmetric")
+            found[first:end] = np.convolve(mirrored, weights / weights.sum(), mode="valid")
+    return found
+
+
+def thinned(curve: MemoryCurve, phases: Sequence[Phase], num_cells: int) -> tuple[Array, dict[Kind, Array]]:
+    """The curve with about one piece for each of ``num_cells`` cells: edges, and bytes by kind.
+
+    A curve with no more pieces than cells stays as it is. Else a cell shows the one of its pieces in which most is
+    allocated, and of those the one with most in use: a true moment, and the peak survives. Phases begin new cells.
     """
     edges = np.array(curve.edges)
     nbytes = {kind: np.array(curve.nbytes[kind], dtype=np.float64) for kind in curve.kinds()}
-    if len(edges) <= num_columns:
+    if len(edges) - 1 <= num_cells:
         return edges, nbytes
     total = np.array(curve.total_nbytes, dtype=np.float64)
     in_use = total - np.array(curve.nbytes[Kind.UNUSED], dtype=np.float64)
-    columns = np.minimum((edges[:-1] / edges[-1] * num_columns).astype(int), num_columns - 1)
-    order = np.lexsort((-in_use, -total, columns))  # the last key counts first
-    first = np.unique(columns[order], return_index=True)[1]
-    chosen = order[first]
-    starts = columns[chosen] * (edges[-1] / num_columns)
-    return np.append(np.maximum(starts, 0.0), edges[-1]), {kind: values[chosen] for kind, values in nbytes.items()}
+    cells = _cells(phases, edges[-1], num_cells)
+    # a piece counts in the cell in which it begins, and in those at whose beginning it lasts
+    lasting = np.searchsorted(edges, cells[:-1], side="right") - 1
+    pieces = np.concatenate([np.arange(len(total)), lasting])
+    of_cell = np.concatenate([np.searchsorted(cells, edges[:-1], side="right") - 1, np.arange(len(cells) - 1)])
+    order = np.lexsort((-in_use[pieces], -total[pieces], of_cell))  # the last key counts first
+    first = np.unique(of_cell[order], return_index=True)[1]
+    chosen = pieces[order[first]]
+    return cells, {kind: values[chosen] for kind, values in nbytes.items()}
+
+
+def _cells(phases: Sequence[Phase], period: float, num_cells: int) -> Array:
+    """Edges of cells of nearly equal width, of which none lies in two phases."""
+    found = [np.zeros(1)]
+    for phase in phases:
+        count = max(1, round(num_cells * (phase.end - phase.start) / period))
+        found.append(np.linspace(phase.start, phase.end, count + 1)[1:])
+    return np.concatenate(found)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.frame import Bar, Frame, Work, frame_of
 from chunkc.report.lanes import Lane, lane_of, thinned
@@ -28,7 +29,7 @@ KIND_COLOURS: Final = {
     Kind.STATES: "#CC79A7",
     Kind.PARAMETERS: "#E69F00",
     Kind.GRADIENTS: "#D55E00",
-    Kind.GROUPS: "#F0E442",
+    Kind.GROUPS: "#EBDC62",
     Kind.UNUSED: "#F2F2F2",
     Kind.NONMODEL: "#8FA3B3",
 }
@@ -45,10 +46,11 @@ WORK_COLOURS: Final = {
 }
 _DARK: Final = frozenset({Work.FORWARD, Work.REDUCE, Work.UPDATE, Work.OTHER, Work.GRADIENTS})
 """Colours on which text is white."""
-_INK, _FAINT, _GRID = "#222222", "#666666", "#D8D8D8"
+_INK, _FAINT, _GRID, _HATCH = "#222222", "#666666", "#D8D8D8", "#AAAAAA"
 _DPI: Final = 120
 _IN_SECONDS_MS: Final = 1e4
 _MIN_COLUMNS: Final = 4.0
+_CELL_COLUMNS: Final = 8
 _BAR_HEIGHT: Final = 0.78
 _LEFT, _RIGHT = 0.075, 0.845
 
@@ -133,7 +135,7 @@ class _Drawing:
     def _memory(self, axes: Any) -> None:
         curve = memory_curve(self.plan, self.timeline)
         unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
-        edges, nbytes = thinned(curve, 2 * self.num_columns)
+        edges, nbytes = thinned(curve, self.frame.phases, self.num_columns // _CELL_COLUMNS)
         base = 0.0 * edges[:-1]
         handles = []
         for kind, values in nbytes.items():
@@ -142,7 +144,7 @@ class _Drawing:
             style = {"facecolor": KIND_COLOURS[kind], "linewidth": 0.0, "label": str(kind), **hatch}
             handles.append(axes.fill_between(edges, _closed(base), _closed(above), step="post", **style))
             base = above
-        axes.step(edges, _closed(base), where="post", color=_INK, linewidth=0.8)
+        axes.step(edges, _closed(base), where="post", color="#46545F", linewidth=0.7)
         budget = curve.budget_nbytes / unit.nbytes
         label = f"budget {unit.named(curve.budget_nbytes)}"
         line = axes.axhline(budget, color="#B00020", linewidth=1.6, linestyle=(0, (6, 3)), label=label)
@@ -150,7 +152,7 @@ class _Drawing:
         axes.set_ylabel(f"device memory, {unit.name}", fontsize=11, color=_INK)
         _plain(axes, grid="y")
         axes.tick_params(labelbottom=False, labelsize=10, colors=_INK)
-        self._legend(axes, [line, *reversed(handles)], "memory", 1.0, "upper left")
+        self._legend(axes, [line, *reversed(handles)], "memory")
 
     # --- lanes ------------------------------------------------------------------------------------------------------
     def _lanes(self, axes: Any) -> None:
@@ -168,21 +170,26 @@ class _Drawing:
             handles.append(
                 patch(facecolor="white", edgecolor=_FAINT, hatch="/////", label="compute waits", linewidth=0.4)
             )
-        self._legend(axes, handles, "actions", 1.0, "upper left")
+        title = (
+            "actions; where merged, their\nheight is the share of time"
+            if any(lane.shares for lane in found)
+            else "actions"
+        )
+        self._legend(axes, handles, title)
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
         low = row - _BAR_HEIGHT / 2
+        least = _MIN_COLUMNS * self.frame.period / self.num_columns
+        spans: dict[tuple[Work, bool], list[tuple[float, float]]] = {}
         axes.axhspan(low, low + _BAR_HEIGHT, color="#F6F6F6", linewidth=0, zorder=0.5)
-        if str(lane.stream) == "compute" and self.frame.waits:
-            least = 1.5 * self.frame.period / self.num_columns
-            spans = [(start, end - start) for start, end in self.frame.waits if end - start >= least]
-            style = {"facecolor": "white", "edgecolor": _FAINT, "hatch": "/////", "linewidth": 0.0}
-            axes.broken_barh(spans, (low, _BAR_HEIGHT), zorder=0.8, **style)
-        for work in Work:
-            spans = [(start, end - start) for start, end, bar in lane.wide if bar.work is work]
-            if spans:
-                style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6}
-                axes.broken_barh(spans, (low, _BAR_HEIGHT), zorder=2, **style)
+        if lane.stream is Stream.COMPUTE and self.frame.waits:  # under the bars, so it shows where there are none
+            style = {"facecolor": "white", "edgecolor": _HATCH, "hatch": "/////", "linewidth": 0.0}
+            axes.broken_barh([(0.0, self.frame.period)], (low, _BAR_HEIGHT), zorder=0.8, **style)
+        for block in lane.blocks:
+            spans.setdefault((block.work, block.width >= least), []).append((block.start, block.width))
+        for (work, is_wide), found in spans.items():
+            style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6 if is_wide else 0.0}
+            axes.broken_barh(found, (low, _BAR_HEIGHT), zorder=2, **style)
         self._density(axes, lane, low)
         self._names(axes, lane, row)
 
@@ -200,12 +207,12 @@ class _Drawing:
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
         """What a bar acts on, inside it where there is room."""
         per_px = self.frame.period / self.num_columns
-        for start, end, bar in lane.wide:
-            name = _target(bar)
-            if name and (end - start) / per_px >= 8.0 * len(name) + 8.0:
-                colour = "white" if bar.work in _DARK else _INK
+        for block in lane.blocks:
+            name = "" if block.bar is None else _target(block.bar)
+            if name and block.width / per_px >= 8.0 * len(name) + 8.0:
+                colour = "white" if block.work in _DARK else _INK
                 style = {"fontsize": 8, "color": colour, "ha": "center", "va": "center", "zorder": 3}
-                axes.text((start + end) / 2, row, name, **style)
+                axes.text((block.start + block.end) / 2, row, name, **style)
 
     def _lane_name(self, lane: Lane) -> str:
         told = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
@@ -236,9 +243,9 @@ class _Drawing:
                 for axes in panels:
                     axes.axvline(phase.start, color=_INK, linewidth=0.9, linestyle=(0, (2, 3)), zorder=4)
 
-    def _legend(self, axes: Any, handles: Sequence[Any], title: str, top: float, location: str) -> None:
+    def _legend(self, axes: Any, handles: Sequence[Any], title: str) -> None:
         legend = axes.legend(
-            handles=handles, title=title, loc=location, bbox_to_anchor=(1.008, top), fontsize=10, title_fontsize=10,
+            handles=handles, title=title, loc="upper left", bbox_to_anchor=(1.008, 1.0), fontsize=10, title_fontsize=10,
             frameon=False, borderaxespad=0.0, handlelength=1.4, labelspacing=0.45, alignment="left",
         )  # fmt: skip
         legend.get_title().set_color(_FAINT)
@@ -269,15 +276,16 @@ class _Drawing:
         yield f"plan {plan.digest()}"
 
     def _time_axis(self, axes: Any) -> None:
+        ticker = importlib.import_module("matplotlib.ticker")
         axes.tick_params(axis="x", labelsize=10, colors=_INK)
         if self.frame.in_ms:
             scale = 1e-3 if self.frame.period >= _IN_SECONDS_MS else 1.0
             name = "seconds" if scale != 1.0 else "milliseconds"
             text = f"{name} of one steady iteration; what passes its end goes on at its beginning"
-            ticker = importlib.import_module("matplotlib.ticker")
             axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value * scale:,.6g}"))
             axes.xaxis.set_major_locator(ticker.MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
         else:
+            axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
             text = "actions in the order of the plan; the rates of this hardware are unknown, so widths are no times"
         axes.set_xlabel(text, fontsize=11, color=_INK, labelpad=7)
 
