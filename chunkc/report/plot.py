@@ -254,26 +254,9 @@ class _Drawing:
         title = shorten(f"{self.plan.model} on {self.plan.hw}", 100)
         style = {"ha": "left", "va": "center", "parse_math": False}
         self.figure.text(_LEFT, 0.962, title, fontsize=16, fontweight="bold", color=_INK, **style)
-        self.figure.text(_LEFT, 0.922, "   ·   ".join(self._facts()), fontsize=11.5, color=_FAINT, **style)
-
-    def _facts(self) -> Iterator[str]:
-        plan, timeline = self.plan, self.timeline
-        if timeline is None:
-            yield "step time unknown"
-        else:
-            yield f"step {_duration(timeline.step_ms, timeline.step_ms)}, simulated"
-            if timeline.tokens_per_s:
-                yield (
-                    f"{timeline.tokens_per_s:,.4g} tokens/s"
-                    if timeline.tokens_per_s < 1e3
-                    else (f"{timeline.tokens_per_s:,.0f} tokens/s")
-                )
-            yield f"bound by {timeline.bound}"
-        unit = unit_for(plan.memory.device_peak_nbytes)
-        yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
-        if plan.layout.world_size > 1:
-            yield f"rank {plan.layout.rank} of {plan.layout.world_size}"
-        yield f"plan {plan.digest()}"
+        self.figure.text(
+            _LEFT, 0.922, "   ·   ".join(facts_of(self.plan, self.timeline)), fontsize=11.5, color=_FAINT, **style
+        )
 
     def _time_axis(self, axes: Any) -> None:
         ticker = importlib.import_module("matplotlib.ticker")
@@ -288,6 +271,23 @@ class _Drawing:
             axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
             text = "actions in the order of the plan; the rates of this hardware are unknown, so widths are no times"
         axes.set_xlabel(text, fontsize=11, color=_INK, labelpad=7)
+
+
+def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
+    """What the head of a picture says of a plan."""
+    if timeline is None:
+        yield "step time unknown"
+    else:
+        yield f"step {_duration(timeline.step_ms, timeline.step_ms)}, simulated"
+        speed = timeline.tokens_per_s
+        if speed:
+            yield f"{speed:,.0f} tokens/s" if speed >= 1e3 else f"{speed:.4g} tokens/s"
+        yield f"bound by {timeline.bound}"
+    unit = unit_for(plan.memory.device_peak_nbytes)
+    yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
+    if plan.layout.world_size > 1:
+        yield f"rank {plan.layout.rank} of {plan.layout.world_size}"
+    yield f"plan {plan.digest()}"
 
 
 def _closed(values: Any) -> Any:

@@ -1,0 +1,140 @@
+"""One page about a plan that needs nothing else: picture, timeline to zoom into, numbers, stalls, and the full text.
+
+The page refers to no other resource, and tells the browser to load none. Its text stands in the page as text, so it can
+be searched without scripts; scripts add the filter and the timeline.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from chunkc.cost.timeline import Stall, Timeline
+from chunkc.ir.plan import Plan
+from chunkc.report.frame import Frame, Work, frame_of
+from chunkc.report.memory_curve import MemoryCurve, memory_curve
+from chunkc.report.plot import KIND_COLOURS, WORK_COLOURS, facts_of, picture
+from chunkc.report.summary import summarize
+from chunkc.report.text import full_text
+from chunkc.report.timeline import render_timeline
+from chunkc.report.units import plural, unit_for
+
+MAX_STALLS: Final = 200
+_TICKS: Final = 10_000_000
+"""Into how many parts the timeline's data divide the period."""
+
+
+def page(plan: Plan, timeline: Timeline | None) -> str:
+    """The page of ``plan``, as the text of an HTML file.
+
+    Args:
+        plan: what to show.
+        timeline: its simulation. None where rates of the hardware are unknown: time is then the order of actions.
+
+    Raises:
+        ChunkcError: matplotlib is not installed, or the timeline is one of another plan.
+    """
+    drawn = base64.b64encode(picture(plan, timeline)).decode("ascii")
+    values = {
+        "title": _text(f"{plan.model} on {plan.hw}"),
+        "facts": _text("   ·   ".join(facts_of(plan, timeline))),
+        "picture": f"data:image/png;base64,{drawn}",
+        "simulation": _simulation(timeline),
+        "stalls": "" if timeline is None else "\n".join(_stalls(timeline)),
+        "summary": _text(summarize(plan)),
+        "plan": _text(full_text(plan)),
+        "data": _json(_data(plan, timeline)),
+    }
+    template = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+    # one pass: a value that looks like a mark stays as it is
+    return re.sub(r"\{\{(\w+)\}\}", lambda mark: values[mark[1]], template)
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    """JSON that may stand in a script element, whatever names are in it."""
+    text = json.dumps(data, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _simulation(timeline: Timeline | None) -> str:
+    if timeline is None:
+        return "The rates of this hardware are unknown, so nothing says how long a step takes."
+    return _text(render_timeline(timeline))
+
+
+def _stalls(timeline: Timeline) -> Iterator[str]:
+    """Rows of a table, the longest stalls first; a last row says what is left out."""
+    for stall in timeline.stalls[:MAX_STALLS]:
+        yield f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in _cells(stall))}</tr>"
+    left = timeline.stalls[MAX_STALLS:]
+    if left:
+        total_ms = sum(stall.stall_ms for stall in left)
+        yield f'<tr><td>{total_ms:,.3f}</td><td colspan="3">{plural(len(left), "shorter one")}</td></tr>'
+
+
+def _cells(stall: Stall) -> tuple[str, str, str, str]:
+    meanwhile = ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100)
+    return f"{stall.stall_ms:,.3f}", f"{stall.label} {stall.action}", stall.waited_for, meanwhile
+
+
+def _data(plan: Plan, timeline: Timeline | None) -> dict[str, Any]:
+    """What the script draws. Times are whole ticks, each list's as differences, to keep the page small."""
+    frame, curve = frame_of(plan, timeline), memory_curve(plan, timeline)
+    unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
+    return {
+        "period": frame.period,
+        "inMs": frame.in_ms,
+        "ticks": _TICKS,
+        "unit": unit.name,
+        "unitBytes": unit.nbytes,
+        "budget": curve.budget_nbytes,
+        "phases": [[phase.name, _tick(phase.start, frame), _tick(phase.end, frame)] for phase in frame.phases],
+        "works": [[str(work), WORK_COLOURS[work]] for work in Work],
+        "lanes": [[str(stream), *_lane(frame, stream)] for stream in frame.streams],
+        "memory": _memory(curve, frame),
+    }
+
+
+def _tick(time: float, frame: Frame) -> int:
+    return round(time / frame.period * _TICKS)
+
+
+def _lane(frame: Frame, stream: Any) -> tuple[list[int], list[int], list[int], list[str]]:
+    """Starts (as differences), durations, works and labels of the bars of a stream, in parts of the window."""
+    order = {work: number for number, work in enumerate(Work)}
+    parts = sorted(
+        (_tick(start, frame), _tick(end, frame) - _tick(start, frame), order[bar.work], bar.label)
+        for bar in frame.lane(stream)
+        for start, end in frame.pieces(bar)
+    )
+    return _differences(part[0] for part in parts), *([part[i] for part in parts] for i in (1, 2, 3))  # type: ignore[return-value]
+
+
+def _memory(curve: MemoryCurve, frame: Frame) -> dict[str, Any]:
+    """Edges as differences, and for each kind its name, colour, and where it changes: pieces and new bytes by turns."""
+    kinds = [[str(kind), KIND_COLOURS[kind], *_changes(curve.nbytes[kind])] for kind in curve.kinds()]
+    return {"edges": _differences(_tick(edge, frame) for edge in curve.edges), "kinds": kinds}
+
+
+def _changes(values: Sequence[int]) -> tuple[list[int], list[int]]:
+    """At which positions a new value stands (as differences), and which."""
+    positions = [i for i, value in enumerate(values) if i == 0 or value != values[i - 1]]
+    return _differences(positions), [values[i] for i in positions]
+
+
+def _differences(numbers: Iterable[int]) -> list[int]:
+    """The first number, then what each is more than the one before."""
+    found, last = [], 0
+    for number in numbers:
+        found.append(number - last)
+        last = number
+    return found
