@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from chunkc.cost.timeline import Stall, Timeline
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.frame import Frame, Work, frame_of
 from chunkc.report.memory_curve import MemoryCurve, memory_curve
@@ -108,15 +109,16 @@ def _tick(time: float, frame: Frame) -> int:
     return round(time / frame.period * _TICKS)
 
 
-def _lane(frame: Frame, stream: Any) -> tuple[list[int], list[int], list[int], list[str]]:
-    """Starts (as differences), durations, works and labels of the bars of a stream, in parts of the window."""
+def _lane(frame: Frame, stream: Stream) -> tuple[list[int], list[int], list[int], list[str]]:
+    """Starts (as differences), durations, works and labels of a stream's bars; one that passes the end is two."""
     order = {work: number for number, work in enumerate(Work)}
     parts = sorted(
         (_tick(start, frame), _tick(end, frame) - _tick(start, frame), order[bar.work], bar.label)
         for bar in frame.lane(stream)
         for start, end in frame.pieces(bar)
     )
-    return _differences(part[0] for part in parts), *([part[i] for part in parts] for i in (1, 2, 3))  # type: ignore[return-value]
+    starts = _differences(start for start, *_ in parts)
+    return starts, [width for _, width, *_ in parts], [work for *_, work, _ in parts], [part[-1] for part in parts]
 
 
 def _memory(curve: MemoryCurve, frame: Frame) -> dict[str, Any]:
