@@ -1,8 +1,9 @@
 """The command line: make a plan without running anything, look at it, simulate it; measure this machine, describe it.
 
     chunkc plan gpt-10b --hw v100-240g --batch 8 [--save plan.json] [--table | --full | --json]
+        [--plot out.png] [--html out.html] [--trace out.json]
     chunkc explain plan.json [--full | --summary]
-    chunkc simulate plan.json|MODEL [--hw profile.json] [--json] [--trace trace.json]
+    chunkc simulate plan.json|MODEL [--hw profile.json] [--json] [--plot out.png] [--html out.html] [--trace out.json]
     chunkc frontier --hw 8xv100-240g [--family bert] [--min-tflops 30]
     chunkc calibrate --hw emulated-64m-2g [-o profile.json] [--quick] [--json]
     chunkc env

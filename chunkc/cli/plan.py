@@ -8,13 +8,13 @@ import json
 import sys
 import time
 
+from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
 from chunkc.cli.options import save
 from chunkc.cli.screen import answer_json, render_answer
 from chunkc.cli.subjects import MODEL_HELP, add_training_options, answer_of, tell, title_of
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
-from chunkc.report.timeline import Timeline
 from chunkc.whatif import Scenarios
 
 HELP = "plan a model for hardware that need not be here; nothing runs"
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_options(parser)
     parser.add_argument("--save", metavar="plan.json", help="write the plan to this file too")
+    pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--table", action="store_true", help="print the plan as a table instead of the answer")
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)
-        _pictures(args, answer.plan, answer.timeline)
+        pictures.write_pictures(args, answer.plan, answer.timeline, answer.unpriced)
         if args.table or args.full:
             print(answer.plan.text() if args.full else answer.plan)
             return 0
@@ -57,10 +58,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(render_answer(answer, hw, advice, title_of(args, answer), _where(args, answer.plan)))
     return 0 if answer.fits else 1
-
-
-def _pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | None) -> None:
-    """Write the pictures that were asked for; ``timeline`` is None where the machine's rates are not known."""
 
 
 def _where(args: argparse.Namespace, plan: Plan | None) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
-from chunkc.cli.options import load_plan, output_path, write
+from chunkc.cli import pictures
+from chunkc.cli.options import load_plan
 from chunkc.cli.subjects import MODEL_HELP, add_training_options, answer_of, is_plan_file, tell
 from chunkc.errors import ChunkcError
+from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.whatif import Scenarios
 
@@ -28,26 +29,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the machine (default: this one)",
     )
     add_training_options(parser)
-    parser.add_argument("--trace", type=output_path, metavar="trace.json", help="write every action, for Perfetto")
+    pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    timeline = simulate(load_plan(args.model), args.hw) if is_plan_file(args.model) else _of_model(args)
-    if timeline is None:
+    found = _of_file(args) if is_plan_file(args.model) else _of_model(args)
+    if found is None:
         return 1
-    if args.trace:
-        write(args.trace, lambda: Path(args.trace).write_text(json.dumps(timeline.trace()), encoding="utf-8"))
+    plan, timeline = found
+    pictures.write_pictures(args, plan, timeline)
     print(json.dumps(timeline.to_json()) if args.json else timeline)
     return 0
 
 
-def _of_model(args: argparse.Namespace) -> Timeline | None:
+def _of_file(args: argparse.Namespace) -> tuple[Plan, Timeline]:
+    plan = load_plan(args.model)
+    return plan, simulate(plan, args.hw)
+
+
+def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
     """None where it does not fit, as standard error then says."""
     args.hw = args.hw or "auto"
     answer = answer_of(args, Scenarios(tell))
     if answer.shortage is not None:
         print(f"does not fit: {' '.join(str(answer.shortage).split())}", file=sys.stderr)
-    elif answer.timeline is None:
+    if answer.plan is None:
+        return None
+    if answer.timeline is None:
         raise ChunkcError(answer.unpriced)
-    return answer.timeline
+    return answer.plan, answer.timeline

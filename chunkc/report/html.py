@@ -17,9 +17,10 @@ from typing import Any, Final
 from chunkc.cost.timeline import Stall, Timeline
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.report.colours import KIND_COLOURS, WORK_COLOURS
 from chunkc.report.frame import Frame, Work, frame_of
 from chunkc.report.memory_curve import MemoryCurve, memory_curve
-from chunkc.report.plot import KIND_COLOURS, WORK_COLOURS, facts_of, picture
+from chunkc.report.plot import facts_of, picture
 from chunkc.report.summary import summarize
 from chunkc.report.text import full_text
 from chunkc.report.timeline import render_timeline

@@ -21,8 +21,8 @@ from chunkc.report.frame import Bar, Frame, Phase, Work
 from chunkc.report.memory_curve import Kind, MemoryCurve
 
 Array = npt.NDArray[np.float64]
-_TOUCHING = 0.02
-"""Columns that may be between two bars of one block."""
+_TOUCHING = 1e-6
+"""Columns that may be between two bars of one block, for rounding."""
 _HALF_WINDOW = 24
 """Columns on each side over which shares are averaged."""
 _MANY_COLUMNS = 5
@@ -107,7 +107,8 @@ def column_shares(pieces: list[tuple[float, float]], period: float, num_columns:
     times = np.concatenate([[0.0], ordered.ravel(), [period]])
     until = np.concatenate([[0.0], np.repeat(covered, 2)[1:-1], [covered[-1]]])
     edges = np.linspace(0.0, period, num_columns + 1)
-    return np.diff(np.interp(edges, times, until)) / (period / num_columns)
+    shares: Array = np.diff(np.interp(edges, times, until)) / (period / num_columns)
+    return shares
 
 
 def averaged(shares: Array, stretches: Sequence[int]) -> Array:

@@ -1,8 +1,7 @@
 """A picture of one iteration: device memory by kind above a lane of actions for each stream, on one axis of time.
 
-It is drawn on a figure of its own, without pyplot and its process-wide state. Colours are those of Okabe and Ito, which
-people with any colour vision tell apart; one colour means one thing in both panels. matplotlib is imported when a
-picture is drawn: it is an extra of the package, ``chunkc[plot]``.
+It is drawn on a figure of its own, without pyplot and its process-wide state. matplotlib is imported when a picture is
+drawn: it is an extra of the package, ``chunkc[plot]``.
 """
 
 from __future__ import annotations
@@ -14,44 +13,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
 from chunkc.report.frame import Bar, Frame, Work, frame_of
-from chunkc.report.lanes import Lane, lane_of, thinned
+from chunkc.report.lanes import Array, Lane, lane_of, thinned
 from chunkc.report.memory_curve import Kind, memory_curve
 from chunkc.report.units import percent, plural, shorten, unit_for
 
 SIZE: Final = (1920, 1080)
 SUFFIXES: Final = (".png", ".svg", ".pdf")
-KIND_COLOURS: Final = {
-    Kind.STATES: "#CC79A7",
-    Kind.PARAMETERS: "#E69F00",
-    Kind.GRADIENTS: "#D55E00",
-    Kind.GROUPS: "#EBDC62",
-    Kind.UNUSED: "#F2F2F2",
-    Kind.NONMODEL: "#8FA3B3",
-}
-WORK_COLOURS: Final = {
-    Work.FORWARD: "#0072B2",
-    Work.BACKWARD: "#56B4E9",
-    Work.PARAMETERS: KIND_COLOURS[Kind.PARAMETERS],
-    Work.GRADIENTS: KIND_COLOURS[Kind.GRADIENTS],
-    Work.STATES: KIND_COLOURS[Kind.STATES],
-    Work.GATHER: KIND_COLOURS[Kind.GROUPS],
-    Work.REDUCE: "#7A3500",
-    Work.UPDATE: "#009E73",
-    Work.OTHER: "#777777",
-}
-_DARK: Final = frozenset({Work.FORWARD, Work.REDUCE, Work.UPDATE, Work.OTHER, Work.GRADIENTS})
-"""Colours on which text is white."""
+MISSING: Final = "pictures are drawn by matplotlib, which is not installed: pip install 'chunkc[plot]'"
 _INK, _FAINT, _GRID, _HATCH = "#222222", "#666666", "#D8D8D8", "#AAAAAA"
-_DPI: Final = 120
+_WIDTH_INCHES: Final = 16.0
 _IN_SECONDS_MS: Final = 1e4
 _MIN_COLUMNS: Final = 4.0
 _CELL_COLUMNS: Final = 8
 _BAR_HEIGHT: Final = 0.78
+_MERGED: Final = "; where merged, their\nheight is the share of time"
 _LEFT, _RIGHT = 0.075, 0.845
 
 
@@ -62,7 +45,7 @@ def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple
         plan: what to draw.
         timeline: its simulation. None where rates of the hardware are unknown: the axis is then the order of actions.
         path: of the picture.
-        size: width and height in pixels (of 1/120 inch where the form has none).
+        size: width and height in pixels; where the form has none, their proportion.
 
     Raises:
         ChunkcError: matplotlib is not installed, the name ends otherwise, or the timeline is one of another plan.
@@ -74,14 +57,13 @@ def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple
     Path(path).write_bytes(picture(plan, timeline, suffix.removeprefix("."), size=size))
 
 
-def picture(
-    plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE, dpi: int = _DPI
-) -> bytes:
-    """The contents of the file that `plot` writes; ``form`` is png, svg or pdf."""
-    figure = _figure()(figsize=(size[0] / dpi, size[1] / dpi), dpi=dpi, facecolor="white")
+def picture(plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE) -> bytes:
+    """The contents of the file that `plot` writes; ``form`` is png, svg or pdf. Letters grow with the width."""
+    dpi = size[0] / _WIDTH_INCHES
+    figure = _figure()(figsize=(_WIDTH_INCHES, size[1] / dpi), dpi=dpi, facecolor="white")
     _Drawing(figure, plan, timeline, frame_of(plan, timeline), size[0]).draw()
     buffer = io.BytesIO()
-    # nothing of the day or the version: equal plans make equal files
+    # nothing of the day or the version: equal plans make equal PNG files
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
     figure.savefig(buffer, format=form, metadata=metadata.get(form))
     return buffer.getvalue()
@@ -94,9 +76,7 @@ def _figure() -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "matplotlib":
             raise
-        raise ChunkcError(
-            "pictures are drawn by matplotlib, which is not installed: pip install 'chunkc[plot]'"
-        ) from error
+        raise ChunkcError(MISSING) from error
 
 
 @dataclass(slots=True)
@@ -113,6 +93,11 @@ class _Drawing:
     def num_columns(self) -> int:
         """Pixels across the panels."""
         return max(1, round(self.width_px * (_RIGHT - _LEFT)))
+
+    @property
+    def letter_unit(self) -> float:
+        """The part of the window that takes a 1920th of the picture's width: letters take some of these."""
+        return self.frame.period / (SIZE[0] * (_RIGHT - _LEFT))
 
     def draw(self) -> None:
         streams = self.frame.streams
@@ -168,14 +153,10 @@ class _Drawing:
         handles = [patch(facecolor=WORK_COLOURS[work], label=_legend_name(work)) for work in Work if work in used]
         if self.frame.waits:
             handles.append(
-                patch(facecolor="white", edgecolor=_FAINT, hatch="/////", label="compute waits", linewidth=0.4)
+                patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="compute waits", linewidth=0.4)
             )
-        title = (
-            "actions; where merged, their\nheight is the share of time"
-            if any(lane.shares for lane in found)
-            else "actions"
-        )
-        self._legend(axes, handles, title)
+        is_merged = any(lane.shares for lane in found)
+        self._legend(axes, handles, f"actions{_MERGED if is_merged else ''}")
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
         low = row - _BAR_HEIGHT / 2
@@ -195,9 +176,8 @@ class _Drawing:
 
     def _density(self, axes: Any, lane: Lane, low: float) -> None:
         """Bars too narrow to tell apart: as high as the share of the time that they take."""
-        numpy = importlib.import_module("numpy")
-        edges = numpy.linspace(0.0, self.frame.period, self.num_columns + 1)
-        base = numpy.full(self.num_columns, low)
+        edges = np.linspace(0.0, self.frame.period, self.num_columns + 1)
+        base = np.full(self.num_columns, low)
         for work, shares in lane.shares.items():
             above = base + _BAR_HEIGHT * shares
             style = {"facecolor": WORK_COLOURS[work], "linewidth": 0.0, "zorder": 2}
@@ -206,11 +186,10 @@ class _Drawing:
 
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
         """What a bar acts on, inside it where there is room."""
-        per_px = self.frame.period / self.num_columns
         for block in lane.blocks:
             name = "" if block.bar is None else _target(block.bar)
-            if name and block.width / per_px >= 8.0 * len(name) + 8.0:
-                colour = "white" if block.work in _DARK else _INK
+            if name and block.width / self.letter_unit >= 8.0 * len(name) + 8.0:
+                colour = "white" if block.work in DARK else _INK
                 style = {"fontsize": 8, "color": colour, "ha": "center", "va": "center", "zorder": 3}
                 axes.text((block.start + block.end) / 2, row, name, **style)
 
@@ -223,22 +202,18 @@ class _Drawing:
         """A strip that names the phases, and lines between them through both panels."""
         strip.set_axis_off()
         strip.set_ylim(0, 1)
-        per_px = self.frame.period / self.num_columns
         for phase in self.frame.phases:
             width = phase.end - phase.start
             strip.broken_barh([(phase.start, width)], (0, 1), facecolor="#E4E9EE", edgecolor="white", linewidth=2)
-            text = (
-                f"{phase.name}  {_duration(width, self.frame.period)}"
-                if self.frame.in_ms
-                else f"{phase.name}  {width:,.0f} actions"
-            )
-            fits = [name for name in (text, phase.name) if width / per_px >= 9.5 * len(name) + 10]
+            told = _duration(width, self.frame.period) if self.frame.in_ms else f"{width:,.0f} actions"
+            text = f"{phase.name}  {told}"
+            fits = [name for name in (text, phase.name) if width / self.letter_unit >= 9.5 * len(name) + 10]
             is_last = phase is self.frame.phases[-1]
             style = {"fontsize": 11, "color": _INK, "va": "center", "clip_on": False}
             if fits:
                 strip.text(phase.start + width / 2, 0.45, fits[0], ha="center", **style)
             elif is_last:
-                strip.text(phase.end + 6 * per_px, 0.45, text, ha="left", **style)
+                strip.text(phase.end + 6 * self.letter_unit, 0.45, text, ha="left", **style)
             if phase.start > 0:
                 for axes in panels:
                     axes.axvline(phase.start, color=_INK, linewidth=0.9, linestyle=(0, (2, 3)), zorder=4)
@@ -290,10 +265,9 @@ def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
     yield f"plan {plan.digest()}"
 
 
-def _closed(values: Any) -> Any:
+def _closed(values: Array) -> Array:
     """One value more, for steps that end at the last edge."""
-    numpy = importlib.import_module("numpy")
-    return numpy.append(values, values[-1])
+    return np.append(values, values[-1])
 
 
 def _plain(axes: Any, grid: str) -> None:
@@ -320,7 +294,7 @@ def _duration(milliseconds: float, period_ms: float) -> str:
 def _legend_name(work: Work) -> str:
     return {
         Work.PARAMETERS: "parameters to device",
-        Work.GRADIENTS: "gradients to host",
+        Work.GRADIENTS: "gradients copied",
         Work.STATES: "optimizer states",
         Work.OTHER: "other (stash, ...)",
     }.get(work, str(work))

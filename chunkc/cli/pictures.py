@@ -1,0 +1,72 @@
+"""Options of several commands that write pictures: ``--plot``, ``--html`` and ``--trace``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+from chunkc.cli.options import output_path, write
+from chunkc.errors import ChunkcError
+from chunkc.report import Plan
+from chunkc.report.html import page
+from chunkc.report.plot import MISSING, SUFFIXES, plot
+from chunkc.report.timeline import Timeline
+from chunkc.report.trace import trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options, all of them the names of files to write."""
+    pictures = parser.add_argument_group("pictures")
+    pictures.add_argument(
+        "--plot",
+        type=_picture_path,
+        metavar="out.png",
+        help="draw memory and streams through one iteration (or .svg, .pdf)",
+    )
+    pictures.add_argument(
+        "--html",
+        type=_page_path,
+        metavar="out.html",
+        help="one page with the picture, a timeline to zoom, and all text",
+    )
+    pictures.add_argument("--trace", type=output_path, metavar="out.json", help="write every action, for Perfetto")
+
+
+def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | None, unpriced: str = "") -> None:
+    """Write the files that were asked for; without a timeline pictures show the order of actions, and stderr says why.
+
+    Args:
+        args: with the options of `add_arguments`.
+        plan: what to draw.
+        timeline: its simulation, or None where the machine's rates are not known.
+        unpriced: why there is none.
+
+    Raises:
+        ChunkcError: a file cannot be written, or a trace is asked for and there is no timeline.
+    """
+    if timeline is None and args.trace:
+        raise ChunkcError(f"cannot write {args.trace}, since a trace has times: {unpriced}")
+    if timeline is None and (args.plot or args.html):
+        print(f"pictures show the order of actions, not times: {' '.join(unpriced.split())}", file=sys.stderr)
+    if args.plot:
+        write(args.plot, lambda: plot(plan, timeline, args.plot))
+    if args.html:
+        write(args.html, lambda: Path(args.html).write_text(page(plan, timeline), encoding="utf-8"))
+    if args.trace and timeline is not None:
+        write(args.trace, lambda: Path(args.trace).write_text(json.dumps(trace(plan, timeline)), encoding="utf-8"))
+
+
+def _picture_path(text: str) -> str:
+    """Refused before anything is planned, since planning takes a while."""
+    if Path(text).suffix.lower() not in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"{text!r} does not end in {', '.join(SUFFIXES)}")
+    return _page_path(text)
+
+
+def _page_path(text: str) -> str:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError(MISSING)
+    return output_path(text)
