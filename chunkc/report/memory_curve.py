@@ -5,6 +5,9 @@ brings it to the end of what takes it away. A chunk holds gradients from its fir
 Remote chunks of gathered groups are buffers. The rest of the arena, and of what ``grow`` took, is allocated and not in
 use.
 
+The window joins an iteration to itself. Where iterations only repeat in a cycle of several, a slot may therefore seem
+taken a little before it is left.
+
 Non-model bytes are the plan's figure for a segment, its peak: they are held from its start until the next one starts.
 """
 
@@ -77,7 +80,8 @@ def memory_curve(plan: Plan, timeline: Timeline | None) -> MemoryCurve:
     edges, sums = _steps([*held.intervals(), *reserved], period)
     used = [sum(sums[kind][i] for kind in _IN_ARENA) for i in range(len(edges) - 1)]
     arena_nbytes = plan.layout.arena_nbytes
-    unused = tuple(arena_nbytes + elastic - taken for elastic, taken in zip(sums[Kind.UNUSED], used, strict=True))
+    elastic = sums[Kind.UNUSED]
+    unused = tuple(max(0, arena_nbytes + n - taken) for n, taken in zip(elastic, used, strict=True))
     nbytes = {kind: tuple(sums[kind]) for kind in Kind} | {Kind.UNUSED: unused}
     return MemoryCurve(edges, nbytes, plan.memory.device_budget_nbytes, timeline is not None)
 

@@ -34,7 +34,7 @@ _IN_SECONDS_MS: Final = 1e4
 _MIN_COLUMNS: Final = 4.0
 _CELL_COLUMNS: Final = 8
 _BAR_HEIGHT: Final = 0.78
-_MERGED: Final = "; where merged, their\nheight is the share of time"
+_MERGED: Final = ";\nwhere merged, height is their share"
 _LEFT, _RIGHT = 0.075, 0.845
 
 
