@@ -34,7 +34,7 @@ _IN_SECONDS_MS: Final = 1e4
 _MIN_COLUMNS: Final = 4.0
 _CELL_COLUMNS: Final = 8
 _BAR_HEIGHT: Final = 0.78
-_MERGED: Final = ";\nwhere merged, height is their share"
+_MERGED: Final = "; where merged,\nheight is their share"
 _LEFT, _RIGHT = 0.075, 0.845
 
 
@@ -59,14 +59,19 @@ def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple
 
 def picture(plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE) -> bytes:
     """The contents of the file that `plot` writes; ``form`` is png, svg or pdf. Letters grow with the width."""
-    dpi = size[0] / _WIDTH_INCHES
-    figure = _figure()(figsize=(_WIDTH_INCHES, size[1] / dpi), dpi=dpi, facecolor="white")
-    _Drawing(figure, plan, timeline, frame_of(plan, timeline), size[0]).draw()
     buffer = io.BytesIO()
     # nothing of the day or the version: equal plans make equal PNG files
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-    figure.savefig(buffer, format=form, metadata=metadata.get(form))
+    drawn(plan, timeline, size).savefig(buffer, format=form, metadata=metadata.get(form))
     return buffer.getvalue()
+
+
+def drawn(plan: Plan, timeline: Timeline | None, size: tuple[int, int] = SIZE) -> Any:
+    """The picture as a figure of matplotlib, to be changed or saved by its means."""
+    dpi = size[0] / _WIDTH_INCHES
+    figure = _figure()(figsize=(_WIDTH_INCHES, size[1] / dpi), dpi=dpi, facecolor="white")
+    _Drawing(figure, plan, timeline, frame_of(plan, timeline), size[0]).draw()
+    return figure
 
 
 def _figure() -> Any:

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from costs import RATES, with_work
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from chunkc.cost import simulate_with
 from chunkc.errors import ChunkcError
@@ -19,12 +21,15 @@ from chunkc.ir.plan import Plan
 from chunkc.report.colours import KIND_COLOURS, WORK_COLOURS
 from chunkc.report.frame import Work
 from chunkc.report.memory_curve import Kind
-from chunkc.report.plot import picture, plot
+from chunkc.report.plot import drawn, picture, plot
 
 from ..ir.plans import chain, distributed, evicting, resident
 
 PLAN = with_work(evicting().build(), 3)
 TIMELINE = simulate_with(PLAN, RATES)
+
+
+SHAPES = {"short": evicting(), "resident": resident(), "ranks": distributed(), "30": chain(30), "400": chain(400)}
 
 
 def pixels(data: bytes) -> np.ndarray:
@@ -64,8 +69,8 @@ def test_memory_takes_the_share_of_the_panel_that_it_has_of_time_and_bytes() -> 
 def test_figures_share_nothing() -> None:
     others = [with_work(resident().build(), 2), distributed().build(), chain(200).build()]
     first = picture(PLAN, TIMELINE)
-    drawn = [picture(plan, None) for plan in others]
-    assert picture(PLAN, TIMELINE) == first and len({first, *drawn}) == 4
+    found = [picture(plan, None) for plan in others]
+    assert picture(PLAN, TIMELINE) == first and len({first, *found}) == 4
     assert "matplotlib.pyplot" not in sys.modules
 
 
@@ -74,6 +79,20 @@ def test_the_name_says_the_form(tmp_path: Path, suffix: str) -> None:
     plot(PLAN, None, tmp_path / f"plan{suffix}")
     start = {".svg": b"<?xml", ".pdf": b"%PDF", ".PNG": b"\x89PNG"}[suffix]
     assert (tmp_path / f"plan{suffix}").read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize("name", SHAPES)
+def test_texts_lie_inside_the_picture_and_apart(name: str, timed: bool) -> None:
+    plan = replace(with_work(SHAPES[name].build(), 3), num_tokens=7, model="A model with a name of some length")
+    figure = drawn(plan, simulate_with(plan, RATES) if timed else None, (1600, 900))
+    FigureCanvasAgg(figure).draw()
+    boxes = [t.get_window_extent() for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    boxes = [box for box in boxes if box.width and box.height]
+    assert len(boxes) > 20
+    for i, box in enumerate(boxes):
+        assert 0 <= box.x0 and box.x1 <= 1600 and 0 <= box.y0 and box.y1 <= 900
+        assert not any(box.overlaps(other) for other in boxes[:i])
 
 
 def svg(plan: Plan, *, timed: bool) -> str:
