@@ -33,6 +33,7 @@ _WIDTH_INCHES: Final = 16.0
 _IN_SECONDS_MS: Final = 1e4
 _MIN_COLUMNS: Final = 4.0
 _CELL_COLUMNS: Final = 8
+_EDGED_COLUMNS: Final = 10.0
 _BAR_HEIGHT: Final = 0.78
 _MERGED: Final = "; where merged,\nheight is their share"
 _LEFT, _RIGHT = 0.075, 0.845
@@ -125,7 +126,9 @@ class _Drawing:
     def _memory(self, axes: Any) -> None:
         curve = memory_curve(self.plan, self.timeline)
         unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
-        edges, nbytes = thinned(curve, self.frame.phases, self.num_columns // _CELL_COLUMNS)
+        few = len(curve.edges) <= self.num_columns
+        num_cells = self.num_columns if few else self.num_columns // _CELL_COLUMNS
+        edges, nbytes = thinned(curve, self.frame.phases, num_cells)
         base = 0.0 * edges[:-1]
         handles = []
         for kind, values in nbytes.items():
@@ -165,7 +168,7 @@ class _Drawing:
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
         low = row - _BAR_HEIGHT / 2
-        least = _MIN_COLUMNS * self.frame.period / self.num_columns
+        least = _EDGED_COLUMNS * self.frame.period / self.num_columns
         spans: dict[tuple[Work, bool], list[tuple[float, float]]] = {}
         axes.axhspan(low, low + _BAR_HEIGHT, color="#F6F6F6", linewidth=0, zorder=0.5)
         if lane.stream is Stream.COMPUTE and self.frame.waits:  # under the bars, so it shows where there are none
