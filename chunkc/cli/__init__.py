@@ -4,6 +4,7 @@
         [--plot out.png] [--html out.html] [--trace out.json]
     chunkc explain plan.json [--full | --summary]
     chunkc simulate plan.json|MODEL [--hw profile.json] [--json] [--plot out.png] [--html out.html] [--trace out.json]
+    chunkc compare gpt-10b --hw 8xv100-240g --batch 8 [--json]
     chunkc frontier --hw 8xv100-240g [--family bert] [--min-tflops 30]
     chunkc calibrate --hw emulated-64m-2g [-o profile.json] [--quick] [--json]
     chunkc env
@@ -23,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol
 
-from chunkc.cli import calibrate, env, explain, frontier, plan, simulate
+from chunkc.cli import calibrate, compare, env, explain, frontier, plan, simulate
 from chunkc.cli.options import Planner
 from chunkc.debug import visible
 from chunkc.errors import ChunkcError
@@ -42,7 +43,15 @@ class Command(Protocol):
 
 
 COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
-    {"explain": explain, "plan": plan, "simulate": simulate, "frontier": frontier, "calibrate": calibrate, "env": env}
+    {
+        "explain": explain,
+        "plan": plan,
+        "simulate": simulate,
+        "compare": compare,
+        "frontier": frontier,
+        "calibrate": calibrate,
+        "env": env,
+    }
 )
 
 

@@ -1,0 +1,125 @@
+"""``chunkc compare``: what other systems, modelled, would make of a model on a machine, beside chunkc's plan.
+
+All of them get the same operators and the same rates. ``--recompute auto`` holds for each by itself: layers are
+computed again where the model does not fit otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from tabulate import tabulate
+
+from chunkc.baselines import POLICIES, Course, Machine, Outcome, Policy
+from chunkc.cli.advice import missing
+from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, tell, transformer_of
+from chunkc.errors import ChunkcError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
+from chunkc.report.timeline import Timeline, duration
+from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+
+HELP = "what other systems, modelled, would make of a model on a machine"
+_HEADINGS: Final = ("policy", "fits", "step", "tokens/s", "PatrickStar TFLOPS", "model TFLOPS", "bound by", "moved",
+                    "device", "host")  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("--hw", default="auto", help="for example v100-240g or 8xv100-240g (default: this machine)")
+    add_training_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare; exit code 1 where the model fits by no policy.
+
+    Raises:
+        ChunkcError: for a model or a number of ranks that cannot be compared.
+    """
+    model, hw = transformer_of(args.model), Hardware.of(args.hw)
+    if model is None:
+        raise ChunkcError(f"compare takes built-in models and config.json; {args.model} is a function")
+    if args.world_size not in (None, hw.num_gpus):
+        raise ChunkcError(f"compare takes all GPUs of the machine: {hw} has {hw.num_gpus}, not {args.world_size}")
+    rows = compare(scenario_of(args, model), Scenarios(tell))
+    if args.json:
+        print(json.dumps({"model": model.label, "hw": str(hw), "policies": rows}))
+    else:
+        print(f"{model.label} on {hw}, simulated, of one rank; systems other than chunkc are modelled\n")
+        print(render(rows))
+    return 0 if any(row["fits"] for row in rows) else 1
+
+
+def compare(scenario: Scenario, scenarios: Scenarios) -> list[dict[str, Any]]:
+    """One row of plain data for chunkc's plan and one for each policy of `chunkc.baselines`.
+
+    Raises:
+        HardwareError: when the machine's rates are not known.
+    """
+    machine = Machine.of(scenario.hw)
+    rows = [_of_answer(scenarios.answer(scenario))]
+    courses: dict[Recompute, Course] = {}
+    for name, policy in POLICIES.items():
+        rows.append(_best(policy, machine, scenario, scenarios, courses).to_json())
+        tell(f"{name}: {'fits' if rows[-1]['fits'] else 'does not fit'}")
+    return rows
+
+
+def _best(
+    policy: Policy, machine: Machine, scenario: Scenario, scenarios: Scenarios, courses: dict[Recompute, Course]
+) -> Outcome:
+    """With the scenario's recomputation; for ``auto``, with as little as fits."""
+    is_auto = scenario.recompute is Recompute.AUTO
+    for recompute in (Recompute.NONE, Recompute.FULL) if is_auto else (scenario.recompute,):
+        if recompute not in courses:
+            captured = scenarios.captured(replace(scenario, recompute=recompute))
+            courses[recompute] = Course.of(captured.schedule, scenario.model.label)
+        outcome = policy(courses[recompute], machine)
+        if outcome.fits:
+            break
+    return outcome
+
+
+def _of_answer(answer: Answer) -> dict[str, Any]:
+    """chunkc's own plan as a row."""
+    plan, timeline = answer.plan, answer.timeline
+    row: dict[str, Any] = {
+        "policy": "chunkc",
+        "modelled": False,
+        "fits": plan is not None,
+        "why_not": "" if answer.shortage is None else missing(answer.shortage),
+        "missing_nbytes": 0 if answer.shortage is None else answer.shortage.missing_nbytes,
+        "device_peak_nbytes": None if plan is None else plan.memory.device_peak_nbytes,
+        "host_nbytes": None if plan is None else plan.memory.host_nbytes,
+        "moved_nbytes": 0 if timeline is None else _moved_nbytes(timeline),
+    }
+    names = ("step_ms", "tokens_per_s", "patrickstar_tflops", "model_tflops", "bound")
+    return {**row, **{name: None if timeline is None else getattr(timeline, name) for name in names}, "notes": []}
+
+
+def _moved_nbytes(timeline: Timeline) -> int:
+    return timeline.stream(Stream.H2D).nbytes + timeline.stream(Stream.D2H).nbytes
+
+
+def render(rows: Sequence[dict[str, Any]]) -> str:
+    """A table; those that do not fit say why below it."""
+    cells = [_cells(row) for row in rows]
+    align = ("left", "left", *["right"] * 4, "left", *["right"] * 3)
+    shown = tabulate(cells, headers=_HEADINGS, tablefmt="simple", colalign=align, disable_numparse=True)
+    reasons = [f"{row['policy']} does not fit: {row['why_not']}" for row in rows if not row["fits"]]
+    return "\n".join([shown, *([""] if reasons else []), *reasons])
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    if row["step_ms"] is None:
+        return (row["policy"], "yes" if row["fits"] else "no", *[""] * (len(_HEADINGS) - 2))
+    sizes = (f"{row[name] / 2**30:.2f} GiB" for name in ("moved_nbytes", "device_peak_nbytes", "host_nbytes"))
+    counted = "" if row["patrickstar_tflops"] is None else f"{row['patrickstar_tflops']:.1f}"
+    speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
+    rates = (duration(row["step_ms"]), speed, counted, f"{row['model_tflops']:.1f}", row["bound"])
+    return (row["policy"], "yes", *rates, *sizes)

@@ -1,0 +1,63 @@
+"""The page of published and simulated figures is current: its inputs, every row, and the cheapest rows again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import published
+
+    return sys.modules[published.__name__]
+
+
+def lines(published: ModuleType) -> list[str]:
+    page: str = published.PAGE.read_text()
+    return page.splitlines()
+
+
+def test_the_page_knows_its_inputs(published: ModuleType) -> None:
+    assert f"<!-- published.toml: {published.digest()} -->" in lines(published)
+
+
+def test_no_row_is_dropped(published: ModuleType) -> None:
+    data = published.load()
+    rows = [row for machine in data["machine"] for row in published.rows_of(data, machine)]
+    assert len(rows) == 32
+    found = [
+        line.split("|")[1:5] + line.split("|")[8:9]
+        for line in lines(published)
+        if line.startswith(("| yard", "| superpod"))
+    ]
+    cells = [[cell.strip() for cell in line] for line in found if line[1].strip() in ("1", "8")]
+    expected = [[r.machine, str(r.num_gpus), r.model, f"{r.tflops:g}", "fitted" if r.fitted else ""] for r in rows]
+    assert cells == expected
+
+
+def test_only_the_declared_models_are_fitted(published: ModuleType) -> None:
+    data = published.load()
+    assert {name: entry["fitted"] for name, entry in data["machine"].items()} == {
+        "yard": ["1B", "6B", "12B"],
+        "superpod": ["6B", "20B", "50B"],
+    }
+    assert all(len(entry["constants"]) <= 3 for entry in data["machine"].values())
+
+
+@pytest.mark.parametrize("num_gpus", [1, 8])
+def test_rows_are_predicted_again(published: ModuleType, num_gpus: int) -> None:
+    data = published.load()
+    row = next(r for r in published.rows_of(data, "yard") if (r.model, r.num_gpus) == ("2B", num_gpus))
+    assert published.line_of(published.predict(data, row)) in lines(published)
+
+
+def test_the_median_error_is_at_most_a_fifth(published: ModuleType) -> None:
+    stated = next(line for line in lines(published) if line.startswith("**Median error"))
+    assert float(stated.split(": ")[1].split(" %")[0]) <= 20.0
