@@ -8,6 +8,8 @@
                                               named, one warning naming both             both
     a GPU with more memory than the one here  refused                                    emulated, one warning
 
+``CHUNKC_EMULATED=throttle`` makes an emulated device as slow as the rates of the machine that it was named after.
+
 So ``v100-240g`` on a larger GPU trains within a V100's memory, at the speed of the GPU that is here.
 
 Each ``hw`` text makes a device of its own. Models that were given the same ``Hardware`` object share one device and its
@@ -21,6 +23,7 @@ import os
 import weakref
 from collections.abc import Callable
 
+from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
 from chunkc.ir.plan import Plan
@@ -28,6 +31,7 @@ from chunkc.runtime.cuda import CudaDevice, MemoryLedger
 from chunkc.runtime.cuda_api import CudaApi, TorchCuda
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.throttle import Throttle
 
 logger = logging.getLogger("chunkc")
 
@@ -39,7 +43,8 @@ class SharedEmulated(EmulatedDevice):
     """An emulated device that remembers the ``Hardware`` object it belongs to, so that the object's id stays taken."""
 
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
-        super().__init__(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
+        law = Throttle(cost_rates(hw)) if settings.throttle else None
+        super().__init__(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings, law)
         self.hardware = hw
 
 
@@ -110,6 +115,8 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
             gpu.gpu,
         )
     settings = DebugSettings.from_env(os.environ.get("CHUNKC_CUDA", ""), "CHUNKC_CUDA")
+    if settings.throttle:
+        raise HardwareError("CHUNKC_CUDA=throttle: only an emulated device can be throttled; unset it")
     api = make_api(gpu.index)
     ledger = _ledgers.get(gpu.index)
     if ledger is None:

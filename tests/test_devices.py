@@ -161,6 +161,14 @@ def test_debug_settings_of_cuda_have_a_variable_of_their_own(monkeypatch: pytest
         on_h200("v100-240g")
 
 
+def test_a_gpu_is_not_throttled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKC_EMULATED", "throttle")
+    assert not on_h200("v100-240g").settings.throttle
+    monkeypatch.setenv("CHUNKC_CUDA", "throttle")
+    with pytest.raises(chunkc.HardwareError, match="only an emulated device can be throttled"):
+        on_h200("v100-240g")
+
+
 def test_host_memory_is_checked_without_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     model = chunkc.compile(tower(64), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     train_once(model, 64)

@@ -63,7 +63,7 @@ GROUP_OF = {
                 "policy",
                 "programs",
             ),
-            *("segments", "shapes", "whatif"),
+            *("segments", "shapes", "throttle", "whatif"),
         ),
         "api",
     ),

@@ -30,11 +30,12 @@ from chunkc._torch_compat import outlives
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ALIGNMENT_NBYTES
+from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Event, Update
+from chunkc.runtime.device import Event, Launch, Update
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
 
@@ -287,6 +288,10 @@ class CudaDevice:
             ChunkcError: on a closed device or in a forked child. A failure the host was not told is raised as it is.
         """
         return self._streams.launch(stream, label, waits, work)
+
+    def paced_launch(self, plan: Plan) -> Launch | None:
+        """None: a GPU is as fast as it is."""
+        return None
 
     def check_usable(self) -> None:
         """Raise where nothing can be launched.

@@ -58,7 +58,8 @@ from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda_api import CudaApi
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event
-from chunkc.runtime.streams import Completion, Delays, Failure, Failures, Item, Worker
+from chunkc.runtime.pace import Timekeeper
+from chunkc.runtime.streams import Completion, Delays, Failure, Failures, Item, Surroundings, Worker
 
 _LOGGER = logging.getLogger("chunkc")
 _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
@@ -335,7 +336,8 @@ class CudaStreams:
     def _require_worker(self) -> Worker:
         with self._lock:
             if self._worker is None:
-                self._worker = Worker(self._name, Stream.CPU, self.failures, self._delays[Stream.CPU], nullcontext())
+                surroundings = Surroundings(self._delays[Stream.CPU], nullcontext(), Timekeeper())
+                self._worker = Worker(self._name, Stream.CPU, self.failures, surroundings)
             return self._worker
 
     def _pause(self, stream: Stream, target: Any) -> None:

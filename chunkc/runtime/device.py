@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import Piece
 from chunkc.runtime.step_inputs import StepInputs
 
@@ -38,6 +39,10 @@ class Update(Protocol):
     def restore(self) -> None:
         """Write param16 of all parameters from param32, over whatever the payload holds."""
         ...
+
+
+Launch = Callable[[Stream, str, Sequence[Event], Callable[[], None]], Event]
+"""`Device.launch`: stream, label, waits, work."""
 
 
 class Device(Protocol):
@@ -133,6 +138,10 @@ class Device(Protocol):
         ``work`` may only enqueue onto the device or use host memory that the plan orders. When a wait has failed,
         ``work`` does not run and its event fails with the same exception.
         """
+        ...
+
+    def paced_launch(self, plan: Plan) -> Launch | None:
+        """`launch` for the actions of ``plan`` by their text, on a device that is throttled; None on any other."""
         ...
 
     def memory_text(self) -> str:

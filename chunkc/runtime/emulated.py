@@ -9,6 +9,9 @@ host budget, all in the bytes asked for: a plan that says it fits is never refus
 one MiB. What CUDA's caching allocator would take for the same arenas, in blocks of 512 bytes up to 1 MiB and of 2 MiB
 above (CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kRoundLarge), is `EmulatedDevice.rounded_arena_nbytes`.
 
+**Throttle.** With a law of paces (`chunkc.runtime.pace`) the actions of a plan take as long as the law says, in real
+time. `EmulatedDevice.timekeeper` can record when every action ran, throttled or not.
+
 **Debug settings** (environment variable ``CHUNKC_EMULATED``, for example ``poison,delay=2,seed=3``): results are equal
 to the bit under all of them, or a plan has a race.
 """
@@ -26,10 +29,12 @@ import torch
 
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Event
+from chunkc.runtime.device import Event, Launch
 from chunkc.runtime.meter import NonModelMeter
+from chunkc.runtime.pace import PaceLaw, Timekeeper
 from chunkc.runtime.slab import Slab, allocate_slab
 from chunkc.runtime.streams import Streams
 
@@ -106,8 +111,10 @@ class EmulatedDevice:
         name: for messages, for example ``emulated-64m-2g``.
         device_budget_nbytes, host_budget_nbytes: hard limits of what `reserve` and `allocate_home` give.
         settings: debug settings; none by default.
+        law: throttles the device: how long the actions of a plan take at least.
 
     Attributes:
+        timekeeper: its ``records``, once set to a list, say when every action ran.
         num_arena_allocations, num_home_allocations: calls so far; a steady state adds none.
         meter: the reading of non-model bytes; ``meter.available`` says whether this system has one.
     """
@@ -118,6 +125,7 @@ class EmulatedDevice:
         device_budget_nbytes: int,
         host_budget_nbytes: int,
         settings: DebugSettings | None = None,
+        law: PaceLaw | None = None,
     ) -> None:
         if device_budget_nbytes <= 0 or host_budget_nbytes <= 0:
             raise HardwareError(
@@ -132,6 +140,8 @@ class EmulatedDevice:
         self.num_arena_allocations = 0
         self.num_home_allocations = 0
         self.meter = NonModelMeter()
+        self.timekeeper = Timekeeper(law)
+        self._law = law
         self._lock = threading.Lock()
         self._arenas = _Slabs("an arena")
         self._homes = _Slabs("a home")
@@ -143,6 +153,7 @@ class EmulatedDevice:
             seed=self.settings.seed,
             synchronous=self.settings.synchronous,
             long_work=self.meter.long_work(),
+            timekeeper=self.timekeeper,
         )
         self._stop = weakref.finalize(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
 
@@ -292,6 +303,17 @@ class EmulatedDevice:
             ChunkcError: on a closed device or in a forked child. A failure the host was not told is raised as it is.
         """
         return self._streams.launch(stream, label, waits, work)
+
+    def paced_launch(self, plan: Plan) -> Launch | None:
+        """`launch` for the actions of ``plan`` by their text, each in the time that the law says; None without one."""
+        if self._law is None:
+            return None
+        paces, streams = self._law.paces(plan), self._streams
+
+        def launch(stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
+            return streams.launch(stream, label, waits, work, paces[label])
+
+        return launch
 
     def memory_text(self) -> str:
         """What stands on the device now, in bytes, for messages."""

@@ -44,6 +44,7 @@ class Executor:
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
         self._device = device
+        self._paced_launch = device.paced_launch(plan)
         self._graphs = {"forward": forward, "backward": backward}
         self._frame = Frame()
         self._events: dict[str, Event] = {}
@@ -124,12 +125,13 @@ class Executor:
 
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device, moved = self._events, self._device, self._frame.moved_nbytes
+        launch = device.launch if self._paced_launch is None else self._paced_launch
         moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
         for position, bound in enumerate(self._programs[name]):
             waits = [events[w] for w in bound.waits if w in events]
             work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
             try:
-                events[bound.label] = device.launch(bound.stream, bound.text, waits, work)
+                events[bound.label] = launch(bound.stream, bound.text, waits, work)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(name, position, error) from error
             if self.trace is not None:

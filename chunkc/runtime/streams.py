@@ -29,6 +29,7 @@ import torch
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event
+from chunkc.runtime.pace import Pace, Span, Timekeeper
 
 _LOGGER = logging.getLogger("chunkc")
 
@@ -98,11 +99,12 @@ class Awaited(Protocol):
 
 
 class Completion:
-    """Event of one piece of work; done from the start when made with ``is_done``."""
+    """Event of one piece of work; done from the start when made with ``is_done``. ``span``: where time is kept."""
 
-    __slots__ = ("_failure", "_failures", "_gate", "_is_done")
+    __slots__ = ("_failure", "_failures", "_gate", "_is_done", "span")
 
-    def __init__(self, failures: Failures, is_done: bool = False) -> None:
+    def __init__(self, failures: Failures, is_done: bool = False, span: Span | None = None) -> None:
+        self.span = span
         self._failures = failures
         self._failure: Failure | None = None
         self._is_done = is_done
@@ -168,54 +170,61 @@ class Item:
     work: Callable[[], None] | None
     completion: Completion
     launched_at: int
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the work of one stream runs in: pauses before and after, a context around it, and its time kept."""
+
+    delays: Delays
+    long_work: AbstractContextManager[None]
+    timekeeper: Timekeeper
+
+    def attempt(self, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
+        """Carry ``work`` out, in its time; how it failed."""
+        self.delays.pause()
+        if span is not None:
+            self.timekeeper.begin(span)
+        begun_s = time.perf_counter()
+        try:
+            with self.long_work:
+                work()
+            if span is not None:
+                self.timekeeper.end(span, time.perf_counter() - begun_s)
+        except BaseException as error:  # whatever it is: the host must get it, and those that wait must not hang
+            if span is not None:
+                self.timekeeper.settle(span, time.perf_counter() - begun_s)
+            error.add_note(place)
+            return Failure(error)
+        self.delays.pause()
+        return None
 
 
 class Worker:
     """The thread of one stream. It carries out its queue in order until it meets None."""
 
-    def __init__(
-        self, name: str, stream: Stream, failures: Failures, delays: Delays, long_work: AbstractContextManager[None]
-    ) -> None:
+    def __init__(self, name: str, stream: Stream, failures: Failures, surroundings: Surroundings) -> None:
         self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
         self.thread = threading.Thread(
             target=_serve,
-            args=(self.items, f"stream {stream} of {name}", failures, delays, long_work),
+            args=(self.items, f"stream {stream} of {name}", failures, surroundings),
             name=f"chunkc-{stream}",
             daemon=True,
         )
         self.thread.start()
 
 
-def _serve(
-    items: queue.SimpleQueue[Item | None],
-    place: str,
-    failures: Failures,
-    delays: Delays,
-    long_work: AbstractContextManager[None],
-) -> None:
+def _serve(items: queue.SimpleQueue[Item | None], place: str, failures: Failures, surroundings: Surroundings) -> None:
     with torch.no_grad():
         while (item := items.get()) is not None:
             failure = next(filter(None, (event.join() for event in item.waits)), None)
             if failure is None and item.work is not None:
-                failure = _attempt(item.work, f"in {item.label} on {place}", delays, long_work)
+                failure = surroundings.attempt(item.work, f"in {item.label} on {place}", item.span)
             if failure is not None:
                 failures.record(failure, item.launched_at)
             item.completion.settle(failure)
             del item, failure  # an idle worker keeps nothing alive
-
-
-def _attempt(
-    work: Callable[[], None], place: str, delays: Delays, long_work: AbstractContextManager[None]
-) -> Failure | None:
-    delays.pause()
-    try:
-        with long_work:
-            work()
-    except BaseException as error:  # whatever it is: the host must get it, and those that wait must not hang
-        error.add_note(place)
-        return Failure(error)
-    delays.pause()
-    return None
 
 
 class Streams:
@@ -228,24 +237,43 @@ class Streams:
         max_delay_ms, seed: random pauses before and after each piece of work.
         synchronous: carry everything out at its launch, on the calling thread.
         long_work: entered around each piece of work.
+        timekeeper: paces and records; by default it does neither.
     """
 
     def __init__(
-        self, name: str, *, max_delay_ms: float, seed: int, synchronous: bool, long_work: AbstractContextManager[None]
+        self,
+        name: str,
+        *,
+        max_delay_ms: float,
+        seed: int,
+        synchronous: bool,
+        long_work: AbstractContextManager[None],
+        timekeeper: Timekeeper | None = None,
     ) -> None:
         self.failures = Failures()
         self.num_synchronizes = 0
         self._name = name
         self._synchronous = synchronous
-        self._long_work = long_work
-        self._delays = {stream: Delays(max_delay_ms, seed, stream) for stream in Stream}
+        self._timekeeper = timekeeper or Timekeeper()
+        self._surroundings = {
+            stream: Surroundings(Delays(max_delay_ms, seed, stream), long_work, self._timekeeper) for stream in Stream
+        }
         self._workers: dict[Stream, Worker] = {}
         self._lock = threading.Lock()
         self._is_closed = False
         self._pid = os.getpid()
 
-    def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Completion:
+    def launch(
+        self,
+        stream: Stream,
+        label: str,
+        waits: Sequence[Event],
+        work: Callable[[], None],
+        pace: Pace | None = None,
+    ) -> Completion:
         """As `chunkc.runtime.device.Device.launch`; raises an earlier failure that the host was not told.
+
+        ``pace``: what it takes on a throttled device.
 
         Raises:
             ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
@@ -254,10 +282,12 @@ class Streams:
         self.check_usable()
         self.failures.raise_untold()
         completions = tuple(self._own(event, label) for event in waits)
-        if stream is Stream.COMPUTE or self._synchronous:
-            return self._run_inline(stream, label, completions, work)
-        completion = Completion(self.failures)
-        item = Item(label, completions, work, completion, self.failures.num_tellings)
+        is_inline = stream is Stream.COMPUTE or self._synchronous
+        span = self._timekeeper.launch(stream, label, (c.span for c in completions), pace, is_inline)
+        if is_inline:
+            return self._run_inline(stream, label, completions, work, span)
+        completion = Completion(self.failures, span=span)
+        item = Item(label, completions, work, completion, self.failures.num_tellings, span)
         self._worker(stream).items.put(item)
         return completion
 
@@ -297,19 +327,23 @@ class Streams:
             _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
 
     def _run_inline(
-        self, stream: Stream, label: str, waits: tuple[Completion, ...], work: Callable[[], None]
+        self,
+        stream: Stream,
+        label: str,
+        waits: tuple[Completion, ...],
+        work: Callable[[], None],
+        span: Span | None,
     ) -> Completion:
         for event in waits:
             if self._synchronous and not event.done():
                 raise ChunkcError(f"{label} on stream {stream} of {self._name} waits for work that has not run")
             event.raise_failure()
-        failure = _attempt(
-            work, f"in {label} on stream {stream} of {self._name}", self._delays[stream], self._long_work
-        )
+        place = f"in {label} on stream {stream} of {self._name}"
+        failure = self._surroundings[stream].attempt(work, place, span)
         if failure is not None:
             self.failures.told(failure)
             raise failure.error
-        return Completion(self.failures, is_done=True)
+        return Completion(self.failures, is_done=True, span=span)
 
     def _worker(self, stream: Stream) -> Worker:
         worker = self._workers.get(stream)
@@ -318,7 +352,7 @@ class Streams:
         with self._lock:
             self.check_usable()
             if stream not in self._workers:
-                self._workers[stream] = Worker(self._name, stream, self.failures, self._delays[stream], self._long_work)
+                self._workers[stream] = Worker(self._name, stream, self.failures, self._surroundings[stream])
             return self._workers[stream]
 
     def _own(self, event: Event, label: str) -> Completion:

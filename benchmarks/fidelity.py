@@ -1,0 +1,140 @@
+"""Simulated steps against real ones: three models on an emulated device that is throttled to declared rates.
+
+    OMP_WAIT_POLICY=passive python benchmarks/fidelity.py
+
+Prints, for each model of `fidelity_runs`, the measured and the simulated step, what bounds them, the planned and the
+measured peak of device memory, and the share of hideable copy time that was hidden; the same for the run of each plan
+in which nothing overlaps (``sync``), whose step no simulation is held against. Writes a result under
+benchmarks/results/, and ends with exit code 1 when a model passes a bound: 10 % of the step, 5 % of the peak,
+90 % of the copy time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from fidelity_runs import CASES, MAX_WORK_SHARE, Case, Run, declared_rates, hideable, train
+
+import chunkc
+
+RESULTS = Path(__file__).parent / "results"
+MAX_STEP_ERROR = 0.1
+MAX_PEAK_ERROR = 0.05
+MIN_HIDDEN_SHARE = 0.9
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all cases, print and write the result, and return the exit code."""
+    args = parse(argv)
+    load_before = os.getloadavg()
+    print(f"{'':14} {'measured':>9} {'simulated':>9} {'error':>6}  {'bound':7} {'peak':>6} {'hidden':>7} {'work':>6}")
+    rows, failures = [], []
+    for case in CASES:
+        for settings in ("throttle", "throttle,sync"):
+            run = train(case, args.steps, settings)
+            rows.append(row_of(case, settings, run))
+            print(line_of(case, settings, run), flush=True)
+            failures += [] if "sync" in settings else failures_of(case, run)
+    path = args.out or RESULTS / f"fidelity-{datetime.now(UTC):%Y-%m-%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(describe(rows, load_before), indent=2) + "\n")
+    for failure in failures:
+        print(f"FAILED  {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Simulated steps against those of a throttled device.")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of a run, behind two of warm-up")
+    parser.add_argument("--out", type=Path, help="result file (default: one of this day under benchmarks/results)")
+    return parser.parse_args(argv)
+
+
+def line_of(case: Case, settings: str, run: Run) -> str:
+    """One row of the printed table."""
+    name = case.name if "sync" not in settings else "  in turn"
+    simulated = "" if "sync" in settings else f"{run.simulated.step_ms:9.1f}"
+    error = "" if "sync" in settings else f"{run.step_error:+6.1%}"
+    return (
+        f"{name:14.14} {run.step_ms:9.1f} {simulated:9} {error:6}  {run.bound:7} {run.peak_error:+6.1%} "
+        f"{run.hidden_share:7.1%} {run.work_share:6.1%}"
+    )
+
+
+def row_of(case: Case, settings: str, run: Run) -> dict[str, Any]:
+    """What was measured and simulated, for the result file."""
+    copies_ms, waiting_ms = hideable(run.simulated)
+    return {
+        "case": case.name,
+        "settings": settings,
+        "plan": run.plan.digest(),
+        "steps_ms": [round(ms, 3) for ms in run.steps_ms],
+        "step_ms": round(run.step_ms, 3),
+        "simulated_step_ms": round(run.simulated.step_ms, 3),
+        "step_error": round(run.step_error, 5),
+        "bound": run.bound,
+        "simulated_bound": run.simulated.bound,
+        "planned_peak_nbytes": run.plan.memory.device_peak_nbytes,
+        "measured_peak_nbytes": run.peak_nbytes,
+        "copies_ms": round(copies_ms, 3),
+        "hideable_ms": round(copies_ms - waiting_ms, 3),
+        "exposed_ms": round(run.exposed_ms, 3),
+        "simulated_exposed_ms": round(run.simulated_exposed_ms, 3),
+        "hidden_share": round(run.hidden_share, 5),
+        "work_shares": {stream: round(share, 5) for stream, share in run.work_shares.items()},
+        "overrun_share": round(run.overrun_share, 5),
+        "is_disturbed": run.is_disturbed,
+    }
+
+
+def failures_of(case: Case, run: Run) -> list[str]:
+    """The bounds that a run passes."""
+    found = []
+    if abs(run.step_error) > MAX_STEP_ERROR:
+        found.append(f"{case.name}: the simulated step is off by {run.step_error:+.1%}")
+    if abs(run.peak_error) > MAX_PEAK_ERROR:
+        found.append(f"{case.name}: the planned peak is off by {run.peak_error:+.1%}")
+    if run.hidden_share < MIN_HIDDEN_SHARE:
+        found.append(f"{case.name}: {run.hidden_share:.1%} of the hideable copy time was hidden")
+    if not {run.bound, run.simulated.bound} <= set(case.bounds):
+        found.append(f"{case.name}: bound by {run.bound}, simulated {run.simulated.bound}")
+    return found
+
+
+def describe(rows: Sequence[dict[str, Any]], load_before: tuple[float, float, float]) -> dict[str, Any]:
+    """The figures with everything that a reader needs to judge and to repeat them."""
+    environment = [f"{n}={os.environ[n]}" for n in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if n in os.environ]
+    rates = declared_rates()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rows": list(rows),
+        "load_1_5_15_min": {"before": load_before, "after": os.getloadavg()},
+        "command": " ".join([*environment, "python", *sys.argv]),
+        "rates": {
+            "matmul_tflops": rates.matmul_tflops[0].rate.median,
+            "device_memory_gb_per_s": rates.device_memory_gb_per_s.median,
+            "copy_gb_per_s": rates.h2d.gb_per_s.median,
+            "copy_latency_us": rates.h2d.latency_us.median,
+            "cpu_update_gparam_per_s": rates.cpu_update_gparam_per_s[0].rate.median,
+        },
+        "max_work_share": MAX_WORK_SHARE,
+        "hardware": {"cores": os.cpu_count()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "chunkc": chunkc.__version__,
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,218 @@
+"""When actions of an emulated device happen: a throttled device takes the time of a profile, and any can keep a record.
+
+A throttled device does the real work of every action and then waits until the action is due, so that a run in real time
+has the rates of the profile. What orders actions stays what it always is: queues and events. A law from above
+(`PaceLaw`) says how long an action takes alone, and how actions that run together slow each other.
+
+**Start.** An action starts when the host has launched it, its stream is free, and all that it waits for is complete,
+whichever happens last. These are the events that it was really launched with, and they are waited for before its work.
+
+**End.** It is complete when it is due, or when its work is done if that takes longer: the profile's time, or the
+work's own, after its start. A thread that sleeps until then wakes up late by what the machine's scheduler makes of it,
+which is no time of the emulated device. So the next action counts from the end and not from the waking, and catches up.
+The host's own clock, by which launches are dated, lags behind real time by its latest late waking, too.
+
+**Together.** The fluid model of `chunkc.cost.engine`, alive: between two starts or ends everything under way goes on at
+constant speeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long an action takes with nothing beside it, and what it uses meanwhile, for `PaceLaw.speeds`."""
+
+    alone_ms: float
+    use: Any
+
+
+class PaceLaw(Protocol):
+    """How fast a throttled device is."""
+
+    def paces(self, plan: Plan) -> Mapping[str, Pace]:
+        """The pace of every action of ``plan``, by its text."""
+        ...
+
+    def speeds(self, uses: tuple[Any, ...]) -> tuple[float, ...]:
+        """For actions that run together: the share of its full speed, in (0, 1], that each gets."""
+        ...
+
+
+@dataclass(slots=True)
+class Span:
+    """One execution of an action; times in seconds of ``time.perf_counter``, ``inf`` until they are known.
+
+    Attributes:
+        number: in the order of launching.
+        label: the action's text.
+        is_inline: whether the launching thread carries it out.
+        launched_s: when the host launched it; start_s, end_s: as the module docstring says.
+        work_s: seconds that its real work took.
+        pace: None where it takes as long as its work.
+        cause: number of the action whose end let it start, or None where the host's launch did.
+        host_cause: number of the last action that the host carried out itself before it launched this one, if any.
+        waits: what it waits for, until it starts.
+    """
+
+    number: int
+    stream: Stream
+    label: str
+    is_inline: bool
+    launched_s: float
+    pace: Pace | None
+    host_cause: int | None
+    waits: tuple[Span, ...]
+    cause: int | None = None
+    start_s: float = math.inf
+    due_s: float = math.inf
+    work_s: float = math.inf
+    end_s: float = math.inf
+
+    @property
+    def is_paced(self) -> bool:
+        """Whether it takes time by the law."""
+        return self.pace is not None and self.pace.alone_ms > 0
+
+
+class _Fluid:
+    """What is under way on all streams, and when each of it is due."""
+
+    def __init__(self, speeds: Callable[[tuple[Any, ...]], tuple[float, ...]], clock: Clock) -> None:
+        self._speeds = speeds
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._left: dict[int, tuple[Span, float]] = {}  # seconds at full speed
+        self._now_s = 0.0
+
+    def begin(self, span: Span, alone_s: float) -> None:
+        """``span`` is under way since ``span.start_s``, which is past by the lateness of its thread."""
+        with self._changed:
+            self._advance(self._clock())
+            self._left[span.number] = (span, alone_s)
+            speed = self._speeds_now()[-1]
+            self._left[span.number] = (span, alone_s - (self._now_s - span.start_s) * speed)
+            self._changed.notify_all()
+
+    def wait(self, span: Span) -> None:
+        """Block until ``span.due_s``, which is known then."""
+        with self._changed:
+            while True:
+                self._advance(self._clock())
+                if span.number not in self._left:
+                    return
+                dues = dict(zip(self._left, self._dues(), strict=True))
+                self._changed.wait(dues[span.number] - self._now_s)
+
+    def _speeds_now(self) -> tuple[float, ...]:
+        return self._speeds(tuple(span.pace.use for span, _ in self._left.values() if span.pace is not None))
+
+    def _dues(self) -> list[float]:
+        """When each would be due if nothing else started or ended."""
+        pairs = zip(self._left.values(), self._speeds_now(), strict=True)
+        return [self._now_s + left_s / speed for (_, left_s), speed in pairs]
+
+    def _advance(self, to_s: float) -> None:
+        """Let time pass, end by end."""
+        while self._left:
+            due_s, number = min(zip(self._dues(), self._left, strict=True))
+            if due_s > to_s:
+                break
+            self._pass(max(due_s, self._now_s))
+            span, _ = self._left.pop(number)
+            span.due_s = due_s
+            self._changed.notify_all()
+        self._pass(max(to_s, self._now_s))
+
+    def _pass(self, to_s: float) -> None:
+        elapsed_s = to_s - self._now_s
+        pairs = zip(self._left.items(), self._speeds_now(), strict=True)
+        self._left = {n: (span, left_s - elapsed_s * speed) for (n, (span, left_s)), speed in pairs}
+        self._now_s = to_s
+
+
+class Timekeeper:
+    """Paces and records the actions of one device.
+
+    Args:
+        law: of a throttled device; None where actions take as long as their work.
+        clock: seconds that never go back.
+
+    Attributes:
+        records: set it to a list to keep the spans of all actions that end from then on.
+    """
+
+    def __init__(self, law: PaceLaw | None = None, clock: Clock = time.perf_counter) -> None:
+        self.records: list[Span] | None = None
+        self._clock = clock
+        self._fluid = None if law is None else _Fluid(law.speeds, clock)
+        self._numbers = itertools.count()
+        self._last: dict[Stream, Span] = {}
+        self._last_inline: Span | None = None
+        self._late_s = 0.0
+
+    def launch(
+        self, stream: Stream, label: str, waits: Iterable[Span | None], pace: Pace | None, is_inline: bool
+    ) -> Span | None:
+        """An action that is launched now; None where nobody wants to know."""
+        if self._fluid is None and self.records is None:
+            return None
+        inline = self._last_inline
+        return Span(
+            number=next(self._numbers),
+            stream=stream,
+            label=label,
+            is_inline=is_inline,
+            launched_s=self._clock() - self._late_s,
+            pace=pace,
+            host_cause=None if inline is None else inline.number,
+            waits=tuple(span for span in waits if span is not None),
+        )
+
+    def begin(self, span: Span) -> None:
+        """All that ``span`` waits for is complete, and its thread is about to carry it out."""
+        now_s = self._clock()
+        before = self._last.get(span.stream)
+        ends = [(other.end_s, other.number) for other in (before, *span.waits) if other is not None]
+        ready_s, span.cause = max(ends, default=(-math.inf, None))
+        if span.launched_s >= ready_s:
+            ready_s, span.cause = span.launched_s, None
+        span.waits = ()
+        self._last[span.stream] = span
+        if self._fluid is None or span.pace is None:
+            span.start_s = span.due_s = now_s
+        elif span.pace.alone_ms <= 0:
+            span.start_s = span.due_s = ready_s
+        else:
+            span.start_s = ready_s
+            self._fluid.begin(span, span.pace.alone_ms * 1e-3)
+
+    def end(self, span: Span, work_s: float) -> None:
+        """The work is done and took ``work_s``: wait until it is due."""
+        if self._fluid is not None:
+            self._fluid.wait(span)
+        self.settle(span, work_s)
+
+    def settle(self, span: Span, work_s: float) -> None:
+        """``span`` is complete; without waiting, as for work that failed."""
+        span.work_s = work_s
+        due_s = span.due_s if math.isfinite(span.due_s) else span.start_s
+        span.end_s = max(due_s, span.start_s + work_s)
+        if span.is_inline:
+            self._last_inline = span
+            self._late_s = 0.0 if span.pace is None else max(0.0, self._clock() - span.end_s)
+        if self.records is not None:
+            self.records.append(span)

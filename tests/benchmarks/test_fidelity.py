@@ -1,0 +1,82 @@
+"""Simulated steps hold in real time: three models on a device that is throttled to a machine's rates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chunkc.ir.actions import Stream
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("compute-bound", "copy-bound", "update-bound")
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The script as a module, with its neighbours importable as they are when it runs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import fidelity
+
+    yield fidelity
+    for name in ("fidelity", "fidelity_runs"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def runs(script: ModuleType) -> ModuleType:
+    return sys.modules["fidelity_runs"]
+
+
+def test_there_is_a_model_for_every_bound(script: ModuleType) -> None:
+    assert tuple(case.name for case in script.CASES) == NAMES
+
+
+@pytest.mark.parametrize("position", range(len(NAMES)), ids=NAMES)
+def test_a_step_takes_the_simulated_time_and_hides_its_copies(position: int, script: ModuleType) -> None:
+    """Within 10 % of the step and 5 % of the peak, 90 % of the hideable copy time; the bound has the model's name."""
+    case = script.CASES[position]
+    run = script.train(case)
+    assert script.failures_of(case, run) == []
+    assert run.simulated.is_steady
+    assert run.simulated.next_bound is not None
+    moved = {stream: run.plan.moved_nbytes(stream) for stream in (Stream.H2D, Stream.D2H)}
+    assert min(moved.values()) > 0
+    assert run.work_share < script.MAX_WORK_SHARE, f"this machine is not five times as fast: {run.work_shares}"
+
+
+def test_without_overlap_nothing_is_hidden_and_the_step_is_as_long_as_all_its_actions(script: ModuleType) -> None:
+    """The control: the same measurement of a run in which each action waits for the one before fails the bounds."""
+    case = script.CASES[NAMES.index("update-bound")]
+    run = script.train(case, num_steps=3, settings="throttle,sync")
+    assert run.hidden_share < 0.1
+    assert run.step_ms == pytest.approx(sum(s.alone_ms for s in run.simulated.slices), rel=0.1)
+    wrong = "\n".join(script.failures_of(case, run))
+    assert "of the hideable copy time was hidden" in wrong
+    assert "the simulated step is off by -" in wrong
+    assert "bound by compute" in wrong
+
+
+def test_exposed_time_is_that_of_copies_beside_which_nothing_runs(runs: ModuleType) -> None:
+    ran = [
+        (Stream.H2D, 0.0, 10.0), (Stream.COMPUTE, 4.0, 6.0), (Stream.D2H, 8.0, 12.0),
+        (Stream.CPU, 11.0, 15.0), (Stream.H2D, 14.0, 30.0),
+    ]  # fmt: skip
+    assert runs.exposed_ms(ran, 0.0, 20.0) == pytest.approx(4 + 2 + 3 + 5)
+    assert runs.exposed_ms(ran, 5.0, 9.0) == pytest.approx(3)
+    assert runs.exposed_ms(ran, 30.0, 40.0) == 0.0
+
+
+@pytest.mark.slow
+def test_the_benchmark_writes_what_it_prints(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "result.json"
+    assert script.main(["--steps=3", f"--out={out}"]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["case"] for row in rows] == [name for name in NAMES for _ in range(2)]
+    printed = capsys.readouterr().out
+    assert all(f"{row['step_ms']:9.1f}" in printed for row in rows)
+    assert all(abs(row["step_error"]) <= 0.1 for row in rows if row["settings"] == "throttle")
