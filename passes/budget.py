@@ -2,12 +2,14 @@
 
 Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs.
 *Evicted*: an arena of places that holds what single operators need, beside the peak of non-model bytes of the base
-segments; everything has a home on the host. The smallest arena that works is known exactly, so the budgets that a
-``BudgetError`` names really work, and one byte less does not.
+segments; everything has a home on the host, except for OS triples that the caller wants on the device or that host
+memory does not hold. The smallest arena that works is known exactly, so the budgets that a ``BudgetError`` names really
+work, and one byte less does not.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +21,7 @@ from chunkc.passes.belady import min_places
 from chunkc.passes.chunk_mapping import commonest_dtype, units_of
 from chunkc.passes.draft import Demand, Liveness, Options, Target
 from chunkc.passes.segments import base_segments, segment_costs
+from chunkc.passes.triples import residence_order, triples_nbytes
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 
@@ -31,8 +34,9 @@ class Sizes:
         place_nbytes: of one place (``world_size`` slots).
         num_places: places that would hold every unit at once.
         resident_nbytes: device bytes with everything resident.
-        evicted_nbytes: least device bytes with homes on the host.
+        evicted_nbytes: least device bytes with all homes on the host.
         resident_host_nbytes, evicted_host_nbytes: host bytes of homes in both cases.
+        triples_nbytes: what the first k triples that stay on the device move there from the host, for k from 0 to all.
     """
 
     place_nbytes: int
@@ -41,6 +45,7 @@ class Sizes:
     evicted_nbytes: int
     resident_host_nbytes: int
     evicted_host_nbytes: int
+    triples_nbytes: tuple[int, ...] = (0,)
 
 
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
@@ -78,6 +83,13 @@ def with_homes(layout: Layout, home: Home) -> Layout:
     return replace(layout, chunks=chunks)
 
 
+def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layout:
+    """``layout`` with ``num`` of this rank's triples on the device, and those of the same groups on other ranks."""
+    groups = {layout.group_of(c).index for c in residence_order(layout, liveness)[:num]}
+    chunks = (replace(c, os_home=Home.DEVICE) if layout.group_of(c.index).index in groups else c for c in layout.chunks)
+    return replace(layout, chunks=tuple(chunks))
+
+
 def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
     """Bytes that ``layout`` takes, resident and evicted."""
     place_nbytes = chunk_nbytes(layout) * layout.world_size
@@ -92,7 +104,25 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
         evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes,
         resident_host_nbytes=unused_nbytes,
         evicted_host_nbytes=sum(c.nbytes for c in owned) + os_nbytes,
+        triples_nbytes=triples_nbytes(layout, liveness),
     )
+
+
+def resident_triples(sizes: Sizes, target: Target, options: Options) -> int | None:
+    """How many triples stand on the device when payloads are at home on the host: as many as ``options`` wish, or the
+    least number that leaves the host enough room; None where no number does."""
+    missing_nbytes = sizes.evicted_host_nbytes - target.host_budget_nbytes
+    found = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
+    return found if found < len(sizes.triples_nbytes) else None
+
+
+def most_within(sizes_nbytes: Sequence[int], margin_nbytes: int) -> int:
+    """How many triples fit into ``margin_nbytes``, given the bytes of the first k of them; 0 for a negative margin."""
+    return max(0, bisect_right(sizes_nbytes, margin_nbytes) - 1)
+
+
+def _wished(sizes: Sizes, options: Options) -> int:
+    return min(options.num_resident_triples, len(sizes.triples_nbytes) - 1)
 
 
 def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
@@ -105,31 +135,48 @@ def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
         return Home.DEVICE
     if options.os_home == "device":
         return None
-    fits = sizes.evicted_nbytes <= target.device_budget_nbytes
-    return Home.HOST if fits and sizes.evicted_host_nbytes <= target.host_budget_nbytes else None
+    triples = resident_triples(sizes, target, options)
+    if triples is None:
+        return None
+    return Home.HOST if sizes.evicted_nbytes + sizes.triples_nbytes[triples] <= target.device_budget_nbytes else None
 
 
-def available_places(sizes: Sizes, demand: Demand, target: Target, options: Options) -> int:
-    """Places of the largest arena that the budget allows beside the peak of non-model bytes."""
-    places = min((target.device_budget_nbytes - demand.peak_nbytes) // sizes.place_nbytes, sizes.num_places)
+def most_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
+    """Places of the largest arena that the budget allows beside the peak of non-model bytes and resident triples."""
+    triples_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - triples_nbytes
+    places = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
     return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
 
 
-def needed_nbytes(sizes: Sizes, options: Options) -> tuple[int, int]:
-    """``(device, host)`` budgets with which the mapping works."""
+def available_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
+    """As ``most_places``, but no more than every unit at once would take."""
+    return min(most_places(layout, demand, target, options), sum(demand.units.num_groups))
+
+
+def needed_nbytes(sizes: Sizes, target: Target, options: Options) -> tuple[int, int]:
+    """``(device, host)`` budgets with which the mapping works.
+
+    Where host memory does not even hold the payloads, it is the least for the device memory that there is.
+    """
     if options.os_home == "device":
         return sizes.resident_nbytes, sizes.resident_host_nbytes
-    return sizes.evicted_nbytes, sizes.evicted_host_nbytes
+    triples = resident_triples(sizes, target, options)
+    if triples is None:
+        margin_nbytes = target.device_budget_nbytes - sizes.evicted_nbytes
+        triples = max(_wished(sizes, options), most_within(sizes.triples_nbytes, margin_nbytes))
+    moved_nbytes = sizes.triples_nbytes[triples]
+    return sizes.evicted_nbytes + moved_nbytes, sizes.evicted_host_nbytes - moved_nbytes
 
 
 def refuse(
     schedule: Schedule, target: Target, options: Options, demand: Demand, sizes: Sizes, chunk_numel: int
 ) -> BudgetError:
     """The error for a mapping that does not fit: device memory first, then host memory."""
-    device_nbytes, host_nbytes = needed_nbytes(sizes, options)
+    device_nbytes, host_nbytes = needed_nbytes(sizes, target, options)
     if device_nbytes > target.device_budget_nbytes:
         missing_nbytes = device_nbytes - target.device_budget_nbytes
-        moment, params, reason = _device_moment(demand, sizes, options)
+        moment, params, reason = _device_moment(demand, sizes, options, sizes.evicted_host_nbytes - host_nbytes)
         text = _device_text(target, missing_nbytes)
     else:
         missing_nbytes = host_nbytes - target.host_budget_nbytes
@@ -197,7 +244,9 @@ def _error(
     )
 
 
-def _device_moment(demand: Demand, sizes: Sizes, options: Options) -> tuple[str, tuple[int, ...], str]:
+def _device_moment(
+    demand: Demand, sizes: Sizes, options: Options, triples_nbytes: int
+) -> tuple[str, tuple[int, ...], str]:
     """``(segment name, parameters, reason)`` of the segment that needs most device memory."""
     widths = demand.units.num_groups
 
@@ -215,9 +264,10 @@ def _device_moment(demand: Demand, sizes: Sizes, options: Options) -> tuple[str,
         params = tuple(p for p, u in enumerate(demand.units.of_param) if u >= 0)
         return moment, params, f"all payloads and optimizer states, and {step.nonmodel_nbytes} bytes of activations"
     params = tuple(p for p, u in enumerate(demand.units.of_param) if u in step.units)
+    states = f", optimizer states that stay on the device {triples_nbytes}" if triples_nbytes else ""
     reason = (
-        f"the arena takes {demand.min_places * sizes.place_nbytes} bytes and activations up to {demand.peak_nbytes} "
-        "bytes; resident together must be the chunks with"
+        f"the arena takes {demand.min_places * sizes.place_nbytes} bytes{states} and activations up to "
+        f"{demand.peak_nbytes} bytes; resident together must be the chunks with"
     )
     return moment, params, reason
 

@@ -3,7 +3,8 @@
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed, without a look-back for gaps
 and with one where that makes fewer chunks, and its residency planned; the least bytes moved by all ranks together win
-(all must choose alike), then the least waste, then the fewest chunks.
+(all must choose alike), then the least waste, then the fewest chunks. Where triples are to be streamed, sizes with
+which two can be under way at once come first.
 """
 
 from __future__ import annotations
@@ -14,18 +15,24 @@ from dataclasses import dataclass, replace
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
+from chunkc.passes.arena import buffers_of, lay_out
 from chunkc.passes.budget import (
     Sizes,
     available_places,
     choose_home,
     demand_of,
+    most_places,
     needed_nbytes,
     refuse,
+    resident_triples,
     sizes_of,
+    with_resident_triples,
 )
 from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
 from chunkc.passes.draft import Demand, Draft, Liveness, Options, Target, decided
 from chunkc.passes.residency import moved_nbytes, plan_stays
+from chunkc.passes.triples import streamed_chunks
+from chunkc.passes.updates import step_nbytes
 
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)
@@ -41,7 +48,10 @@ GRANULE_NUMEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One chunk size, packed: what it needs, and its price where it fits (``moved_nbytes`` None where not)."""
+    """One chunk size, packed: what it needs, and its price where it fits (``moved_nbytes`` None where not).
+
+    ``num_missing_buffers``: buffers for triples to pass through that would be of use and do not fit.
+    """
 
     chunk_numel: int
     layout: Layout
@@ -49,6 +59,7 @@ class Candidate:
     sizes: Sizes
     moved_nbytes: int | None
     lookback: int = 0
+    num_missing_buffers: int = 0
 
     @property
     def waste_nbytes(self) -> int:
@@ -105,12 +116,23 @@ def _priced(
     demand = demand_of(layout, liveness, options.cuts)
     sizes = sizes_of(layout, demand, liveness, options.cuts)
     home = choose_home(sizes, target, options)
-    moved: int | None = 0 if home is Home.DEVICE else None
-    if home is Home.HOST:
-        places = available_places(sizes, demand, target, options)
-        if places >= demand.min_places:
-            moved = moved_nbytes(layout, demand, plan_stays(layout, demand, places), all_ranks=True)
-    return Candidate(numel, layout, demand, sizes, moved, lookback)
+    candidate = Candidate(numel, layout, demand, sizes, 0 if home is Home.DEVICE else None, lookback)
+    if home is not Home.HOST:
+        return candidate
+    triples, share = resident_triples(sizes, target, options), options.streamed_share
+    homes = with_resident_triples(layout, liveness, triples) if triples else layout
+    places = available_places(homes, demand, target, options)
+    if places < demand.min_places:
+        return candidate
+    stays = plan_stays(homes, demand, places)
+    moved = moved_nbytes(homes, demand, stays, all_ranks=True)
+    if not triples and not share:
+        return replace(candidate, moved_nbytes=moved)
+    used = max((s.place + demand.units.num_groups[s.unit] for s in stays), default=0)
+    whole = lay_out(homes, liveness, used, most_places(homes, demand, target, options), share)
+    missing = min(2, len(streamed_chunks(whole, liveness, share))) - len(buffers_of(whole))
+    moved += step_nbytes(whole, liveness, share)
+    return replace(candidate, moved_nbytes=moved, num_missing_buffers=max(0, missing))
 
 
 def search(draft: Draft) -> list[Candidate]:
@@ -127,7 +149,7 @@ def search(draft: Draft) -> list[Candidate]:
     else:
         numels = candidates(schedule, liveness, target.world_size)
     tried = [c for numel in numels for c in evaluate(schedule, liveness, target, options, numel)]
-    fitting = [(c.moved_nbytes, c) for c in tried if c.moved_nbytes is not None]
+    fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
         raise _none_fits(draft, tried)
     fitting.sort(key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))
@@ -141,7 +163,7 @@ def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError
         return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
 
     def order(c: Candidate) -> tuple[int, int, int]:
-        device_nbytes, host_nbytes = needed_nbytes(c.sizes, options)
+        device_nbytes, host_nbytes = needed_nbytes(c.sizes, target, options)
         if host_nbytes <= target.host_budget_nbytes:
             return 0, device_nbytes, host_nbytes
         if device_nbytes <= target.device_budget_nbytes:

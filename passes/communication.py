@@ -27,6 +27,11 @@ def home_name(chunk: int) -> str:
     return f"h{chunk}"
 
 
+def triple_name(chunk: int) -> str:
+    """The resource name of a triple's home."""
+    return f"o{chunk}"
+
+
 @dataclass(slots=True)
 class Writer:
     """Writes items one after another, keeping track of which chunk stands in which slot."""
@@ -59,6 +64,12 @@ class Writer:
     def drop(self, chunk: int) -> None:
         slot = self.slot_of.pop(chunk)
         self.add(Op.DROP, f"c{chunk}", Stream.COMPUTE, [], [slot_name(slot)], slot=slot)
+
+    def load(self, chunk: int, slot: int) -> None:
+        self.add(Op.LOAD, f"os{chunk}", Stream.H2D, [triple_name(chunk)], [slot_name(slot)], slot=slot)
+
+    def store(self, chunk: int, slot: int) -> None:
+        self.add(Op.STORE, f"os{chunk}", Stream.D2H, [], [slot_name(slot), triple_name(chunk)], slot=slot)
 
     def run(self, segment: Segment) -> None:
         """The segment and the stashes of the gradients that land with it."""

@@ -55,12 +55,18 @@ class Options:
         os_home: where optimizer states live; ``auto``: on the device where everything fits.
         cuts: operator indexes at which a segment must start, for forward and backward.
         max_slots: use no more payload slots than this.
+        num_resident_triples: how many of this rank's OS triples stand on the device for good although the others are at
+            home on the host; more do where the host has no room for the others, and all where there are fewer.
+        streamed_share: of the triples at home on the host, the share that each step copies to the device and updates
+            there, in [0, 1].
     """
 
     chunk_numel: int | None = None
     os_home: Literal["auto", "device", "host"] = "auto"
     cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     max_slots: int | None = None
+    num_resident_triples: int = 0
+    streamed_share: float = 0.0
 
     def __post_init__(self) -> None:
         if self.chunk_numel is not None and self.chunk_numel < 1:
@@ -69,6 +75,10 @@ class Options:
             raise ValueError(f"max_slots must be at least 1, got {self.max_slots}")
         if self.os_home not in ("auto", "device", "host"):
             raise ValueError(f"os_home must be 'auto', 'device' or 'host', got {self.os_home!r}")
+        if self.num_resident_triples < 0:
+            raise ValueError(f"num_resident_triples must not be negative, got {self.num_resident_triples}")
+        if not 0.0 <= self.streamed_share <= 1.0:
+            raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """Waits: which earlier actions must be complete before an action starts, on streams that are queues.
 
 Every action reads and writes resources (slots, homes, triples). It must wait for the last writer of what it reads, and
-for the last writer and the readers since of what it writes (read after write, write after write, write after read). A
+for the last writer and the readers since of what it writes (read after write, write after write, write after read).
+Slots may share bytes: what touches one of them touches the others in this respect, but does not replace its last users,
+since bytes are left that only they used. A
 vector clock per action (Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these
 the queue or another wait already implies; only the rest become waits.
 
@@ -12,7 +14,7 @@ third). In the first iteration labels of programs that never ran are void, and w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkc.errors import PlanError
@@ -38,8 +40,12 @@ class Done:
 
 @dataclass(slots=True)
 class Analysis:
-    """Actions analysed so far, and who touched each resource last."""
+    """Actions analysed so far, and who touched each resource last.
 
+    ``overlaps``: for a resource that shares bytes with others, all of them and itself.
+    """
+
+    overlaps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
     tails: list[tuple[int, ...]] = field(default_factory=lambda: [(0,) * len(STREAMS)] * len(STREAMS))
     writers: dict[str, int] = field(default_factory=dict)
@@ -72,10 +78,13 @@ class Analysis:
         return replace(item.action, waits=labels)
 
     def _hazards(self, item: Item) -> set[int]:
-        found = {self.writers[r] for r in (*item.reads, *item.writes) if r in self.writers}
-        for resource in item.writes:
+        found = {self.writers[r] for r in self._same_bytes((*item.reads, *item.writes)) if r in self.writers}
+        for resource in self._same_bytes(item.writes):
             found.update(self.readers.get(resource, {}).values())
         return found
+
+    def _same_bytes(self, resources: Sequence[str]) -> Iterable[str]:
+        return (name for r in resources for name in self.overlaps.get(r, (r,)))
 
     def _touch(self, item: Item, stream: int, index: int) -> None:
         for resource in item.reads:
@@ -102,10 +111,17 @@ class Analysis:
 
 
 def synchronise(
-    forward: Sequence[Item], backward: Sequence[Item], step: Sequence[Item], abandon: Sequence[Item]
+    forward: Sequence[Item],
+    backward: Sequence[Item],
+    step: Sequence[Item],
+    abandon: Sequence[Item],
+    overlaps: Mapping[str, tuple[str, ...]],
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of ``forward``, ``backward``, ``step`` and ``abandon`` with their waits, in a repeated iteration."""
-    analysis = Analysis()
+    """The actions of ``forward``, ``backward``, ``step`` and ``abandon`` with their waits, in a repeated iteration.
+
+    ``overlaps`` as in `Analysis`.
+    """
+    analysis = Analysis(overlaps)
     cycle: tuple[tuple[Role, Sequence[Item]], ...] = (("forward", forward), ("backward", backward), ("step", step))
     for role, items in cycle:
         analysis.run(role, items)

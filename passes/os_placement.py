@@ -1,8 +1,8 @@
-"""Pass ``os_placement``: where optimizer states live and are updated (all on the device, or all on the host).
+"""Pass ``os_placement``: where payloads and optimizer states live.
 
 On the device where payloads, OS triples and the non-model bytes of whole graphs fit together; then nothing moves at
-all. Otherwise on the host, where also the payloads have their homes. The arena is laid out here: payload slots first,
-all of one size and adjacent, then the triples' slots.
+all, and the arena is laid out here. Otherwise on the host, except for as many triples as the options wish to stay on
+the device, or as must because the host has no room for them.
 """
 
 from __future__ import annotations
@@ -11,8 +11,35 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout, Slot
-from chunkc.passes.budget import choose_home, chunk_nbytes, demand_of, refuse, sizes_of, whole_graph_nbytes, with_homes
-from chunkc.passes.draft import Demand, Draft, decided
+from chunkc.passes.arena import num_payload_slots, payload_slots
+from chunkc.passes.budget import (
+    choose_home,
+    chunk_nbytes,
+    demand_of,
+    most_within,
+    refuse,
+    resident_triples,
+    sizes_of,
+    whole_graph_nbytes,
+    with_homes,
+    with_resident_triples,
+)
+from chunkc.passes.draft import Demand, Draft, Liveness, Target, decided
+from chunkc.passes.triples import triples_nbytes
+
+
+def most_resident_triples(
+    layout: Layout, demand: Demand, liveness: Liveness, target: Target, num_places: int | None = None
+) -> int:
+    """The device's margin in OS triples: as many as fit beside activations and payloads (PatrickStar, section 8.2).
+
+    Args:
+        num_places: places (``world_size`` payload slots each) to keep for payloads; default the fewest that work.
+    """
+    places = demand.min_places if num_places is None else num_places
+    arena_nbytes = places * chunk_nbytes(layout) * layout.world_size
+    margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - arena_nbytes
+    return most_within(triples_nbytes(layout, liveness), margin_nbytes)
 
 
 def resident_slots(layout: Layout) -> tuple[Slot, ...]:
@@ -24,18 +51,6 @@ def resident_slots(layout: Layout) -> tuple[Slot, ...]:
             slots.append(Slot(len(slots), offset, chunk.os_nbytes))
             offset += chunk.os_nbytes
     return tuple(slots)
-
-
-def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
-    """``num_slots`` adjacent slots of one chunk each."""
-    nbytes = chunk_nbytes(layout)
-    return tuple(Slot(i, i * nbytes, nbytes) for i in range(num_slots))
-
-
-def os_slot(layout: Layout, chunk: int) -> int:
-    """The slot of the triple of ``chunk`` in a resident plan."""
-    triples = [c.index for c in layout.owned() if c.os_home is Home.DEVICE]
-    return sum(1 for c in layout.chunks if c.list is not ChunkList.UNUSED) + triples.index(chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +72,13 @@ class OsPlacementPass:
         if home is None:
             raise refuse(draft.schedule, draft.target, draft.options, demand, sizes, layout.chunk_numel)
         layout = with_homes(layout, home)
+        note = f"optimizer states on the {home}, {layout.os_nbytes() / 2**20:.2f} MiB"
         if home is Home.DEVICE:
             slots = resident_slots(layout)
             layout = replace(layout, slots=slots, arena_nbytes=slots[-1].end if slots else 0)
-        note = f"optimizer states on the {home}, {layout.os_nbytes() / 2**20:.2f} MiB"
+        elif triples := resident_triples(sizes, draft.target, draft.options):
+            layout = with_resident_triples(layout, liveness, triples)
+            note += f", {sizes.triples_nbytes[triples] / 2**20:.2f} MiB ({triples} chunks) of them on the device"
         return replace(draft, layout=layout, demand=demand, os_home=home, note=note)
 
 
@@ -73,13 +91,14 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     resident = any(c.home is Home.DEVICE for c in layout.chunks)
     liveness, target, cuts = decided(draft.liveness, "liveness"), draft.target, draft.options.cuts
     peak_nbytes = whole_graph_nbytes(liveness, cuts) if resident else demand.peak_nbytes
-    enough = resident or demand.min_places * layout.world_size <= len(layout.slots)
+    enough = resident or demand.min_places * layout.world_size <= num_payload_slots(layout)
     if enough and layout.arena_nbytes + peak_nbytes <= target.device_budget_nbytes:
         home = Home.DEVICE if resident else Home.HOST
         return replace(draft, demand=demand, os_home=home, note=f"kept on the {home}")
     sizes = sizes_of(layout, demand, liveness, cuts)
     error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)
-    need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes
+    staying_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
     raise BudgetError(
         f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "
         f"shape laid out: it needs {need_nbytes} bytes of device memory"

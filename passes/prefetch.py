@@ -15,9 +15,9 @@ from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.work import work_of
-from chunkc.passes.budget import chunk_nbytes
+from chunkc.passes.arena import lay_out
+from chunkc.passes.budget import most_places
 from chunkc.passes.draft import Demand, Draft, Liveness, Stay, Timeline, decided
-from chunkc.passes.os_placement import payload_slots
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
 
 
@@ -125,7 +125,7 @@ def timeline(
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPass:
-    """Decides ``segments`` and ``prefetch``, and cuts the arena down to the places that are used."""
+    """Decides ``segments`` and ``prefetch``, and lays out the arena with the places that are used."""
 
     name: str = "prefetch"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "residency"})
@@ -133,7 +133,7 @@ class PrefetchPass:
     conflicts: frozenset[str] = frozenset({"programs"})
 
     def __call__(self, draft: Draft) -> Draft:
-        layout = _cut_arena(draft)
+        layout = _with_arena(draft)
         liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
         stays, cuts = decided(draft.stays, "residency"), draft.options.cuts
         if draft.os_home is Home.DEVICE:
@@ -160,12 +160,12 @@ def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
     return Timeline(graph, segments, empty, empty)
 
 
-def _cut_arena(draft: Draft) -> Layout:
-    """The layout with as many payload slots as the stays use; a fixed or resident layout is kept."""
+def _with_arena(draft: Draft) -> Layout:
+    """The layout with the payload slots that the stays use, and slots for triples; a fixed or resident one is kept."""
     layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
     if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
         return layout
     widths = demand.units.num_groups
     places = max((s.place + widths[s.unit] for s in decided(draft.stays, "residency")), default=0)
-    slots = payload_slots(layout, places * layout.world_size)
-    return replace(layout, slots=slots, arena_nbytes=len(slots) * chunk_nbytes(layout))
+    most = most_places(layout, demand, draft.target, draft.options)
+    return lay_out(layout, decided(draft.liveness, "liveness"), places, most, draft.options.streamed_share)

@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from chunkc.ir.layout import Home, Layout
+from chunkc.passes.arena import num_payload_slots
 from chunkc.passes.belady import belady, designated_ranges
-from chunkc.passes.budget import available_places, sizes_of
+from chunkc.passes.budget import available_places
 from chunkc.passes.draft import Demand, Draft, Stay, decided
 
 
@@ -80,10 +81,9 @@ class ResidencyPass:
         if draft.os_home is Home.DEVICE:
             return replace(draft, stays=(), note="everything resident")
         if draft.fixed_layout is not None:
-            places = len(layout.slots) // layout.world_size
+            places = num_payload_slots(layout) // layout.world_size
         else:
-            sizes = sizes_of(layout, demand, decided(draft.liveness, "liveness"), draft.options.cuts)
-            places = available_places(sizes, demand, draft.target, draft.options)
+            places = available_places(layout, demand, draft.target, draft.options)
         stays = plan_stays(layout, demand, places)
         moved = moved_nbytes(layout, demand, stays)
         note = f"{places} places for {sum(demand.units.num_groups)} groups, {moved / 2**20:.2f} MiB moved"

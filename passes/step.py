@@ -1,7 +1,7 @@
-"""Pass ``step``: the order of updates, the other programs of an iteration, and all waits.
+"""Pass ``step``: the programs of an iteration beside forward and backward, and all waits.
 
-Updates come in the order in which the next forward first uses the chunks, so that it can start before the last update
-has ended. ``restore`` repeats the step action for action without updating, so that labels agree whichever ran.
+``restore`` repeats the step (`chunkc.passes.updates`) action for action without updating, so that labels agree
+whichever ran.
 ``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
 backward that comes after something else ran.
 """
@@ -13,31 +13,13 @@ from dataclasses import dataclass, replace
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Phase, Program, State
-from chunkc.passes.communication import Writer, home_name, slot_name
-from chunkc.passes.draft import Draft, Item, Liveness, decided
+from chunkc.passes.arena import shared_bytes, static_triples
+from chunkc.passes.communication import Writer, slot_name
+from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined, synchronise
-from chunkc.passes.os_placement import os_slot
+from chunkc.passes.updates import step_items
 
-
-def update_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Own trained chunks in order of first use, those that only other graphs use last (padding is none)."""
-    order: dict[int, None] = {}
-    for param in liveness.use_order:
-        order.update(dict.fromkeys(layout.placements[param].chunks))
-    own = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
-    return (*(c for c in order if c in own), *(c for c in own if c not in order))
-
-
-def step_items(layout: Layout, liveness: Liveness, home: Home) -> tuple[Item, ...]:
-    """The updates of one step."""
-    writer = Writer(layout)
-    for chunk in update_order(layout, liveness):
-        if home is Home.DEVICE:
-            touched = [slot_name(chunk), slot_name(os_slot(layout, chunk))]
-            writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, [], touched)
-        else:
-            writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, [], [home_name(chunk), f"o{chunk}"])
-    return writer.take()
+_COPIED_HOME = "copied home"
 
 
 def standing(items: tuple[Item, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
@@ -85,8 +67,27 @@ def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
     """Own payloads (chunk -> slot) that never move, and them with their triples as a state lists them."""
     payloads = {c.index: c.index for c in layout.owned() if c.home is Home.DEVICE}
-    triples = [(f"os{c.index}", os_slot(layout, c.index)) for c in layout.owned() if c.os_home is Home.DEVICE]
-    return payloads, tuple(triples)
+    return payloads, tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
+
+
+def seen_by_backward(
+    forward: tuple[Item, ...], backward: tuple[Item, ...], step: tuple[Item, ...]
+) -> tuple[tuple[Item, ...], ...]:
+    """Make the last computation before a step follow the last copy home of the step before.
+
+    A label of the step means the running one to the step itself, so it is backward that must wait where a step copies
+    what no graph touches. Where backward has read what the step before has copied home, that is no wait.
+    """
+    copies = [i for i, item in enumerate(step) if item.action.stream is Stream.D2H]
+    graphs = [list(forward), list(backward)]
+    last = [(g, i) for g, items in enumerate(graphs) for i, x in enumerate(items) if x.action.stream is Stream.COMPUTE]
+    if copies and last:
+        graph, position = last[-1]
+        item = graphs[graph][position]
+        graphs[graph][position] = replace(item, reads=(*item.reads, _COPIED_HOME))
+        item = step[copies[-1]]
+        step = (*step[: copies[-1]], replace(item, writes=(*item.writes, _COPIED_HOME)), *step[copies[-1] + 1 :])
+    return tuple(graphs[0]), tuple(graphs[1]), step
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +102,20 @@ class StepPass:
     def __call__(self, draft: Draft) -> Draft:
         layout, home = decided(draft.layout, "layout"), decided(draft.os_home, "os_home")
         forward, backward = decided(draft.items, "actions")
-        step = step_items(layout, decided(draft.liveness, "liveness"), home)
+        updates = step_items(layout, decided(draft.liveness, "liveness"), draft.options.streamed_share)
+        forward, backward, step = seen_by_backward(forward, backward, updates)
         static, triples = static_residents(layout)
         saved = standing(forward, static, layout)
         abandon = abandon_items(layout, saved, static)
-        actions = synchronise(forward, backward, step, abandon)
+        overlaps = {slot_name(s): tuple(map(slot_name, others)) for s, others in shared_bytes(layout).items()}
+        actions = synchronise(forward, backward, step, abandon, overlaps)
         resume = joined(resume_items(layout, saved, static))
 
         def state(phase: Phase, where: dict[int, int]) -> State:
             return State(phase, (*((f"c{c}", s) for c, s in sorted(where.items())), *triples))
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
-        restores = tuple(replace(a, op=Op.RESTORE) for a in actions[2])
+        restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])
         programs = (
             Program("forward", "forward", cold, between, actions[0]),
             Program("backward", "backward", between, graded, actions[1]),
@@ -122,4 +125,7 @@ class StepPass:
             Program("resume", "transition", cold, between, resume),
         )
         waits = sum(len(a.waits) for p in programs for a in p.actions)
-        return replace(draft, programs=programs, note=f"{len(step)} updates on the {home}, {waits} waits")
+        streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
+        places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
+        where = ", ".join(f"{count} updates on the {place}" for count, place in places if count or place is home)
+        return replace(draft, programs=programs, note=f"{where}, {waits} waits")

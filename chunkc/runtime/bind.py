@@ -16,8 +16,9 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Plan, Program
+from chunkc.runtime.adam import Piece
 from chunkc.runtime.device import Device, Update
-from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.store import ChunkStore, Triple
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
 
@@ -79,14 +80,20 @@ class Bound:
 
 @dataclass(slots=True)
 class Binder:
-    """Binds programs of one plan. ``updates`` collects the update of every place at which a chunk is updated."""
+    """Binds programs of one plan.
+
+    Attributes:
+        updates: the update of every place at which a chunk is updated: chunk, its slot and its triple's, or None.
+        recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
+    """
 
     plan: Plan
     store: ChunkStore
     device: Device
     graphs: Mapping[str, CompiledGraph]
     frame: Frame
-    updates: dict[tuple[int, int | None], Update] = field(default_factory=dict)
+    updates: dict[tuple[int, tuple[int, int] | None], Update] = field(default_factory=dict)
+    recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
     _program: str = ""
     _resident: dict[str, int] = field(default_factory=dict)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -107,6 +114,8 @@ class Binder:
             Op.FETCH: self._fetch,
             Op.EVICT: self._evict,
             Op.DROP: self._drop,
+            Op.LOAD: self._load,
+            Op.STORE: self._store,
             Op.RUN: self._run,
             Op.STASH: self._stash,
         }
@@ -138,6 +147,32 @@ class Binder:
             device.freed(memory)
 
         return evict
+
+    def _load(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        self._resident[action.target] = slot
+        return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
+
+    def _store(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        del self._resident[action.target]
+        copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
+        memory, device = self.store.slot_bytes(slot), self.device
+
+        def store() -> None:
+            copy()
+            device.freed(memory)
+
+        return store
+
+    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Callable[[], None]:
+        copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
+
+        def copy() -> None:
+            for one in copies:
+                one()
+
+        return copy
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
         nbytes, moved, key = source.numel() * source.element_size(), self.frame.moved_nbytes, (self._program, stream)
@@ -216,20 +251,32 @@ class Binder:
         return lambda gradient: _copy_into(target, gradient.permute(memory_order).reshape(-1)[span])
 
     def _update_of(self, action: Action) -> Update:
-        chunk = self._chunk(action)
-        slot = self._resident[action.target] if action.stream is Stream.COMPUTE else None
-        key = (chunk.index, slot)
+        chunk, slots = self._chunk(action), None
+        if action.stream is Stream.COMPUTE:
+            slots = self._resident[action.target], self._resident[f"os{chunk.index}"]
+        key = (chunk.index, slots)
         if key not in self.updates:
-            if slot is None:
+            if slots is None:
                 payload, triple = self.store.payload_home(chunk), self.store.triple_home(chunk)
             else:
-                payload = self.store.payload_slot(chunk, slot)
-                os_slot = self._resident[f"os{chunk.index}"]
-                triple = self.store.triple_slot(chunk, os_slot)
+                payload, triple = self.store.payload_slot(chunk, slots[0]), self.store.triple_slot(chunk, slots[1])
             pieces = self.store.pieces(chunk.index)
-            tensors = (triple.param32, triple.exp_avg, triple.exp_avg_sq)
-            self.updates[key] = self.device.make_update(action.stream, payload, tensors, pieces)
+            self.updates[key] = self.device.make_update(action.stream, payload, triple.tensors, pieces)
+            self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
+
+    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Callable[[], None]:
+        """Casts param32 into the payload, each where it is in the cold state."""
+        cold, store = dict(self.plan.cold.resident), self.store
+        slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")
+        payload = store.payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
+        triple = store.triple_home(chunk) if os_slot is None else store.triple_slot(chunk, os_slot)
+
+        def recover() -> None:
+            for piece in pieces:
+                payload[piece.start : piece.end].copy_(triple.param32[piece.start : piece.end])
+
+        return recover
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Executor:
         self._events: dict[str, Event] = {}
         binder = Binder(plan, store, device, self._graphs, self._frame)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
-        self._updates = tuple(binder.updates.values())
+        self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
 
     def moved_nbytes(self, stream: Stream) -> int:
@@ -96,8 +96,8 @@ class Executor:
         with suppress(Exception):  # the exception that led here is already on its way to the caller
             self._device.synchronize()
         self._events.clear()
-        for update in self._updates:
-            update.restore()
+        for recover in self._recoveries:
+            recover()
 
     def join(self) -> None:
         """Wait for all streams and forget their events."""

@@ -25,6 +25,10 @@ class Triple:
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.param32, self.exp_avg, self.exp_avg_sq
+
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -13,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair import Pair, batch
+from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
 
 LENGTHS = (8, 6, 5)
+SLOW = pytest.mark.slow
 Call = tuple[str, int]
 calls = st.lists(
     st.one_of(
@@ -170,11 +171,12 @@ class Driver:
         self._both(lambda model, *_: (list(model.parameters())[number] * 0.01).sum().backward())
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
+@pytest.fixture(scope="module", params=[pytest.param({}, id="host"), pytest.param(MIXED, id="mixed", marks=SLOW)])
+def pair(request: pytest.FixtureRequest) -> Pair:
     """The longest sequences come first: they lay out the arena beside which the others must fit."""
-    pair = Pair()
+    pair = Pair(wishes=request.param)
     pair.train(0, max(LENGTHS))
+    assert (min(pair.kinds().values()) > 0) == bool(request.param), pair.kinds()
     return pair
 
 

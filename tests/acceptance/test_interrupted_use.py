@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from pair import Pair, batch
+from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
 
 
-@pytest.fixture
-def pair() -> Pair:
-    pair = Pair()
+@pytest.fixture(params=[{}, MIXED], ids=["host", "mixed"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """With all optimizer states on the host, and with some on the device and some on their way there."""
+    pair = Pair(wishes=request.param)
     pair.train(0)
     pair.train(1)
+    assert (min(pair.kinds().values()) > 0) == bool(request.param), pair.kinds()
     assert chunkc.stats(pair.model)["h2d_nbytes"] > 0, "the budget is meant to force moves"
     return pair
 

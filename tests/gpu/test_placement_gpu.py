@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from placements import PLACEMENTS, Identities, check_placement, half_evicted, smallest
+from placements import MIXED, PLACEMENTS, Identities, check_mixed, check_placement, half_evicted, smallest
 from rig import GetRig, Setup
 from training import PLACEMENT, assert_same_bits
 
@@ -58,6 +58,15 @@ def test_placement_changes_no_bit_under_inductor(
     name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
 ) -> None:
     check_placement(rig_of(name, dtype, "inductor"), placement, identities)
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16))
+@pytest.mark.parametrize("placement", MIXED)
+def test_mixed_placement_changes_no_bit(
+    placement: str, dtype: torch.dtype, rig_of: GetRig, identities: Identities
+) -> None:
+    """All updates with the host's arithmetic: those on the device move through its slots all the same."""
+    check_mixed(rig_of("odd", dtype), placement, identities, SHORT)
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16))

@@ -214,6 +214,22 @@ STEP: list[Mutation] = [
         (r"step s2 `load os0", "slot d2 shares bytes with slot d1", "holds c1"),
     ),
     (
+        "triple loaded before the payload under it has gone home",
+        lambda: streaming().without_wait("step", 1, "b4"),
+        (r"step s1 `load os0", "slot d2", r"b4 `evict c1"),
+    ),
+    (
+        "payload fetched before the triple over it has gone home",
+        lambda: (
+            streaming()
+            .set("step", 8, "evict c0 <- d0 @d2h after s4")
+            .set("step", 9, "store os0 <- d2 @d2h after s4")
+            .set("forward", 0, "fetch c0 -> d0 @h2d after s8")
+            .set("forward", 1, "fetch c1 -> d1 @h2d after s5")
+        ),
+        (r"forward f1 `fetch c1", "slot d1", r"s9 `store os0"),
+    ),
+    (
         "triple stored before its update",
         lambda: streaming().without_wait("step", 8, "s4"),
         (r"step s8 `store os0", "slot d2", r"s4 `update c0"),

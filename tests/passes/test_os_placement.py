@@ -10,7 +10,7 @@ from schedules import Schedule, chain, op, param, planned, schedule, schedules, 
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.passes import Options
-from chunkc.passes.os_placement import os_slot
+from chunkc.passes.arena import static_triples
 
 
 @given(schedules())
@@ -33,7 +33,7 @@ def test_payload_slots_come_first_and_adjacent_then_the_triples() -> None:
         (0, 256), (256, 256), (512, 256), (768, 768), (1536, 768),
     ]  # fmt: skip
     assert plan.layout.arena_nbytes == 2304
-    assert [os_slot(plan.layout, c) for c in (0, 1)] == [3, 4]
+    assert static_triples(plan.layout) == {0: 3, 1: 4}
     assert [c.home for c in plan.layout.chunks] == [Home.DEVICE] * 3 + [Home.HOST]
 
 

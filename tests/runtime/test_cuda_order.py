@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,14 +15,16 @@ from torch import nn
 
 import chunkc
 from chunkc.devices import device_for
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.cuda import CudaDevice, MemoryLedger
 from chunkc.runtime.cuda_streams import CudaEvent, CudaStreams, Held, HostCompletion
 from chunkc.runtime.debug_settings import DebugSettings
 
 CONTEXT = GIB
-EVICTED, RESIDENT = 140 * 1024, 16 * 2**20
+EVICTED, ROOMIER, RESIDENT = 140 * 1024, 260 * 1024, 16 * 2**20
 STEPS = 5
+MIXED = {"num_resident_triples": 1, "streamed_share": 0.4}
+"""One optimizer state on the device, two streamed, three on the host."""
 
 
 def cuda_device(api: FakeCuda, nbytes: int, settings: DebugSettings | None = None) -> CudaDevice:
@@ -32,8 +36,12 @@ def build() -> nn.Module:
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 
 
-def compiled(hw: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, chunkc.AdamW]:
+def compiled(
+    hw: str, dtype: torch.dtype = torch.float32, wishes: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, chunkc.AdamW]:
     model = chunkc.compile(build(), hw, dtype=dtype, backend="eager", chunk_size=4160)
+    made = model._compiled_call_impl.settings
+    made.options = replace(made.options, **(wishes or {}))
     return model, chunkc.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -122,10 +130,31 @@ def test_resident_training_updates_by_kernels_with_one_upload_a_step(
         torch.testing.assert_close(found, right, rtol=0, atol=tolerance)  # an update is of size 1e-2
 
 
-def test_every_wait_of_the_plan_is_kept(on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [DebugSettings(), DebugSettings(poison=True, max_delay_ms=1, seed=5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
+def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
+    on_cuda: list[CudaDevice], dtype: torch.dtype, tolerance: float, settings: DebugSettings
+) -> None:
+    wanted = trained_on_host(ROOMIER, dtype)
     api = FakeCuda()
-    on_cuda.append(cuda_device(api, EVICTED))
-    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
+    on_cuda.append(cuda_device(api, ROOMIER, settings))
+    model, optimizer = compiled(f"emulated-{ROOMIER >> 10}k-16m", dtype, MIXED)
+    iterate(model, optimizer, STEPS)
+    updates = [a for a in chunkc.plan_of(model).program("step").actions if a.op is Op.UPDATE]
+    assert [a.stream for a in updates].count(Stream.CPU) == 3 and len(updates) == 6
+    assert len(api.uploads) == 3 * STEPS
+    for found, right in zip(states(model, optimizer), wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=0, atol=tolerance)
+    assert model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"] == 0
+
+
+@pytest.mark.parametrize(("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED)], ids=["host", "mixed"])
+def test_every_wait_of_the_plan_is_kept(
+    nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, nbytes))
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", wishes=wishes)
     iterate(model, optimizer, 2)
     recorder = record(on_cuda[0], api, monkeypatch)
     iterate(model, optimizer, 2)

@@ -85,9 +85,7 @@ def test_bytes_moved_are_those_of_the_plan_in_every_iteration(monkeypatch: pytes
         assert stats["d2h_nbytes"] == stats["planned_d2h_nbytes"] > 0
 
 
-@pytest.mark.parametrize(
-    "text", ["gather g0 @comm", "load os0 -> d0 @h2d", "norm c0 @compute", "decide @compute", "grow 4096 @compute"]
-)
+@pytest.mark.parametrize("text", ["gather g0 @comm", "norm c0 @compute", "decide @compute", "grow 4096 @compute"])
 def test_actions_of_later_releases_are_refused_when_they_are_bound(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(monkeypatch)
     runtime = model._compiled_call_impl.runtime

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.ir.actions import Op, Stream
 
 VOCABULARY = 50
 
@@ -40,16 +42,26 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[0], tokens[1]
 
 
+MIXED = {"num_resident_triples": 2, "streamed_share": 0.4}
+"""Planning options with which a ``Pair`` has optimizer states in all places."""
+
+
 class Pair:
-    """The same model under chunkc and in plain PyTorch, driven by the same calls."""
+    """The same model under chunkc and in plain PyTorch, driven by the same calls; ``wishes``: planning options."""
 
     def __init__(
-        self, hw: str | chunkc.Hardware = "emulated-640k-16m", model: nn.Module | None = None, **options: Any
+        self,
+        hw: str | chunkc.Hardware = "emulated-640k-16m",
+        model: nn.Module | None = None,
+        wishes: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         torch.manual_seed(0)
         model = Tower() if model is None else model
         self.plain = copy.deepcopy(model)
         self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
+        settings = self.model._compiled_call_impl.settings
+        settings.options = replace(settings.options, **(wishes or {}))
         self.initial = copy.deepcopy(self.plain.state_dict())
         self.new_optimizers()
 
@@ -63,6 +75,14 @@ class Pair:
             model.zero_grad()
             model.load_state_dict(self.initial)
         self.new_optimizers()
+
+    def kinds(self) -> dict[str, int]:
+        """How many chunks are updated on the device for good, on it in passing, and on the host."""
+        step = chunkc.plan_of(self.model).program("step").actions
+        streamed = sum(a.op is Op.LOAD for a in step)
+        on_host = sum(a.op is Op.UPDATE and a.stream is Stream.CPU for a in step)
+        total = sum(a.op is Op.UPDATE for a in step)
+        return {"resident": total - streamed - on_host, "streamed": streamed, "host": on_host}
 
     def both(self, call: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> tuple[Any, Any]:
         return call(self.model, self.optimizer), call(self.plain, self.plain_optimizer)

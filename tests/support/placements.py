@@ -74,16 +74,46 @@ PLACEMENTS: dict[str, MakeSetup] = {
 }
 
 
+def mixed(num_resident_triples: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True) -> MakeSetup:
+    """Homes of payloads on the host, some triples on the device for good or in the step; chunks enough to tell apart.
+
+    All updates compute what those of the host compute, so that one identity run serves.
+    """
+
+    def make(rig: Rig) -> Setup:
+        tight = smallest_plan(rig)
+        chunk_numel = max(64, tight.layout.chunk_numel // 3)
+        options = Options(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
+        slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
+        wishes = {"num_resident_triples": num_resident_triples, "streamed_share": streamed_share}
+        return Setup(replace(options, max_slots=slots, **wishes), host_arithmetic=True)
+
+    return make
+
+
+FEW_SLOTS = 8  # one buffer in bf16, two in fp32
+ALL = 1 << 20
+MIXED: dict[str, MakeSetup] = {
+    "some_resident": mixed(2),
+    "all_resident": mixed(ALL),
+    "some_streamed": mixed(0, 0.4),
+    "all_streamed": mixed(0, 1.0),
+    "all_streamed_with_room": mixed(0, 1.0, few_slots=False),
+    "some_of_each": mixed(2, 0.4),
+    "none_on_the_host": mixed(2, 1.0),
+}
+
+
 class Identities:
     """Identity runs of rigs by recipe and cuts, each made once."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[int, Recipe, Cuts, bool], Trained] = {}
 
-    def of(self, rig: Rig, plan: Plan, recipe: Recipe = PLACEMENT) -> Trained:
-        """The run to which a run of ``plan`` must be equal."""
+    def of(self, rig: Rig, plan: Plan, recipe: Recipe = PLACEMENT, *, host_arithmetic: bool = False) -> Trained:
+        """The run to which a run of ``plan`` must be equal; ``host_arithmetic`` if all its updates had it."""
         cuts = cuts_of(plan)
-        on_host = any(c.os_home is Home.HOST for c in plan.layout.chunks)
+        on_host = host_arithmetic or any(c.os_home is Home.HOST for c in plan.layout.chunks)
         key = id(rig), recipe, cuts, on_host
         if key not in self._runs:
             options = Options(os_home="device", cuts=cuts)
@@ -108,6 +138,35 @@ def check_placement(rig: Rig, placement: str, identities: Identities) -> None:
     assert (moved(plan) == 0) == (placement == "all_on_device"), "this placement is not what its name says"
     assert stats["h2d_nbytes"] + stats["d2h_nbytes"] == moved(plan)
     assert_same_bits(found, identities.of(rig, plan))
+
+
+def check_mixed(rig: Rig, placement: str, identities: Identities, recipe: Recipe) -> None:
+    """Acceptance (a) for one placement of `MIXED`."""
+    found = rig.train(MIXED[placement](rig), recipe)
+    plan, stats = rig.plan, rig.stats()
+    _assert_mixed(plan, placement)
+    assert stats["h2d_nbytes"] + stats["d2h_nbytes"] == moved(plan)
+    assert_same_bits(found, identities.of(rig, plan, recipe, host_arithmetic=True))
+
+
+def _assert_mixed(plan: Plan, placement: str) -> None:
+    """The step updates chunks in the places that the placement's name says, and in no others."""
+    resident = sum(c.os_home is Home.DEVICE for c in plan.layout.chunks)
+    step = plan.program("step").actions
+    streamed = sum(a.op is Op.LOAD for a in step)
+    host = sum(a.stream is Stream.CPU for a in step)
+    assert resident + streamed + host == sum(a.op is Op.UPDATE for a in step) > 4
+    present = {"resident": resident > 0, "streamed": streamed > 0, "host": host > 0}
+    wanted = {
+        "some_resident": {"resident", "host"},
+        "all_resident": {"resident"},
+        "some_streamed": {"streamed", "host"},
+        "all_streamed": {"streamed"},
+        "all_streamed_with_room": {"streamed"},
+        "some_of_each": {"resident", "streamed", "host"},
+        "none_on_the_host": {"resident", "streamed"},
+    }[placement]
+    assert {kind for kind, is_there in present.items() if is_there} == wanted
 
 
 def moved(plan: Plan) -> int:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from chunkc.errors import BudgetError
+from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Draft, Options, Planned, Target, assemble, make_plan
@@ -75,6 +77,19 @@ def planned_somewhere(found: Schedule, where: Target, options: Options) -> Plann
 def texts(result: Planned, program: str) -> list[str]:
     """The labelled actions of a program."""
     return [f"{label} {action}" for label, action in result.plan.program(program).labelled()]
+
+
+def without_wait(plan: Plan, program: str, position: int, wait: str) -> Plan:
+    """``plan`` with one wait less; in ``step`` also in ``restore``, whose labels must agree."""
+    names = {program, "restore"} if program == "step" else {program}
+    programs = []
+    for found in plan.programs:
+        if found.name in names:
+            action = found.actions[position]
+            less = replace(action, waits=tuple(w for w in action.waits if w != wait))
+            found = replace(found, actions=(*found.actions[:position], less, *found.actions[position + 1 :]))
+        programs.append(found)
+    return replace(plan, programs=tuple(programs))
 
 
 @st.composite

@@ -1,0 +1,110 @@
+"""What the slots of the arena are for, where payloads come and go in it and some triples stand or pass through.
+
+    payload slots   all of one size and adjacent, from byte 0 on; forward and backward fetch into them
+    triple slots    one for each OS triple that stays on the device, behind the payload slots
+    buffer slots    for triples that pass through in the step, over the bytes of the last payload slots
+
+In the step no payload has to stand on the device but those that are being updated, so that the bytes of all payload
+slots are free for that. A *buffer* is one payload slot and, right behind it, a buffer slot over the bytes of the next
+ones. Buffers lie at the end of the payload slots, which the next forward fills last. What each slot is for follows from
+its size and offset, so that a layout says it all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chunkc.ir.layout import Home, Layout, Slot
+from chunkc.passes.budget import chunk_nbytes
+from chunkc.passes.draft import Liveness
+from chunkc.passes.triples import streamed_chunks
+
+MAX_BUFFERS = 3
+"""One triple on its way in, one in use, one on its way out: more would wait for the link all the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Slots of a payload and a triple that are updated together and share no bytes."""
+
+    payload: int
+    triple: int
+
+
+def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
+    """``num_slots`` adjacent slots of one chunk each."""
+    nbytes = chunk_nbytes(layout)
+    return tuple(Slot(i, i * nbytes, nbytes) for i in range(num_slots))
+
+
+def num_payload_slots(layout: Layout) -> int:
+    """How many of the slots are for payloads; the others are wider, since a triple is larger than its payload."""
+    nbytes = chunk_nbytes(layout)
+    return sum(1 for s in layout.slots if s.nbytes == nbytes)
+
+
+def static_triples(layout: Layout) -> dict[int, int]:
+    """The slot of each triple of this rank that stays on the device, by chunk."""
+    first = num_payload_slots(layout)
+    return {c.index: first + i for i, c in enumerate(c for c in layout.owned() if c.os_home is Home.DEVICE)}
+
+
+def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
+    """The buffers of the arena, the one at its end first."""
+    nbytes = chunk_nbytes(layout)
+    end = num_payload_slots(layout) * nbytes
+    return tuple(Buffer(s.offset // nbytes - 1, s.index) for s in layout.slots if s.nbytes > nbytes and s.offset < end)
+
+
+def spare_slots(layout: Layout) -> tuple[int, ...]:
+    """Payload slots for updates whose triples stay on the device: the last ones beside the buffers, where there are
+    such."""
+    buffers, count = buffers_of(layout), num_payload_slots(layout)
+    end = min((b.payload for b in buffers), default=count) or count
+    return tuple(range(end))[: -MAX_BUFFERS - 1 : -1]
+
+
+def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: int, share: float) -> Layout:
+    """``layout`` with its arena.
+
+    Args:
+        layout: its homes are decided.
+        num_places: places that forward and backward use; a place is ``world_size`` slots.
+        most_places: places for which there is memory. Some more than ``num_places`` are laid out where the step could
+            not copy in and out at the same time without.
+        share: of the triples at home on the host, those to be streamed.
+    """
+    size, nbytes = layout.world_size, chunk_nbytes(layout)
+    staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
+    passing_nbytes = [layout.chunks[c].os_nbytes for c in streamed_chunks(layout, liveness, share)]
+    width, spare = 1 - (-max(passing_nbytes, default=0) // nbytes), min(2, len(staying))
+    most_places = max(num_places, most_places, 1 if staying else 0)
+    wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_places * size, width, spare))
+    places = max(num_places, min(most_places, -(-(min(2, wanted) * width + spare) // size)))
+    slots = list(payload_slots(layout, places * size))
+    end = arena_nbytes = len(slots) * nbytes
+    num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
+    for chunk in staying:
+        slots.append(Slot(len(slots), arena_nbytes, chunk.os_nbytes))
+        arena_nbytes = slots[-1].end
+    for _ in range(num_buffers):
+        end -= width * nbytes
+        slots.append(Slot(len(slots), end + nbytes, (width - 1) * nbytes))
+    return replace(layout, slots=tuple(slots), arena_nbytes=arena_nbytes)
+
+
+def _num_fitting(num_slots: int, width: int, spare: int) -> int:
+    """Buffers of ``width`` slots beside ``spare`` ones, which share the bytes of the only buffer if they must."""
+    return max((num_slots - spare) // width, min(1, num_slots // width))
+
+
+def shared_bytes(layout: Layout) -> dict[int, tuple[int, ...]]:
+    """For every slot that shares bytes with others: they and itself."""
+    count, nbytes = num_payload_slots(layout), chunk_nbytes(layout)
+    found: dict[int, set[int]] = {}
+    for buffer in buffers_of(layout):
+        slot = layout.slots[buffer.triple]
+        for other in range(slot.offset // nbytes, min(count, -(-slot.end // nbytes))):
+            found.setdefault(other, {other}).add(slot.index)
+            found.setdefault(slot.index, {slot.index}).add(other)
+    return {slot: tuple(sorted(others)) for slot, others in found.items()}

@@ -1,0 +1,56 @@
+"""Which OS triples stay on the device, and which pass through it in the step; both in order of update, evenly spread.
+
+A triple that fits in the device's margin beside payload slots and activations never moves (*resident*: PatrickStar,
+Fang et al. 2021, section 8.2, device-aware operator placement). Of the others a share is *streamed*: copied to the
+device in the step, updated there and copied home, while the host updates the rest (Deep Optimizer States, Maurya et al.
+2024, who stream every n-th for a whole n; the share is any fraction here).
+
+Chunks are chosen by communication group, so that all ranks choose alike and their arenas have one shape.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.passes.draft import Liveness
+
+
+def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """This rank's chunk of every group that has triples, in the order in which forward first uses the groups.
+
+    Groups that only other graphs use come last. A chunk of padding alone stands for its group too.
+    """
+    size = layout.world_size
+    used: dict[int, None] = {}
+    for param in liveness.use_order:
+        used.update(dict.fromkeys(c // size for c in layout.placements[param].chunks))
+    own = {c.index // size: c.index for c in layout.owned() if c.list is ChunkList.TRAINED}
+    return (*(own[g] for g in used if g in own), *(chunk for g, chunk in own.items() if g not in used))
+
+
+def residence_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """The chunks of `triple_order` in the order in which their triples become resident as there is room for more.
+
+    Positions come by their reversed bits (the sequence of van der Corput, 1935): the first of them, however many, are
+    spread evenly over the step, and room for one more moves none of the others.
+    """
+    order = triple_order(layout, liveness)
+    num_bits = max(1, (len(order) - 1).bit_length())
+    return tuple(order[i] for i in sorted(range(len(order)), key=lambda i: f"{i:0{num_bits}b}"[::-1]))
+
+
+def triples_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """Bytes of the first k triples of `residence_order`, for k from none to all."""
+    return tuple(accumulate((layout.chunks[c].os_nbytes for c in residence_order(layout, liveness)), initial=0))
+
+
+def spread(count: int, chosen: int) -> tuple[int, ...]:
+    """``chosen`` of ``count`` positions, each in the middle of its part: a stride of ``count / chosen``, fractional."""
+    return tuple((2 * i + 1) * count // (2 * chosen) for i in range(chosen))
+
+
+def streamed_chunks(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
+    """The nearest whole number to ``share`` of the chunks whose triples are at home on the host, in order of update."""
+    at_home = [c for c in triple_order(layout, liveness) if layout.chunks[c].os_home is Home.HOST]
+    return tuple(at_home[i] for i in spread(len(at_home), int(share * len(at_home) + 0.5)))

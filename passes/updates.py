@@ -1,0 +1,114 @@
+"""The actions of a step: which chunk is updated where, in which order, and the copies around updates on the device.
+
+Updates come in the order in which the next forward first uses the chunks, so that it can start before the last update
+has ended. A chunk is updated where its triple is: on the host at home, on the device in its static slot or, if the
+triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home again.
+
+Every stream has a queue of its own, so only the order within each matters to a GPU. But where the thread that launches
+also computes, what stands behind an update is not launched until that is done: so the copies for an update are written
+as soon as its slots are free, and the update not before they are wanted for another.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.passes.arena import buffers_of, shared_bytes, spare_slots, static_triples
+from chunkc.passes.communication import Writer, home_name, slot_name, triple_name
+from chunkc.passes.draft import Item, Liveness
+from chunkc.passes.triples import streamed_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An update on the device whose copies in are written: slots of payload and triple; ``moves``: the triple goes
+    home afterwards."""
+
+    chunk: int
+    payload: int
+    triple: int
+    moves: bool
+
+    @property
+    def taken(self) -> frozenset[int]:
+        """The slots that it fills."""
+        return frozenset((self.payload, self.triple) if self.moves else (self.payload,))
+
+
+@dataclass(slots=True)
+class StepWriter:
+    """Writes updates on the device with their copies, as many under way as have slots of their own."""
+
+    writer: Writer
+    shared: Mapping[int, tuple[int, ...]]
+    started: deque[Started] = field(default_factory=deque)
+
+    def begin(self, update: Started) -> None:
+        """Copies in, after whatever stands in the same bytes has been updated and has left."""
+        wanted = {other for slot in update.taken for other in self.shared.get(slot, (slot,))}
+        while any(wanted & other.taken for other in self.started):
+            self.finish()
+        if update.moves:
+            self.writer.load(update.chunk, update.triple)
+        self.writer.fetch(update.chunk, update.payload)
+        self.started.append(update)
+
+    def finish(self) -> None:
+        """The oldest update, and the copies home."""
+        update = self.started.popleft()
+        touched = [slot_name(update.payload), slot_name(update.triple)]
+        self.writer.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, [], touched)
+        self.writer.evict(update.chunk)
+        if update.moves:
+            self.writer.store(update.chunk, update.triple)
+
+
+def update_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """Own trained chunks in order of first use, those that only other graphs use last (padding is none)."""
+    order: dict[int, None] = {}
+    for param in liveness.use_order:
+        order.update(dict.fromkeys(layout.placements[param].chunks))
+    own = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
+    return (*(c for c in order if c in own), *(c for c in own if c not in order))
+
+
+def step_items(layout: Layout, liveness: Liveness, share: float) -> tuple[Item, ...]:
+    """The updates of one step in a layout with its arena; ``share`` of the triples at home on the host is streamed,
+    if the arena has buffers."""
+    buffers = buffers_of(layout)
+    streamed = frozenset(streamed_chunks(layout, liveness, share) if buffers else ())
+    static = static_triples(layout)
+    next_buffer, next_slot = cycle(buffers), cycle(spare_slots(layout))
+    step = StepWriter(Writer(layout), shared_bytes(layout))
+    for chunk in update_order(layout, liveness):
+        if layout.chunks[chunk].home is Home.DEVICE:
+            touched = [slot_name(chunk), slot_name(static[chunk])]
+            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, [], touched)
+        elif chunk in static:
+            step.begin(Started(chunk, next(next_slot), static[chunk], moves=False))
+        elif chunk in streamed:
+            buffer = next(next_buffer)
+            step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True))
+        else:
+            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, [], [home_name(chunk), triple_name(chunk)])
+    while step.started:
+        step.finish()
+    return step.writer.take()
+
+
+def step_nbytes(layout: Layout, liveness: Liveness, share: float) -> int:
+    """Bytes that the steps of all ranks together copy in both directions."""
+    streamed = frozenset(streamed_chunks(layout, liveness, share) if buffers_of(layout) else ())
+    groups = {layout.group_of(c).index for c in streamed}
+    total = 0
+    for chunk in (c for c in layout.chunks if c.list is ChunkList.TRAINED and c.home is Home.HOST):
+        if layout.group_of(chunk.index).index in groups:
+            total += 2 * (chunk.used_nbytes + chunk.used_os_nbytes)
+        elif chunk.os_home is Home.DEVICE:
+            total += 2 * chunk.used_nbytes
+    return total

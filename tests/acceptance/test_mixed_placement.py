@@ -1,0 +1,48 @@
+"""Acceptance (a) with optimizer states in several places: some always on the device, some streamed through it in the
+step, some on the host. Bits are those of the identity plan, whichever are where, and whenever anything happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from placements import MIXED, Identities, check_mixed
+from rig import GetRig
+from training import PLACEMENT, assert_same_bits
+
+from chunkc.runtime.debug_settings import DebugSettings
+
+FP32, BF16 = torch.float32, torch.bfloat16
+SHORT = replace(PLACEMENT, num_steps=8)
+SLOW = pytest.mark.slow
+CASES = [
+    *(("odd", FP32, placement) for placement in MIXED),
+    *(("odd", BF16, placement) for placement in ("some_resident", "all_streamed", "some_of_each")),
+    *(("gpt2", dtype, "some_of_each") for dtype in (FP32, BF16)),
+    *(
+        pytest.param(name, dtype, placement, marks=SLOW)
+        for name in ("odd", "llama", "t5", "bert")
+        for dtype in (FP32, BF16)
+        for placement in MIXED
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "placement"), CASES)
+def test_mixed_placement_changes_no_bit(
+    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+) -> None:
+    check_mixed(rig_of(name, dtype), placement, identities, SHORT)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("placement", ["some_of_each", "all_streamed"])
+def test_delays_change_no_bit(placement: str, seed: int, rig_of: GetRig) -> None:
+    """Every stream pauses at random before and after each piece of work."""
+    rig, recipe = rig_of("odd"), replace(SHORT, num_steps=4)
+    setup = MIXED[placement](rig)
+    synchronous = DebugSettings(poison=True, synchronous=True)
+    wanted = rig.train(replace(setup, settings=synchronous), recipe)
+    settings = DebugSettings(poison=True, max_delay_ms=0.5, seed=seed)
+    assert_same_bits(rig.train(replace(setup, settings=settings), recipe), wanted)
