@@ -120,11 +120,11 @@ def make_fastest_plan(
         return planned
     started, first_rank = time.perf_counter(), replace(target, rank=0)
 
-    def plan_with(found: Options) -> Plan:
-        return make_plan(schedule, first_rank, found, passes=passes).plan
+    def draft_with(found: Options) -> Draft:
+        return make_plan(schedule, first_rank, found, passes=passes).drafts[-1][1]
 
-    search = Search(plan_with, target.rates, options)
-    best = search.run(planned.plan if target.rank == 0 else plan_with(options), planned.drafts[-1][1].fitting_numels)
+    search = Search(draft_with, assemble, target.rates, options)
+    best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
     note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
     stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)
     if best.options != options:

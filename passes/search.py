@@ -17,8 +17,10 @@ from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
+from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.plan import Plan
-from chunkc.passes.draft import Options
+from chunkc.passes.draft import Draft, Options, decided
+from chunkc.passes.os_placement import most_resident_triples
 
 MAX_ACTIONS = 100_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
@@ -49,59 +51,107 @@ class Search:
     """Candidates around ``options``, on the rates of one machine.
 
     Attributes:
-        plan_with: the plan with other options; it raises `BudgetError` where that does not fit.
+        draft_with: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
+        plan_of: the plan that a draft describes.
         rates: of the machine.
         options: the caller's wishes; what they fix is not varied.
         tried: all candidates, in the order of trial.
     """
 
-    plan_with: Callable[[Options], Plan]
+    draft_with: Callable[[Options], Draft]
+    plan_of: Callable[[Draft], Plan]
     rates: CostRates
     options: Options
     tried: list[Candidate] = field(default_factory=list)
+    _drafts: dict[Options, Draft] = field(default_factory=dict)
     _num_actions: int = 0
 
-    def run(self, first: Plan, sizes: Sequence[int]) -> Candidate:
-        """The best candidate.
-
-        Args:
-            first: the plan of ``options``.
-            sizes: elements per chunk that fit, the best by bytes moved first.
-        """
-        best = self._price(self.options, "the passes' own choice", lambda: first)
+    def run(self, first: Draft) -> Candidate:
+        """The best candidate; ``first`` is the draft of ``options``."""
+        self._drafts[self.options] = first
+        best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
-        return self._best_of(best, self._sizes(sizes))
+        best = self._best_of(best, self._sizes(first.fitting_numels))
+        return self._place_updates(best)
 
-    def _sizes(self, sizes: Sequence[int]) -> Iterable[tuple[Options, str]]:
+    def _sizes(self, sizes: Sequence[int]) -> Iterable[Options]:
         """What moves least of every octave of sizes, nearest to the passes' own choice first."""
         if self.options.chunk_numel is not None or not sizes:
             return
-        own = sizes[0]
         octaves: dict[int, int] = {}
         for numel in sizes[1:]:
-            octaves.setdefault(round(math.log2(numel / own)), numel)
+            octaves.setdefault(round(math.log2(numel / sizes[0])), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
-            numel = octaves[octave]
-            yield replace(self.options, chunk_numel=numel), f"chunks of {numel} elements"
+            yield replace(self.options, chunk_numel=octaves[octave])
 
-    def _best_of(self, best: Candidate, others: Iterable[tuple[Options, str]]) -> Candidate:
-        for options, text in others:
+    def _place_updates(self, best: Candidate) -> Candidate:
+        """Where optimizer states stand and are updated, in chunks of the best size.
+
+        First as many triples on the device as fit beside all payloads, without and with others streamed in the share
+        that keeps host and link busy alike; then more triples at the cost of payloads; then other shares.
+        """
+        draft = self._drafts[best.options]
+        layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
+        liveness, target = decided(draft.liveness, "liveness"), draft.target
+        num_places = sum(demand.units.num_groups)
+        beside = most_resident_triples(layout, demand, liveness, target, num_places)
+        most = most_resident_triples(layout, demand, liveness, target)
+        share = self._balanced_share()
+
+        def with_(triples: int, streamed: float) -> Options:
+            return replace(best.options, num_resident_triples=triples, streamed_share=streamed)
+
+        if not self.options.num_resident_triples and not self.options.streamed_share:
+            best = self._best_of(best, (with_(k, f) for k, f in ((beside, 0.0), (beside, share))))
+        if not self.options.num_resident_triples:
+            streamed = best.options.streamed_share
+            best = self._best_of(best, (with_(k, streamed) for k in ((beside + most) // 2, most)))
+        if not self.options.streamed_share:
+            triples = best.options.num_resident_triples
+            best = self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
+        return best
+
+    def _balanced_share(self) -> float:
+        """B / (B + 12 U) of the triples by the copies of the slower direction, of B bytes a second, and the rest by the
+        host's update of U parameters a second take equally long (Deep Optimizer States, section 4)."""
+        rates = self.rates
+        copied = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
+        return copied / (copied + OS_NBYTES_PER_ELEMENT * max(rates.cpu_update_gparam_per_s.values()))
+
+    def _best_of(self, best: Candidate, others: Iterable[Options]) -> Candidate:
+        for options in others:
             if self._num_actions >= MAX_ACTIONS:
                 break
-            found = self._price(options, text, lambda: self.plan_with(options))  # noqa: B023 - called at once
+            if any(c.options == options for c in self.tried):
+                continue
+            found = self._price(options, _difference(options, self.options))
             if found.step_ms < best.step_ms * (1 - MIN_GAIN):
                 best = found
         return best
 
-    def _price(self, options: Options, text: str, plan_of: Callable[[], Plan]) -> Candidate:
+    def _price(self, options: Options, text: str) -> Candidate:
         try:
-            timeline = simulate_with(plan := plan_of(), self.rates)
+            draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:
             found = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
         else:
+            self._drafts[options], plan = draft, self.plan_of(draft)
+            timeline = simulate_with(plan, self.rates)
             self._num_actions += timeline.num_iterations * sum(len(p.actions) for p in plan.programs)
             compute_ms = timeline.stream(Stream.COMPUTE).alone_ms
             found = Candidate(options, text, timeline.step_ms, compute_ms, f"bound by {timeline.bound}")
         self.tried.append(found)
         return found
+
+
+def _difference(options: Options, own: Options) -> str:
+    """What ``options`` vary of the caller's ``own``."""
+    parts = []
+    if options.chunk_numel != own.chunk_numel:
+        parts.append(f"chunks of {options.chunk_numel} elements")
+    if options.num_resident_triples != own.num_resident_triples:
+        parts.append(f"{options.num_resident_triples} optimizer states resident")
+    if options.streamed_share != own.streamed_share:
+        parts.append(f"{options.streamed_share:.0%} streamed")
+    return ", ".join(parts)
