@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from chunkc.cost.rates import CopyLaw, CostRates
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target, make_fastest_plan, make_plan
+from chunkc.passes import Draft, Options, Target, assemble, make_fastest_plan, make_plan
 from chunkc.passes.search import MAX_ACTIONS, Search
 from tests.support.costs import RATES, UNIT_NBYTES, rates
 from tests.support.schedules import PLENTY, chain, target
@@ -102,24 +105,72 @@ def test_the_table_of_candidates_says_why() -> None:
     assert found.plan.stages[-1].name == "search" and f"of {len(found.candidates)} plans simulated" in note
 
 
-def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
-    first = make_plan(working_chain(), target(TIGHT)).plan
+def searching(draft_with: Callable[[Options], Draft]) -> Search:
+    return Search(draft_with, assemble, by_latency(3000.0), Options())
 
-    def refuse(options: Options) -> Plan:
+
+def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
+    first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
+
+    def refuse(options: Options) -> Draft:
         raise BudgetError("no", moment="", tensors=(), missing_nbytes=7, min_device_nbytes=0, min_host_nbytes=0)
 
-    search = Search(refuse, RATES, Options())
-    best = search.run(first, [4096, 2048])
+    search = searching(refuse)
+    best = search.run(first)
     assert best.options == Options() and math.isfinite(best.step_ms)
-    assert [(c.step_ms, c.outcome) for c in search.tried[1:]] == [(math.inf, "7 bytes missing")]
+    assert {(c.step_ms, c.outcome) for c in search.tried[1:]} == {(math.inf, "7 bytes missing")}
 
 
 def test_a_large_model_stops_the_search() -> None:
-    first = make_plan(working_chain(), target(TIGHT)).plan
-
-    def again(options: Options) -> Plan:
-        return first
-
-    search = Search(again, RATES, Options(), _num_actions=MAX_ACTIONS)
-    search.run(first, [4096, 2048, 1024])
+    first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
+    search = searching(lambda options: first)
+    search._num_actions = MAX_ACTIONS
+    search.run(first)
     assert len(search.tried) == 1
+
+
+# --- where optimizer states are updated -------------------------------------------------------------------------------
+
+
+def slow_host(gparam_per_s: float, **changes: Any) -> CostRates:
+    """Copies that take no time worth speaking of, beside updates on the host that do."""
+    fast = CopyLaw(0.0, 64.0)
+    return rates(
+        h2d=fast,
+        d2h=fast,
+        cpu_update_gparam_per_s={"float32": gparam_per_s},
+        gpu_update_gparam_per_s={"float32": 64.0},
+        **changes,
+    )
+
+
+def num_host_updates(plan: Plan) -> int:
+    return sum(a.op is Op.UPDATE and a.stream is Stream.CPU for a in plan.program("step").actions)
+
+
+def test_a_slow_host_updates_less() -> None:
+    """Triples go to the device, resident or streamed, and the step is shorter for it."""
+    given = Options(chunk_numel=NUMEL)
+    roomy = 20 * NUMEL * 4
+    found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), roomy), given)
+    fast = make_fastest_plan(working_chain(), machine(slow_host(1e3), roomy), given)
+    on_host = [
+        sum(a.op is Op.UPDATE and a.stream is Stream.CPU for a in p.plan.program("step").actions) for p in (found, fast)
+    ]
+    assert on_host[0] < LAYERS == on_host[1]
+    own = found.candidates[0].step_ms
+    assert simulate_with(found.plan, slow_host(16e-6)).step_ms < 0.9 * own
+
+
+def test_given_placements_are_kept() -> None:
+    given = Options(chunk_numel=NUMEL, num_resident_triples=1)
+    found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), given)
+    assert {c.options.num_resident_triples for c in found.candidates} == {1}
+    assert len({c.options.streamed_share for c in found.candidates}) > 1
+
+
+def test_streamed_and_host_updates_balance_where_copies_and_host_are_as_slow() -> None:
+    """B / (B + 12 U) by hand: 12 bytes at 12 GB/s take as long as one parameter at 1 Gparam/s."""
+    known = rates(h2d=CopyLaw(0.0, 12.0), d2h=CopyLaw(0.0, 24.0), cpu_update_gparam_per_s={"float32": 1.0})
+    first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
+    assert Search(lambda options: first, assemble, known, Options())._balanced_share() == pytest.approx(0.5)
