@@ -121,9 +121,13 @@ def make_fastest_plan(
     started, first_rank = time.perf_counter(), replace(target, rank=0)
 
     def draft_with(found: Options) -> Draft:
-        return make_plan(schedule, first_rank, found, passes=passes).drafts[-1][1]
+        start = Draft(schedule, first_rank, found)
+        return run_passes(start, PIPELINE if passes is None else passes)[0]
 
-    search = Search(draft_with, assemble, target.rates, options)
+    def plan_of(draft: Draft) -> Plan:
+        return assemble(draft, planned.plan.schedule_digest)
+
+    search = Search(draft_with, plan_of, target.rates, options)
     best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
     note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
     stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)
@@ -181,8 +185,8 @@ def _check_request(schedule: Schedule, target: Target, options: Options, layout:
         )
 
 
-def assemble(draft: Draft) -> Plan:
-    """The plan that ``draft`` describes once all facts are decided."""
+def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
+    """The plan that ``draft`` describes once all facts are decided; ``schedule_digest`` saves computing it again."""
     layout = decided(draft.layout, "mapping")
     forward, backward = decided(draft.timelines, "segments")
     segments = (*forward.segments, *backward.segments)
@@ -192,7 +196,7 @@ def assemble(draft: Draft) -> Plan:
     return Plan(
         model=draft.target.model,
         hw=draft.target.hw,
-        schedule_digest=draft.schedule.digest(),
+        schedule_digest=schedule_digest or draft.schedule.digest(),
         layout=layout,
         segments=segments,
         programs=decided(draft.programs, "programs"),

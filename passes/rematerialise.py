@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunkc.cost.rates import CostRates
-from chunkc.cost.simulate import simulate_with
+from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
-from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes.search import MIN_GAIN
@@ -97,7 +96,7 @@ def _price(
         plan = plan_with(schedule)
     except BudgetError as error:
         return BudgetCandidate(budget, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
-    timeline = simulate_with(plan, rates)
+    cost = price(plan, rates)
     activations_mib = plan.memory.nonmodel_nbytes / 2**20
-    outcome = f"{activations_mib:.0f} MiB of activations, bound by {timeline.bound}"
-    return BudgetCandidate(budget, timeline.step_ms, timeline.stream(Stream.COMPUTE).alone_ms, outcome)
+    outcome = f"{activations_mib:.0f} MiB of activations, bound by {cost.bound}"
+    return BudgetCandidate(budget, cost.step_ms, cost.compute_ms, outcome)

@@ -10,19 +10,18 @@ never makes a plan slower in the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from chunkc.cost.rates import CostRates
-from chunkc.cost.simulate import simulate_with
+from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
-from chunkc.ir.actions import Stream
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.plan import Plan
 from chunkc.passes.draft import Draft, Options, decided
 from chunkc.passes.os_placement import most_resident_triples
 
-MAX_ACTIONS = 100_000
+MAX_ACTIONS = 300_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
@@ -68,28 +67,33 @@ class Search:
 
     def run(self, first: Draft) -> Candidate:
         """The best candidate; ``first`` is the draft of ``options``."""
-        self._drafts[self.options] = first
+        self._drafts = {self.options: first, replace(self.options, chunk_numel=first.chunk_numel): first}
         best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
-        best = self._best_of(best, self._sizes(first.fitting_numels))
-        return self._place_updates(best)
+        best = self._place_updates(best)
+        sized = self._best_of(best, self._sizes(best, first))
+        return best if sized is best else self._place_updates(sized)
 
-    def _sizes(self, sizes: Sequence[int]) -> Iterable[Options]:
-        """What moves least of every octave of sizes, nearest to the passes' own choice first."""
+    def _sizes(self, best: Candidate, first: Draft) -> Iterable[Options]:
+        """What moves least of every octave of sizes, nearest to the passes' own choice first; as many bytes of triples
+        stay on the device as with ``best``."""
+        sizes, own = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
         if self.options.chunk_numel is not None or not sizes:
             return
         octaves: dict[int, int] = {}
-        for numel in sizes[1:]:
-            octaves.setdefault(round(math.log2(numel / sizes[0])), numel)
+        for numel in sizes:
+            octaves.setdefault(round(math.log2(numel / own)), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
-            yield replace(self.options, chunk_numel=octaves[octave])
+            numel = octaves[octave]
+            triples = best.options.num_resident_triples * own // numel
+            yield replace(best.options, chunk_numel=numel, num_resident_triples=triples)
 
     def _place_updates(self, best: Candidate) -> Candidate:
         """Where optimizer states stand and are updated, in chunks of the best size.
 
-        First as many triples on the device as fit beside all payloads, without and with others streamed in the share
-        that keeps host and link busy alike; then more triples at the cost of payloads; then other shares.
+        First as many triples on the device as fit beside all payloads, and more at the cost of payloads; then a share
+        of the others streamed, the one that keeps host and link busy alike and others around it.
         """
         draft = self._drafts[best.options]
         layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
@@ -100,13 +104,12 @@ class Search:
         share = self._balanced_share()
 
         def with_(triples: int, streamed: float) -> Options:
-            return replace(best.options, num_resident_triples=triples, streamed_share=streamed)
+            numel = draft.chunk_numel  # kept: a pass would search for it again
+            return replace(best.options, chunk_numel=numel, num_resident_triples=triples, streamed_share=streamed)
 
-        if not self.options.num_resident_triples and not self.options.streamed_share:
-            best = self._best_of(best, (with_(k, f) for k, f in ((beside, 0.0), (beside, share))))
         if not self.options.num_resident_triples:
             streamed = best.options.streamed_share
-            best = self._best_of(best, (with_(k, streamed) for k in ((beside + most) // 2, most)))
+            best = self._best_of(best, (with_(k, streamed) for k in (beside, (beside + most) // 2, most)))
         if not self.options.streamed_share:
             triples = best.options.num_resident_triples
             best = self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
@@ -123,7 +126,7 @@ class Search:
         for options in others:
             if self._num_actions >= MAX_ACTIONS:
                 break
-            if any(c.options == options for c in self.tried):
+            if options in self._drafts:
                 continue
             found = self._price(options, _difference(options, self.options))
             if found.step_ms < best.step_ms * (1 - MIN_GAIN):
@@ -137,10 +140,9 @@ class Search:
             found = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
         else:
             self._drafts[options], plan = draft, self.plan_of(draft)
-            timeline = simulate_with(plan, self.rates)
-            self._num_actions += timeline.num_iterations * sum(len(p.actions) for p in plan.programs)
-            compute_ms = timeline.stream(Stream.COMPUTE).alone_ms
-            found = Candidate(options, text, timeline.step_ms, compute_ms, f"bound by {timeline.bound}")
+            cost = price(plan, self.rates)
+            self._num_actions += cost.num_actions
+            found = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
         self.tried.append(found)
         return found
 
