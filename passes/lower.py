@@ -12,6 +12,7 @@ import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -93,9 +94,16 @@ def lower(
     return LoweredGraph(
         inputs=tuple(n.name for n in module.graph.find_nodes(op="placeholder")),
         segments=lowered,
-        result=tuple(n.name if isinstance(n, Node) else (n,) for n in result),
+        result=tuple(_entry(module, n) for n in result),
         last_use=last_use,
     )
+
+
+def _entry(module: GraphModule, output: Any) -> str | tuple[Any]:
+    """One output of a graph: the name of a value, or a constant by itself, as a tuple of one."""
+    if not isinstance(output, Node):
+        return (output,)
+    return (attrgetter(str(output.target))(module),) if output.op == "get_attr" else output.name
 
 
 def _last_uses(segments: Sequence[Sequence[Node]]) -> dict[str, int]:

@@ -126,3 +126,15 @@ def test_a_view_of_a_parameter_never_enters_a_segment() -> None:
             }
             views = {n for n in made if n.startswith("t_") or n == "t"}
             assert not views & set(segment.inputs)
+
+
+def test_a_constant_that_the_graph_returns_is_its_value() -> None:
+    """Forward hands out a constant of the model that backward needs for what it computes again."""
+    graph = torch.fx.Graph()
+    constant = graph.get_attr("constant")
+    graph.output((constant, None))
+    root = torch.nn.Module()
+    root.register_buffer("constant", torch.tensor([1.0, 2.0]))
+    lowered = lower(torch.fx.GraphModule(root, graph), [], [], {})
+    (found,), nothing = lowered.result
+    assert found is root.constant and nothing == (None,)
