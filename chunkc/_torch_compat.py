@@ -66,6 +66,7 @@ __all__ = [
     "outputs_aliasing_inputs",
     "profiler_range",
     "pytree",
+    "recomputed_region",
     "shared_frames",
     "skipped_by_dynamo",
     "swap_tensors",
@@ -109,14 +110,8 @@ def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
     """An instance of a wrapper subclass with the metadata of ``inner`` and no storage of its own."""
-    return torch.Tensor._make_wrapper_subclass(
-        cls,
-        inner.shape,
-        strides=inner.stride(),
-        dtype=inner.dtype,
-        device=inner.device,
-        requires_grad=requires_grad,
-    )
+    layout: dict[str, Any] = {"strides": inner.stride(), "dtype": inner.dtype, "device": inner.device}
+    return torch.Tensor._make_wrapper_subclass(cls, inner.shape, **layout, requires_grad=requires_grad)
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
@@ -167,11 +162,17 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
-    """Tell the partitioner never to save ``node`` for backward. Without ``region`` nodes count as one region, and none
-    of them is saved at a region's border."""
-    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
-    if region is not None:
-        node.meta["ac_graph_id"] = region
+    """Tell the partitioner never to save ``node`` for backward. Without ``region`` it is not saved at the border of one
+    either, whatever the model says."""
+    node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
+    if region is None:
+        del node.meta["ac_graph_id"]
+
+
+def recomputed_region(node: torch.fx.Node) -> int | None:
+    """The region that computes ``node`` again in backward, -1 where it has no number; None where ``node`` has none."""
+    is_again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return int(node.meta.get("ac_graph_id", -1)) if is_again else None
 
 
 def tag_must_save(node: torch.fx.Node) -> None:
@@ -197,9 +198,8 @@ def break_reason(module: torch.fx.GraphModule) -> str | None:
 
 def mutated_inputs() -> tuple[int, ...]:
     """Positions of the inputs that the graph being compiled mutates. Call inside ``fw_compiler``."""
-    return tuple(
-        i for i, info in enumerate(_forward_metadata().input_info) if info.mutates_data or info.mutates_metadata
-    )
+    infos = enumerate(_forward_metadata().input_info)
+    return tuple(i for i, info in infos if info.mutates_data or info.mutates_metadata)
 
 
 def outputs_aliasing_inputs() -> tuple[int, ...]:

@@ -5,6 +5,9 @@ move, such a tensor would be a dangling view or a second copy of the model. So t
 views and casts that start at its placeholder) is tagged for recomputation, and afterwards every consumer gets its own
 copy of the chain directly in front of it: ``sink_cone``. Only raw placeholders are saved, which the executor replaces
 by slots.
+
+Which activations are saved is the partitioner's choice, but for layers that are computed again, by the model's own
+checkpoints or by ours: what one of them reads of others is saved (``save_borders``).
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from chunkc._torch_compat import (
     decides_recomputation,
     is_random,
     min_cut_partition,
+    recomputed_region,
     tag_must_recompute,
     tag_must_save,
 )
@@ -100,6 +104,7 @@ def partition(
     for node in cone - set(params):
         tag_must_recompute(node)
     recompute_layers(joint.graph, cone, keep)
+    save_borders(joint.graph, cone)
     names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
     check_outputs(forward, names)
@@ -134,13 +139,12 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
     layer_of = _forward_layers(graph, cone)
     layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]
     again = {layer: i for i, layer in enumerate(layers) if int((i + 1) * (1 - keep)) > int(i * (1 - keep))}
-    for node, layer in layer_of.items():
-        if layer not in again:
-            continue
+    inside = {node: layer for node, layer in layer_of.items() if layer in again}
+    for node, layer in inside.items():
+        tag_must_recompute(node, again[layer])
+    for node, layer in inside.items():
         if any(layer_of[user] != layer for user in node.users if user in layer_of):
-            tag_must_save(node)
-        else:
-            tag_must_recompute(node, again[layer])
+            save_result(node, cone)
 
 
 def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
@@ -154,6 +158,51 @@ def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
             found = _LAYER.match(module_path(node))
             layer_of[node] = found[0] if found else ""
     return layer_of
+
+
+def save_borders(graph: Graph, cone: Collection[Node]) -> None:
+    """Save what a region that is computed again reads of another one, or of what was computed from another one.
+
+    Without that, a region may be computed again from the one before it, and so on: nothing is saved, and all of forward
+    is computed again when backward begins. The partitioner only asks for it where one region reads another directly.
+    What depends on no region (embeddings, masks) is left to the partitioner.
+
+    Args:
+        graph: a joint graph, in which the regions are tagged.
+        cone: views and casts of parameters, which are never saved.
+    """
+    downstream: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or node in cone:
+            continue
+        own = recomputed_region(node)
+        if own is not None or not downstream.isdisjoint(node.all_input_nodes):
+            downstream.add(node)
+            readers = [r for user in node.users if (r := recomputed_region(user)) is not None]
+            if any(own is None or own < reader for reader in readers):
+                save_result(node, cone)
+
+
+def save_result(node: Node, cone: Collection[Node]) -> None:
+    """Save ``node`` at the operator that makes its memory.
+
+    The partitioner ignores such a request for a view, and for one of several results of an operator: these are saved
+    together, as far as backward needs them, or not at all.
+    """
+    made = node
+    while is_view(made) or made.target is operator.getitem:
+        made = made.all_input_nodes[0]
+    if made.op == "call_function" and made not in cone:
+        for result in _with_results(made):
+            tag_must_save(result)
+
+
+def _with_results(node: Node) -> list[Node]:
+    """``node`` and, where it has several results, these."""
+    found = [node]
+    for made in found:
+        found += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
+    return found
 
 
 def module_path(node: Node) -> str:
