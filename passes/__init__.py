@@ -108,15 +108,15 @@ def make_fastest_plan(
 ) -> Planned:
     """Plan one training iteration with those options that simulate fastest on ``target.rates``.
 
-    What ``options`` fixes is kept. Where the rates are not known, or nothing moves, this is `make_plan`. All ranks must
-    choose alike, so the candidates are planned for rank 0 whoever asks.
+    What ``options`` fixes is kept. Where the rates are not known, or nothing is copied or exchanged, this is
+    `make_plan`. All ranks must choose alike, so the candidates are planned for rank 0 whoever asks.
 
     Args:
         Others as for `make_plan`, which raises the same.
     """
     planned = make_plan(schedule, target, options, passes=passes, check=check)
     moves = planned.plan.moved_nbytes(Stream.H2D) + planned.plan.moved_nbytes(Stream.D2H)
-    if target.rates is None or not moves:
+    if target.rates is None or (not moves and target.world_size == 1):
         return planned
     started, first_rank = time.perf_counter(), replace(target, rank=0)
 

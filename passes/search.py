@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT, Home
 from chunkc.ir.plan import Plan
 from chunkc.passes.draft import Draft, Options, decided
 from chunkc.passes.os_placement import most_resident_triples
@@ -96,6 +96,8 @@ class Search:
         of the others streamed, the one that keeps host and link busy alike and others around it.
         """
         draft = self._drafts[best.options]
+        if draft.os_home is Home.DEVICE:
+            return best
         layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
         liveness, target = decided(draft.liveness, "liveness"), draft.target
         num_places = sum(demand.units.num_groups)

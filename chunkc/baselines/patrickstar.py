@@ -1,11 +1,11 @@
 """``patrickstar`` and ``static``: chunks that move between device and host, one move at a time.
 
-PatrickStar (Fang et al., 2021, sections 6 and 7). Model data are 14 bytes a parameter in chunks, gradients in the place
-of parameters, each in one place at a time. In the warm-up iteration a fifth of the device's memory is for chunks, so
-all chunks together have to fit into that and host memory: this bounds what it can hold. From then on chunks have what
-activations leave at each moment, and triples fill the *margin*: memory less peak activations less parameters. Chunks
-are moved when an operator asks for them, and everything waits for a move: copies, collectives and updates take turns
-with the computation.
+PatrickStar (Fang et al., 2021, sections 6 and 7). Model data are 14 bytes a parameter in chunks, each in one place at a
+time; gradients are copied from temporary memory to the place of their parameters (section 6.1). In the warm-up
+iteration a fifth of the device's memory is for chunks, so all chunks together have to fit into that and host memory:
+this bounds what it can hold. From then on chunks have what activations leave at each moment, and triples fill the
+*margin*: memory less peak activations less parameters. Chunks are moved when an operator asks for them, and everything
+waits for a move: copies, collectives and updates take turns with the computation.
 
 ``static`` is the same without the tracer: chunks have a fifth of the device's memory at any moment, are evicted in the
 order of the list, and all triples are on the host (the ablation of the paper's figure 15).
@@ -127,6 +127,8 @@ class PatrickStar:
 def _write(writer: Writer, packing: Packing, payload_nbytes: int, move: Move) -> None:
     if move.stretch is not None:
         writer.run(move.stretch)
+        if move.stretch.grads:
+            writer.land(move.stretch)
     elif move.kind == "fetch":
         writer.copy(f"fetch group {move.group}", Stream.H2D, [payload_nbytes])
     elif move.kind == "evict":

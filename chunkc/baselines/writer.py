@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from chunkc.baselines.machine import Machine
 from chunkc.baselines.stretches import Course, Stretch
-from chunkc.cost.actions import Cost, all_gather_ms, stream_use, work_ms
+from chunkc.cost.actions import Cost, all_gather_ms, memory_ms, stream_use, work_ms
 from chunkc.cost.simulate import Script
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
@@ -38,6 +38,13 @@ class Writer:
         kernels_ms = sum(work.num_kernels for work in stretch.work) * rates.kernel_launch_us * 1e-3
         nbytes = sum(work.nbytes for work in stretch.work)
         return self._add(f"run {stretch.name}", Stream.COMPUTE, alone_ms, nbytes, waits, kernels_ms)
+
+    def land(self, stretch: Stretch, *waits: str) -> str:
+        """Copies within device memory of the gradients of ``stretch`` to where they belong, as a plan's ``stash``."""
+        nbytes = self.course.nbytes(stretch.grads)
+        kernels_ms = len(stretch.grads) * self.machine.rates.kernel_launch_us * 1e-3
+        alone_ms = memory_ms(2 * nbytes, self.machine.rates)
+        return self._add(f"land gradients of {stretch.name}", Stream.COMPUTE, alone_ms, nbytes, waits, kernels_ms)
 
     def copy(self, text: str, stream: Stream, sizes: Sequence[int], *waits: str) -> str:
         """Copies of so many bytes each, one after another; without any: nothing but a place to wait for."""

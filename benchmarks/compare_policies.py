@@ -1,0 +1,175 @@
+"""chunkc's plans beside modelled systems: every GPT-2-like size of the catalogue on every machine of the papers.
+
+Nothing runs: plans and modelled systems are simulated with the same operators and the same rates (`chunkc.baselines`),
+activation checkpointing around every layer, one batch size for all. A row says which system is the fastest that fits,
+and what of chunkc's step no stream's work explains.
+
+    python benchmarks/compare_policies.py                     # writes docs/comparison.md, 15 minutes on 2 cores
+    python benchmarks/compare_policies.py --hw v100-240g --models gpt-1b gpt-10b --out /tmp/comparison.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tabulate import tabulate
+
+from chunkc.baselines import POLICIES, Course, Machine
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
+from chunkc.models import NAMES, built_in
+from chunkc.report.timeline import Timeline, duration
+from chunkc.whatif import Recompute, Scenario, Scenarios
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "comparison.md"
+MACHINES: Final = (
+    "v100-240g",
+    "8xv100-240g",
+    "8xv100-120g",
+    "a100-40g-1024g",
+    "8xa100-40g-1024g",
+    "8xa100pcie-40g-512g",
+    "rtx2060-8g-16g",
+)
+MODELS: Final = tuple(name for name in NAMES if name.startswith("gpt-"))
+EXPLAIN_ABOVE: Final = 0.15
+"""Excess over the largest bound from which a row says what the step waits for."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one machine; times in milliseconds, None where it does not fit."""
+
+    hw: str
+    model: str
+    chunkc: Timeline | None
+    missing_nbytes: int
+    others_ms: Mapping[str, float]
+
+    @property
+    def best_other(self) -> str | None:
+        """The fastest modelled system that fits."""
+        return min(self.others_ms, key=self.others_ms.__getitem__, default=None)
+
+    @property
+    def is_fastest(self) -> bool:
+        """Whether no modelled system is faster; also where none fits."""
+        if self.best_other is None:
+            return True
+        return self.chunkc is not None and self.chunkc.step_ms <= self.others_ms[self.best_other]
+
+
+def bounds_of(timeline: Timeline) -> dict[str, float]:
+    """Milliseconds that each stream's work takes alone, by what it does."""
+    streams = {
+        "compute": (Stream.COMPUTE,),
+        "copies": (Stream.H2D, Stream.D2H),
+        "collectives": (Stream.COMM,),
+        "updates": (Stream.CPU,),
+    }
+    return {name: max(timeline.stream(s).alone_ms for s in found) for name, found in streams.items()}
+
+
+def excess_of(timeline: Timeline) -> float:
+    """Share by which the step is longer than the work of its busiest stream."""
+    return timeline.step_ms / max(bounds_of(timeline).values()) - 1
+
+
+def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
+    """All systems on one machine."""
+    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL)
+    answer = scenarios.answer(scenario)
+    course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
+    outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
+    others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
+    missing = 0 if answer.shortage is None else answer.shortage.missing_nbytes
+    return Row(str(hw), model, answer.timeline, missing, others)
+
+
+def waits_of(timeline: Timeline) -> str:
+    """Where the critical path goes, the longest parts first."""
+    parts = {str(s.stream): s.critical_ms for s in timeline.streams} | {"overhead": timeline.overhead_ms}
+    shares = sorted(((ms / timeline.step_ms, name) for name, ms in parts.items()), reverse=True)
+    return ", ".join(f"{name} {share:.0%}" for share, name in shares if share >= 0.05)
+
+
+def cells_of(row: Row) -> tuple[str, ...]:
+    """One line of the table."""
+    best = row.best_other
+    other = "none fits" if best is None else f"{duration(row.others_ms[best])} ({best})"
+    timeline = row.chunkc
+    if timeline is None:
+        return (row.model, f"misses {row.missing_nbytes / 2**30:.1f} GiB", other, "", "", "", "")
+    speedup = "" if best is None else f"{row.others_ms[best] / timeline.step_ms:.2f}"
+    bounds = bounds_of(timeline)
+    largest = max(bounds, key=bounds.__getitem__)
+    excess = excess_of(timeline)
+    why = waits_of(timeline) if excess > EXPLAIN_ABOVE else ""
+    tflops = "" if timeline.patrickstar_tflops is None else f"{timeline.patrickstar_tflops:.1f}"
+    bound = f"{duration(bounds[largest])} ({largest})"
+    return (row.model, f"{duration(timeline.step_ms)}, {tflops}", other, speedup, bound, f"{excess:+.0%}", why)
+
+
+HEADINGS: Final = (
+    "model", "chunkc: step, TFLOPS", "fastest other", "times as fast", "largest bound", "beyond it", "critical path",
+)  # fmt: skip
+
+
+def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
+    """The text of docs/comparison.md."""
+    planned = [row for row in rows if row.chunkc is not None]
+    contested = [row for row in rows if row.others_ms]
+    won = [row for row in contested if row.is_fastest]
+    only = [row for row in planned if not row.others_ms]
+    parts = [
+        "# Plans beside other systems",
+        "",
+        f"Simulated, not measured: GPT-2-like models, batch {batch} a GPU, {sequence} tokens, activation checkpointing",
+        "around every layer. Systems other than chunkc are *modelled* from their papers (`chunkc.baselines`), with the",
+        "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
+        "parameters * tokens * 8 / seconds.",
+        "",
+        f"Of {len(contested)} models and machines where another system fits, chunkc's plan is at least as fast in "
+        f"{len(won)}; {len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than the",
+        f"work of its busiest stream; from {EXPLAIN_ABOVE:.0%} on, *critical path* says where the step goes.",
+        "",
+        "Regenerate with `python benchmarks/compare_policies.py`.",
+    ]
+    for hw in dict.fromkeys(row.hw for row in rows):
+        own = [cells_of(row) for row in rows if row.hw == hw]
+        table = tabulate(own, headers=HEADINGS, tablefmt="github", disable_numparse=True)
+        parts += ["", f"## {hw}", "", table]
+    return "\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare, write the page; exit code 1 where another system is faster somewhere."""
+    parser = argparse.ArgumentParser(description="chunkc's plans beside modelled systems, on all machines.")
+    parser.add_argument("--hw", nargs="+", default=MACHINES)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--out", type=Path, default=PAGE)
+    args = parser.parse_args(argv)
+    rows: dict[tuple[str, str], Row] = {}
+    for model in args.models:
+        scenarios = Scenarios()  # captures of one model at a time
+        for spelling in args.hw:
+            began_s = time.perf_counter()
+            row = compare(Hardware.of(spelling), model, args.batch, args.seq, scenarios)
+            rows[spelling, model] = row
+            elapsed_s = time.perf_counter() - began_s
+            print(f"{spelling:22} {' | '.join(cells_of(row))}  [{elapsed_s:.1f} s]", file=sys.stderr, flush=True)
+    ordered = [rows[spelling, model] for spelling in args.hw for model in args.models]
+    args.out.write_text(page(ordered, args.batch, args.seq), encoding="utf-8")
+    return 0 if all(row.is_fastest for row in ordered) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
