@@ -1,0 +1,50 @@
+"""Which models fit which machines by chunkc's own plans: what PatrickStar could hold, and one that it could not.
+
+Models, machines and sizes are those of Fang et al. (2021, section 9); 0.7 billion parameters on a personal computer is
+a shape of our own. Activation checkpointing, batch 4, sequences of 1024 tokens.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from chunkc.hardware import Hardware
+from chunkc.models import built_in
+from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+
+SLOW = pytest.mark.slow
+
+
+def answer(model: str, hw: str) -> Answer:
+    return Scenarios().answer(Scenario(built_in(model), Hardware.of(hw), 4, 1024, recompute=Recompute.FULL))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("model", "hw"),
+    [
+        ("gpt-0.7b", "rtx2060-8g-16g"),
+        pytest.param("gpt-8b", "8xv100-120g", marks=SLOW),
+        pytest.param("gpt-12b", "v100-240g", marks=SLOW),
+        pytest.param("gpt-18b", "8xv100-240g", marks=SLOW),
+        pytest.param("gpt-50b", "a100-40g-1024g", marks=SLOW),
+        pytest.param("gpt-68b", "8xa100-40g-1024g", marks=SLOW),
+        pytest.param("gpt-175b", "4x8xa100-40g-1024g", marks=SLOW),
+    ],
+)
+def test_what_patrickstar_held_fits(model: str, hw: str) -> None:
+    found = answer(model, hw)
+    assert found.plan is not None, found.shortage
+    memory = found.plan.memory
+    assert memory.device_peak_nbytes <= memory.device_budget_nbytes
+    assert memory.host_nbytes <= memory.host_budget_nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_twenty_billion_fit_eight_v100_above_30_tflops() -> None:
+    """PatrickStar did not hold it: here optimizer states that the host has no room for stay on the devices."""
+    found = answer("gpt-20b", "8xv100-240g")
+    assert found.plan is not None and found.timeline is not None, found.shortage
+    assert any(name.startswith("os") for name, _ in found.plan.program("forward").entry.resident)
+    assert found.timeline.patrickstar_tflops is not None and found.timeline.patrickstar_tflops > 30
