@@ -136,7 +136,8 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
         "parameters * tokens * 8 / seconds.",
         "",
-        f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in {len(won)}.",
+        f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
+        f"{len(won)}.",
         f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than the work of its",
         f"busiest stream; from {EXPLAIN_ABOVE:.0%} on, *critical path* says where the step goes.",
         "",
