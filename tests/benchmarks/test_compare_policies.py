@@ -1,0 +1,60 @@
+"""The comparison with modelled systems: the committed page has every row, and a row says what its parts say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from chunkc.cost.simulate import simulate_with
+from tests.support.costs import RATES, with_work
+from tests.support.schedules import chain, planned, target
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_policies", ROOT / "benchmarks" / "compare_policies.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_every_model_on_every_machine(script: ModuleType) -> None:
+    page = script.PAGE.read_text()
+    for model in script.MODELS:
+        assert page.count(f"| {model} ") == len(script.MACHINES), model
+    assert page.count("\n## ") == len(script.MACHINES)
+
+
+def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType) -> None:
+    plan = planned(chain(4), target(2048)).plan
+    timeline = simulate_with(with_work(plan, 2), RATES)
+    faster = script.Row("hw", "model", timeline, 0, {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
+    assert faster.best_other == "dos" and not faster.is_fastest
+    assert script.cells_of(faster)[3] == "0.50"
+    slower = script.Row("hw", "model", timeline, 0, {"l2l": timeline.step_ms * 3})
+    assert slower.is_fastest and script.cells_of(slower)[3] == "3.00"
+    assert script.Row("hw", "model", timeline, 0, {"l2l": timeline.step_ms}).is_fastest
+    bounds = script.bounds_of(timeline)
+    assert script.excess_of(timeline) == pytest.approx(timeline.step_ms / max(bounds.values()) - 1)
+    assert bounds["compute"] == pytest.approx(sum(s.alone_ms for s in timeline.slices if s.stream == "compute"))
+
+
+def test_what_does_not_fit_misses_memory(script: ModuleType) -> None:
+    row = script.Row("hw", "model", None, 3 << 30, {})
+    assert row.is_fastest and script.cells_of(row)[1:3] == ("misses 3.0 GiB", "none fits")
+    assert not script.Row("hw", "model", None, 3 << 30, {"dos": 1.0}).is_fastest
+
+
+@pytest.mark.slow
+def test_one_model_on_one_machine(script: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "page.md"
+    assert script.main(["--hw", "v100-240g", "--models", "gpt-0.7b", "--out", str(out)]) == 0
+    assert "| gpt-0.7b |" in out.read_text()
