@@ -86,7 +86,8 @@ class Search:
             octaves.setdefault(round(math.log2(numel / own)), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
             numel = octaves[octave]
-            triples = best.options.num_resident_triples * own // numel
+            triples = best.options.num_resident_triples
+            triples = triples if self._is_placed() else triples * own // numel
             yield replace(best.options, chunk_numel=numel, num_resident_triples=triples)
 
     def _place_updates(self, best: Candidate) -> Candidate:
@@ -96,7 +97,7 @@ class Search:
         of the others streamed, the one that keeps host and link busy alike and others around it.
         """
         draft = self._drafts[best.options]
-        if draft.os_home is Home.DEVICE:
+        if draft.os_home is Home.DEVICE or self._is_placed():
             return best
         layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
         liveness, target = decided(draft.liveness, "liveness"), draft.target
@@ -109,13 +110,14 @@ class Search:
             numel = draft.chunk_numel  # kept: a pass would search for it again
             return replace(best.options, chunk_numel=numel, num_resident_triples=triples, streamed_share=streamed)
 
-        if not self.options.num_resident_triples:
-            streamed = best.options.streamed_share
-            best = self._best_of(best, (with_(k, streamed) for k in (beside, (beside + most) // 2, most)))
-        if not self.options.streamed_share:
-            triples = best.options.num_resident_triples
-            best = self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
-        return best
+        streamed = best.options.streamed_share
+        best = self._best_of(best, (with_(k, streamed) for k in (beside, (beside + most) // 2, most)))
+        triples = best.options.num_resident_triples
+        return self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
+
+    def _is_placed(self) -> bool:
+        """Whether the caller says where optimizer states stand and are updated."""
+        return bool(self.options.num_resident_triples or self.options.streamed_share)
 
     def _balanced_share(self) -> float:
         """B / (B + 12 U) of the triples by the copies of the slower direction, of B bytes a second, and the rest by the

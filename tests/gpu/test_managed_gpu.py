@@ -192,7 +192,7 @@ def test_breaks_and_many_lengths(machine: Machine) -> None:
     pair.train(2, 3)
     pair.check()
     assert chunkc.stats(pair.model)["h2d_nbytes"] > 0
-    pair = twins(machine.hw(300 * KIB, 16 * MIB), machine=machine)
+    pair = twins(machine.hw(400 * KIB, 16 * MIB), machine=machine)
     for length in range(9, 2, -1):  # the largest lays out the arena
         pair.train(length, length=length)
         pair.check()

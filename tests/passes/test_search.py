@@ -165,8 +165,10 @@ def test_a_slow_host_updates_less() -> None:
 def test_given_placements_are_kept() -> None:
     given = Options(chunk_numel=NUMEL, num_resident_triples=1)
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), given)
-    assert {c.options.num_resident_triples for c in found.candidates} == {1}
-    assert len({c.options.streamed_share for c in found.candidates}) > 1
+    assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(1, 0.0)}
+    streamed = Options(chunk_numel=NUMEL, streamed_share=1.0)
+    found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), streamed)
+    assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(0, 1.0)}
 
 
 def test_streamed_and_host_updates_balance_where_copies_and_host_are_as_slow() -> None:
