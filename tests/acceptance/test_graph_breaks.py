@@ -277,4 +277,6 @@ def test_mixed_precision_has_fp32_masters(kind: type[Breaking]) -> None:
     for name in ("blocks.1.1.weight", "embed.weight"):
         moved, wanted = after[name] - before[name], plain_after[name] - before[name]
         assert moved.abs().max() > 0
-        torch.testing.assert_close(moved.norm(), wanted.norm(), rtol=0.1, atol=0)
+        # Adam's first steps are lr times the gradient's sign, which bf16 may turn where a gradient is near zero.
+        is_near = (moved - wanted).abs() <= 0.1 * wanted.abs().max()
+        assert is_near.float().mean() > 0.98, name
