@@ -7,7 +7,8 @@ distance of dirty victims, and the cheapest run wins. When units become dirty in
 forward and backward pass with one landing, every write is paid exactly once whatever is chosen, and the plain rule,
 which minimises fetches, is optimal.
 
-Blocks (units wider than one place) have a designated range; singles take any free place, outside the ranges first.
+Blocks (units wider than one place) have a designated range; singles take any free place, outside the ranges first, and
+there the one that has been free for longest: a copy into it can start as early as possible.
 """
 
 from __future__ import annotations
@@ -94,8 +95,9 @@ class _Places:
         self.last: list[int] = [0] * len(widths)
         self.dirty: list[bool] = [False] * len(widths)
         designated = {p for u, w in enumerate(widths) if w > 1 for p in range(starts[u], starts[u] + w)}
-        self.rank = [(1 if p in designated else 0, p) for p in range(num_places)]
-        self.free = sorted(r for r in self.rank if not (separate and r[0]))
+        self.is_designated = [p in designated for p in range(num_places)]
+        self.num_freed = 0
+        self.free = sorted((d, 0, p) for p, d in enumerate(self.is_designated) if not (separate and d))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.stays: list[Stay] = []
 
@@ -134,7 +136,7 @@ class _Places:
     def _take_place(self, step: int) -> int:
         while True:
             while self.free:
-                place = heapq.heappop(self.free)[1]
+                place = heapq.heappop(self.free)[2]
                 if self.occupant[place] < 0:
                     return place
             self._end(self._victim(step))
@@ -173,8 +175,9 @@ class _Places:
         self.place[unit] = -1
         for p in range(place, place + self.widths[unit]):
             self.occupant[p] = -1
-            if not (self.separate and self.rank[p][0]):
-                heapq.heappush(self.free, self.rank[p])
+            if not (self.separate and self.is_designated[p]):
+                self.num_freed += 1
+                heapq.heappush(self.free, (self.is_designated[p], self.num_freed, p))
 
 
 def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: bool = False) -> int:

@@ -5,8 +5,9 @@ Tensors are packed whole, aligned to 256 bytes; one that does not fit in the res
 *look-back* it may fill a gap that large tensors left in one of the chunks before: fewer chunks, of tensors less close
 in use, so the search tries both (first fit among the latest chunks instead of next fit; Johnson, 1974).
 
-A tensor larger than a chunk starts a fresh chunk (a fresh communication group, where several ranks share the model) and
-spans chunks without gaps; what follows it may use the tail of its last chunk. Each list is padded to whole groups.
+A tensor larger than a chunk starts a fresh chunk and spans chunks without gaps; what follows it may use the tail of its
+last chunk. Where several ranks share the model it stays within one communication group if the rest of the latest one
+takes it, else it starts a fresh one: groups that a tensor chains move together. Each list is padded to whole groups.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class _Packer:
         return len(self.used) - 1, 0, 1
 
     def _span(self, numel: int) -> tuple[int, int, int]:
-        self.pad()
-        first, num_chunks = len(self.used), -(-numel // self.numel)
+        num_chunks = -(-numel // self.numel)
+        if num_chunks > -len(self.used) % self.group_size:
+            self.pad()
+        first = len(self.used)
         self.used.extend([self.numel] * (num_chunks - 1))
         self.used.append(numel - (num_chunks - 1) * self.numel)
         return first, 0, num_chunks

@@ -93,10 +93,11 @@ class Writer:
         reads = [slot_name(self.slot_of[c]) for c in remote]
         self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of[own])])
 
-    def release(self, group: int) -> None:
+    def release(self, group: int, after: Stream = Stream.COMPUTE) -> None:
+        """Give up the group's remote chunks, in the queue of their last use: no other queue has to wait for it."""
         _, remote = self._split(group)
         writes = [slot_name(self.slot_of.pop(c)) for c in remote]
-        self.add(Op.RELEASE, f"g{group}", Stream.COMPUTE, [], writes)
+        self.add(Op.RELEASE, f"g{group}", after, [], writes)
 
     def _split(self, group: int) -> tuple[int, list[int]]:
         chunks = self.layout.groups[group].chunks
@@ -148,7 +149,7 @@ def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...]) 
         for group in _groups(layout, chunks):
             if stay.dirty:
                 writer.reduce(group)
-            writer.release(group)
+            writer.release(group, Stream.COMM if stay.dirty else Stream.COMPUTE)
     for chunk in chunks:
         if layout.owner(chunk) == layout.rank:
             if chunk in landed:
@@ -173,7 +174,7 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
             writer.run(segment)
             for group in sorted(g for g, name in last.items() if name == segment.name and shared):
                 writer.reduce(group)
-                writer.release(group)
+                writer.release(group, Stream.COMM)
         if shared and line.graph == "backward":
             for group in sorted({c // layout.world_size for c in used} - last.keys()):
                 writer.release(group)

@@ -23,6 +23,8 @@ from chunkc.passes.os_placement import most_resident_triples
 
 MAX_ACTIONS = 300_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
+NUM_HALVINGS = 3
+"""Times that the distance between the best count of resident triples and its neighbours is halved."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
 
@@ -93,8 +95,9 @@ class Search:
     def _place_updates(self, best: Candidate) -> Candidate:
         """Where optimizer states stand and are updated, in chunks of the best size.
 
-        First as many triples on the device as fit beside all payloads, and more at the cost of payloads; then a share
-        of the others streamed, the one that keeps host and link busy alike and others around it.
+        First as many triples on the device as fit beside all payloads, and more at the cost of payloads, then counts
+        halfway between the best and its neighbours; then a share of the others streamed, the one that keeps host and
+        link busy alike and others around it.
         """
         draft = self._drafts[best.options]
         if draft.os_home is Home.DEVICE or self._is_placed():
@@ -111,7 +114,12 @@ class Search:
             return replace(best.options, chunk_numel=numel, num_resident_triples=triples, streamed_share=streamed)
 
         streamed = best.options.streamed_share
-        best = self._best_of(best, (with_(k, streamed) for k in (beside, (beside + most) // 2, most)))
+        counts = {best.options.num_resident_triples, beside, (beside + most) // 2, most}
+        best = self._best_of(best, (with_(k, streamed) for k in sorted(counts)))
+        for _ in range(NUM_HALVINGS):
+            found = _between(best.options.num_resident_triples, counts)
+            counts.update(found)
+            best = self._best_of(best, (with_(k, streamed) for k in found))
         triples = best.options.num_resident_triples
         return self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
 
@@ -149,6 +157,13 @@ class Search:
             found = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
         self.tried.append(found)
         return found
+
+
+def _between(best: int, counts: Iterable[int]) -> list[int]:
+    """The counts halfway between ``best`` and its neighbours among ``counts``."""
+    below, above = [c for c in counts if c < best], [c for c in counts if c > best]
+    near = ([max(below)] if below else []) + ([min(above)] if above else [])
+    return [middle for c in near if (middle := (best + c) // 2) not in (best, c)]
 
 
 def _difference(options: Options, own: Options) -> str:

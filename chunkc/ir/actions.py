@@ -8,7 +8,7 @@ program with that role; where none has run yet, it is satisfied.
     fetch c12 -> d3 @h2d after f9 s4        payload host to device
     evict c12 <- d3 @d2h after b7           payload device to host, the slot is free afterwards
     drop c12 <- d3 @compute after b7        the slot is free; the home copy is valid
-    gather g4 @comm / release g4 @compute / reduce g4 @comm      (also with c12: broadcast from, reduce to the owner)
+    gather g4 @comm / reduce g4 @comm / release g4 @compute      (also with c12: broadcast from, reduce to the owner)
     run fwd.17 @compute after f11           a compiled segment
     stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
     norm c12 @compute                       add its sum of squares and finiteness
@@ -67,6 +67,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.STORE: frozenset({Stream.D2H}),
     Op.GATHER: frozenset({Stream.COMM}),
     Op.REDUCE: frozenset({Stream.COMM}),
+    Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.DECIDE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),

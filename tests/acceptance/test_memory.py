@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Make, torch.dtype, str]] = {
     "llama-bf16-inductor": (llama, torch.bfloat16, "inductor"),
     "resnet-fp32-inductor": (resnet, torch.float32, "inductor"),
 }
-LONG = {"llama-bf16-inductor", "resnet-fp32-inductor"}  # many segments to compile
+LONG = {"llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
 
 
 @pytest.mark.timeout(1200)
@@ -242,7 +242,7 @@ def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Wide(), {"x": torch.randn(1024, 64)}
 
 
-@pytest.mark.parametrize("backend", ("eager", "inductor"))
+@pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "inductor"))
 def test_outputs_that_the_user_holds_and_their_tangents_count(backend: str, readings: Readings) -> None:
     """The large output of the step before stands beside this one's in forward; in backward there is its tangent."""
     hw, budget_nbytes = smallest_hw(wide, torch.float32, backend)
@@ -256,7 +256,7 @@ def test_outputs_that_the_user_holds_and_their_tangents_count(backend: str, read
     assert 32 * MIB <= held and budget_nbytes - held <= MAX_UNUSED * budget_nbytes
 
 
-@pytest.mark.parametrize("backend", ("eager", "inductor"))
+@pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "inductor"))
 def test_reserved_bytes_are_left_alone(backend: str, readings: Readings) -> None:
     """What the error names holds the reserve too; the plan and what is measured stay below the rest."""
     reserve = 8 * MIB

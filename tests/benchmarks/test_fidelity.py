@@ -1,4 +1,7 @@
-"""Simulated steps hold in real time: three models on a device that is throttled to a machine's rates."""
+"""Simulated steps hold in real time: three models on a device that is throttled to a machine's rates.
+
+What takes real time is told apart from what another process takes only on an idle machine, so it runs with --soak.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ def test_there_is_a_model_for_every_bound(script: ModuleType) -> None:
     assert tuple(case.name for case in script.CASES) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", range(len(NAMES)), ids=NAMES)
 def test_a_step_takes_the_simulated_time_and_hides_its_copies(position: int, script: ModuleType) -> None:
     """Within 10 % of the step and 5 % of the peak, 90 % of the hideable copy time; the bound has the model's name."""
@@ -50,6 +54,7 @@ def test_a_step_takes_the_simulated_time_and_hides_its_copies(position: int, scr
     assert run.work_share < 1.5 * script.MAX_WORK_SHARE, f"this machine is not five times as fast: {run.work_shares}"
 
 
+@pytest.mark.slow
 def test_without_overlap_nothing_is_hidden_and_the_step_is_as_long_as_all_its_actions(script: ModuleType) -> None:
     """The control: the same measurement of a run in which each action waits for the one before fails the bounds."""
     case = script.CASES[NAMES.index("update-bound")]

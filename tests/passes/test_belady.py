@@ -102,6 +102,14 @@ def test_every_stay_has_its_place_alone(
         assert stay.dirty == any(stay.unit in dirties[i] for i in range(stay.begin, stay.end + 1))
 
 
+def test_the_place_that_has_been_free_for_longest_is_taken() -> None:
+    """Three units are left for good one after the other; the next may be copied in beside the later ones."""
+    steps = [[0, 1, 2], [0], [1], [2], [3], [4]]
+    stays = belady(steps, [[], [0], [1], [2], [], []], 3, widths=[1] * 5, starts=[0] * 5)
+    places = {stay.unit: stay.place for stay in stays}
+    assert (places[3], places[4]) == (places[0], places[1])
+
+
 def test_too_few_places_are_refused() -> None:
     with pytest.raises(ValueError, match="step 0 needs more than 1 places"):
         belady([[0, 1]], [[]], 1, widths=[1, 1], starts=[0, 0])

@@ -47,6 +47,13 @@ def test_a_large_tensor_starts_a_chunk_and_leaves_its_tail_to_the_next() -> None
     assert (units.first_group, units.num_groups, units.of_param) == ((0, 1), (1, 3), (0, 1, 1))
 
 
+def test_a_large_tensor_stays_in_a_group_that_ranks_share_where_the_rest_of_it_is_enough() -> None:
+    layout = packed(trained(10, 600, 300), 256, world_size=4)
+    assert layout.placements == (Placement(0, 0, 0), Placement(1, 1, 0, 3), Placement(2, 4, 0, 2))
+    assert [c.used_numel for c in layout.chunks] == [10, 256, 256, 88, 256, 44, 0, 0]
+    assert units_of(layout).num_groups == (1, 1)
+
+
 def test_a_large_tensor_starts_a_group_where_ranks_share_the_model() -> None:
     layout = packed(trained(10, 600), 256, world_size=2)
     assert layout.placements == (Placement(0, 0, 0), Placement(1, 2, 0, 3))
@@ -82,7 +89,8 @@ def test_every_element_has_one_aligned_place(found: Schedule, numel: int, world_
         assert place.offset * DTYPE_NBYTES[chunk.dtype] % 256 == 0
         spans = info.numel > chunk.numel
         assert place.num_chunks == (-(-info.numel // chunk.numel) if spans else 1)
-        assert not spans or (place.offset == 0 and place.chunk % world_size == 0)
+        groups = {chunk // world_size for chunk in place.chunks}
+        assert not spans or (place.offset == 0 and (place.chunk % world_size == 0 or len(groups) == 1))
         for element in range(place.offset, place.offset + info.numel):
             where = (place.chunk + element // chunk.numel, element % chunk.numel)
             assert where not in taken and where[1] < layout.chunks[where[0]].used_numel

@@ -16,7 +16,7 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     result = planned(chain(4), target(world_size=2, rank=1), options)
     assert texts(result, "forward") == [
         "f0 fetch c1 -> d1 @h2d after s0",
-        "f1 gather g0 @comm after b12 f0",
+        "f1 gather g0 @comm after f0",
         "f2 run fwd.0 @compute after f1",
         "f3 release g0 @compute",
         "f4 drop c1 <- d1 @compute",
@@ -29,10 +29,10 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
         "b1 stash c2 of bwd.0 @compute",
         "b2 stash c3 of bwd.0 @compute",
         "b3 reduce g1 @comm after b2",
-        "b4 release g1 @compute after b3",
+        "b4 release g1 @comm",  # computing goes on beside the reduction
         "b5 evict c3 <- d1 @d2h after b3",
         "b6 fetch c1 -> d1 @h2d after b5",
-        "b7 gather g0 @comm after b4 b6",
+        "b7 gather g0 @comm after b6",
     ]
     assert texts(result, "step") == ["s0 update c1 @cpu after b13", "s1 update c3 @cpu"]
     assert result.plan.program("forward").exit.resident == (("c2", 0), ("c3", 1))
