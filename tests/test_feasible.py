@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 
+from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.hardware import Hardware
 from chunkc.models import built_in
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
@@ -38,6 +39,18 @@ def test_what_patrickstar_held_fits(model: str, hw: str) -> None:
     memory = found.plan.memory
     assert memory.device_peak_nbytes <= memory.device_budget_nbytes
     assert memory.host_nbytes <= memory.host_budget_nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("model", "fits"), [("gpt-18b", True), ("gpt-20b", False)])
+def test_modelled_patrickstar_holds_eighteen_billion_on_eight_v100_and_not_twenty(model: str, fits: bool) -> None:
+    """Activations counted; what it could not hold, it could not for want of room for chunks."""
+    hw = Hardware.of("8xv100-240g")
+    scenario = Scenario(built_in(model), hw, 4, 1024, recompute=Recompute.FULL)
+    found = POLICIES["patrickstar"](Course.of(Scenarios().captured(scenario).schedule, model), Machine.of(hw))
+    assert (found.timeline is not None) == fits
+    assert (found.missing_nbytes > 0) != fits, found.why_not
 
 
 @pytest.mark.slow

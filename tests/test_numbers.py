@@ -13,16 +13,19 @@ from dataclasses import replace
 import pytest
 import torch
 from papers import SHAPES, bert_like, bert_numel, gpt_numel
-from schedules import op, param, schedule
+from schedules import chain, op, param, planned, schedule, target
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel
 
 from chunkc.baselines import POLICIES, Course, Machine, PatrickStar
 from chunkc.baselines.packing import SIZES
 from chunkc.baselines.packing import pack as pack_modules
 from chunkc.baselines.zero_offload import HOST_NBYTES_PER_PARAM
+from chunkc.cost.actions import ActionCosts
+from chunkc.cost.rates import known_rates
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.passes import Options
 from chunkc.passes.chunk_mapping import pack
 from chunkc.passes.chunk_size import packings
 from chunkc.passes.liveness import analyse
@@ -105,6 +108,33 @@ def test_collectives_of_groups_move_6_bytes_a_parameter(ranks: int) -> None:
     found = PatrickStar(sizes=(chunk,))(course, machine)
     assert found.timeline is not None
     assert found.timeline.stream(Stream.COMM).nbytes * ranks == 6 * (ranks - 1) * course.numel
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float16", 6), ("float32", 12)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_plans_move_as_much_but_for_the_group_at_the_turn(ranks: int, dtype: str, nbytes: int) -> None:
+    """The group that forward uses last is the one that backward uses first: it is gathered once."""
+    numel, num_groups = 1024, 5
+    found = chain(num_groups * ranks, numel)
+    found = replace(found, params=tuple(replace(p, dtype=dtype) for p in found.params))
+    plan = planned(found, target(world_size=ranks), Options(chunk_numel=numel, os_home="host", max_slots=ranks)).plan
+    costs = ActionCosts(plan, known_rates(Hardware.parse("8xv100-240g")))
+    moved = sum(costs.of(a).nbytes for p in plan.programs[:2] for a in p.actions if a.stream is Stream.COMM)
+    total = num_groups * ranks * numel
+    assert moved * ranks == (nbytes * total - nbytes // 3 * numel * ranks) * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_broadcasts_of_single_chunks_move_10_bytes_a_parameter(ranks: int) -> None:
+    """10 (p - 1) / p * M bytes: each of two broadcasts is a scatter and a gather, the reduction a scatter of sums."""
+    found = chain(2 * ranks, 1024)
+    found = replace(found, params=tuple(replace(p, dtype="float16") for p in found.params))
+    plan = planned(found, target(world_size=ranks), Options(chunk_numel=1024)).plan
+    costs = ActionCosts(plan, known_rates(Hardware.parse("8xv100-240g")))
+    step = [
+        Action(op, f"c{c.index}", Stream.COMM) for c in plan.layout.chunks for op in (Op.GATHER, Op.GATHER, Op.REDUCE)
+    ]
+    assert sum(costs.of(a).nbytes for a in step) * ranks == 10 * (ranks - 1) * 2 * ranks * 1024
 
 
 def test_zero_offload_moves_4_bytes_a_parameter_over_the_host_link() -> None:

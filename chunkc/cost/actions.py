@@ -37,7 +37,7 @@ class Cost:
         use: what it takes of shared resources meanwhile.
         launch_ms: the host's time before it can start.
         kernels_ms: the host's time from then on until its last kernel is launched.
-        nbytes: what it copies, receives or updates.
+        nbytes: what it copies, receives (a mean over the ranks where one chunk is exchanged) or updates.
     """
 
     alone_ms: float
@@ -137,7 +137,9 @@ class ActionCosts:
         nbytes = layout.chunks[first].nbytes
         if is_group:
             return all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1), 0
-        return broadcast_ms(nbytes, layout.world_size, links), nbytes, 0
+        passes = 1 if action.op is Op.REDUCE else 2  # to the owner alone; or cut up and then gathered
+        moved = passes * nbytes * (layout.world_size - 1) // layout.world_size
+        return broadcast_ms(nbytes, layout.world_size, links), moved, 0
 
     def _update(self, action: Action) -> tuple[float, int, int]:
         chunk, rates = self._chunk(action), self._rates
