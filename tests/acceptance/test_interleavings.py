@@ -180,7 +180,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     return pair
 
 
-@settings(max_examples=max(60, settings().max_examples))
+@settings(max_examples=max(100, settings().max_examples))
 @given(calls)
 def test_random_orders_are_exact_or_refused(pair: Pair, found: list[Call]) -> None:
     pair.restart()
