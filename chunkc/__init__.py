@@ -15,6 +15,7 @@ from chunkc.errors import (
     ShapeLimitError,
 )
 from chunkc.hardware import Hardware
+from chunkc.observe import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 from chunkc.runtime.optimizer import Adam, AdamW
@@ -37,8 +38,10 @@ __all__ = [
     "ShapeLimitError",
     "compile",
     "full_params",
+    "metrics",
     "plan",
     "plan_of",
+    "record_timeline",
     "simulate",
     "stats",
 ]

@@ -117,9 +117,9 @@ def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A range of torch's profiler (of NVTX under ``torch.autograd.profiler.emit_nvtx``); next to nothing without one.
 
-    A profiler sees the threads that it was started on and those of autograd.
+    A profiler sees the thread that it was started on and those of autograd; others with ``profile_all_threads``.
     """
-    if not torch._C._autograd._profiler_enabled():
+    if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.autograd.profiler.record_function(name)
 

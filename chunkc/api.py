@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkc.compiled import CompiledModel, Settings
+from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
 from chunkc.devices import HardwareLike, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
@@ -280,13 +281,6 @@ def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
     if runtime.staging.is_blank(param.index):
         return not bool(param.real.isnan().all())
     return not torch.equal(param.real, runtime.read_exact(param.index))
-
-
-def _compiled(model: nn.Module) -> CompiledModel:
-    compiled = getattr(model, "_compiled_call_impl", None)
-    if not isinstance(compiled, CompiledModel):
-        raise ChunkcError(f"this {type(model).__name__} was not compiled by chunkc.compile")
-    return compiled
 
 
 def _refuse_unbuilt(**options: Any) -> None:

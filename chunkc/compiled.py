@@ -37,6 +37,7 @@ from chunkc.planning import Built, Request, budget_chooser, build
 from chunkc.policy import buffer_test, check_trainable_dtypes
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
+from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.segments import SegmentCompiler
 from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
@@ -162,6 +163,7 @@ class CompiledModel:
                 "move the break to the top of the forward"
             )
         self.runtime.watch(outputs)
+        self.runtime.accounting.steps.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
         return outputs
 
     def counts_since_warm_up(self) -> dict[str, int]:
@@ -296,6 +298,18 @@ class CompiledModel:
         plan = built.planned.plan
         self.planned.append(built.planned)
         explain(ReportedPlan.of(plan), plan.stages, built.code)
+
+
+def compiled_of(model: nn.Module) -> CompiledModel:
+    """What stands behind a module that ``chunkc.compile`` gave back.
+
+    Raises:
+        ChunkcError: for any other module.
+    """
+    compiled = getattr(model, "_compiled_call_impl", None)
+    if not isinstance(compiled, CompiledModel):
+        raise ChunkcError(f"this {type(model).__name__} was not compiled by chunkc.compile")
+    return compiled
 
 
 def _weakly(method: Callable[P, R]) -> Callable[P, R]:

@@ -58,6 +58,7 @@ GROUP_OF = {
                 "debug",
                 "devices",
                 "evaluation",
+                "observe",
                 "planahead",
                 "planning",
                 "policy",

@@ -113,7 +113,7 @@ def facts_of(plan: Plan) -> Facts:
         num_samples=plan.num_samples * ranks,
         num_tokens=plan.num_tokens * ranks,
         world_size=ranks,
-        flops=_flops(plan),
+        flops=flops_of(plan),
         peaks=peaks_of(plan),
     )
 
@@ -284,7 +284,8 @@ def _timeline(run: Run, facts: Facts) -> Timeline:
     )
 
 
-def _flops(plan: Plan) -> Flops:
+def flops_of(plan: Plan) -> Flops:
+    """Operations of one iteration of ``plan`` on one rank."""
     forward, backward = (
         sum(w.flops for s in plan.graph_segments(graph) for w in s.work if w.kind is not Kind.MEMORY)
         for graph in ("forward", "backward")

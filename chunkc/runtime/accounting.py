@@ -10,6 +10,7 @@ import torch
 from chunkc._torch_compat import outlives
 from chunkc.ir.layout import Layout
 from chunkc.runtime.device import Device
+from chunkc.runtime.step_log import StepLog
 
 
 class Accounting:
@@ -22,6 +23,7 @@ class Accounting:
         evaluation_peak_nbytes: the same of the latest evaluation.
         num_evaluations: compiled forwards without gradients so far.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
+        steps: how long steps take.
     """
 
     def __init__(self, device: Device) -> None:
@@ -31,6 +33,7 @@ class Accounting:
         self.num_evaluations = 0
         self._is_training = False
         self.num_asked_syncs = 0
+        self.steps = StepLog(device.stalled_s)
         self._device = device
         self._reserved_nbytes = 0
         self._outputs: list[tuple[Callable[[], bool], int]] = []

@@ -166,6 +166,13 @@ class CudaDevice:
         """Calls of `synchronize`, and waits of events that blocked the host, so far."""
         return self._streams.num_synchronizes + self._streams.failures.num_host_waits
 
+    def stalled_s(self) -> dict[Stream, float]:
+        """Seconds that the caller has waited for updates on the host, so far; waits of the device are not seen."""
+        return {Stream.CPU: self._streams.worker_waits_s}
+
+    def recorder(self) -> None:
+        """Nothing: torch's profiler shows when actions run."""
+
     def free_device_nbytes(self) -> int:
         """Bytes of the budget that no model has set aside, here or on another device of the same GPU."""
         return min(self.device_budget_nbytes - self._reserved_nbytes, self._ledger.free_nbytes)

@@ -46,6 +46,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -144,12 +145,14 @@ class CudaStreams:
 
     Attributes:
         num_worker_waits: how often the compute stream was kept waiting for the worker, by the caller's sleep.
+        worker_waits_s: how long.
     """
 
     def __init__(self, name: str, api: CudaApi, settings: DebugSettings) -> None:
         self.failures = Failures()
         self.num_synchronizes = 0
         self.num_worker_waits = 0
+        self.worker_waits_s = 0.0
         self._name = name
         self._api = api
         self._settings = settings
@@ -281,7 +284,9 @@ class CudaStreams:
             event.enqueue()
         elif not event.done():
             self.num_worker_waits += 1
+            begun_s = time.perf_counter()
             event.join()
+            self.worker_waits_s += time.perf_counter() - begun_s
 
     def _enqueue(self, item: Held, target: Any) -> None:
         """Everything that ``item`` waits for is enqueued, or has ended on the host."""

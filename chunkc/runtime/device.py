@@ -6,7 +6,7 @@ budgets on a machine without an accelerator. The executor knows only this protoc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import Piece
+from chunkc.runtime.pace import Timekeeper
 from chunkc.runtime.step_inputs import StepInputs
 
 
@@ -107,6 +108,17 @@ class Device(Protocol):
 
     def num_host_syncs(self) -> int:
         """How often the host has waited for launched work so far: calls of ``synchronize`` and waits of events."""
+        ...
+
+    def stalled_s(self) -> Mapping[Stream, float]:
+        """Seconds that the compute stream has waited so far, by the stream whose work it waited for.
+
+        Only what the host sees: on CUDA its waits for the worker of updates, but none of the device for copies.
+        """
+        ...
+
+    def recorder(self) -> Timekeeper | None:
+        """What can record when actions run; None on a device where only torch's profiler can tell."""
         ...
 
     def make_update(

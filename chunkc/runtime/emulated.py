@@ -175,6 +175,14 @@ class EmulatedDevice:
         """Calls of `synchronize`, and waits of events that blocked the host, so far."""
         return self.num_synchronizes + self.num_host_waits
 
+    def stalled_s(self) -> dict[Stream, float]:
+        """Seconds that the compute stream has waited so far, by the stream whose work it waited for."""
+        return dict(self._streams.stalled_s)
+
+    def recorder(self) -> Timekeeper:
+        """What can record when actions run."""
+        return self.timekeeper
+
     def free_device_nbytes(self) -> int:
         """Device bytes that no reservation holds, nor an arena that outlives its own."""
         with self._lock:

@@ -247,6 +247,7 @@ class ModelRuntime(ModelMemory):
         try:
             with deferred_interrupt():
                 executor.step(hypers, steps)
+                self.accounting.steps.end()
         except BaseException:
             self._broken = True
             raise

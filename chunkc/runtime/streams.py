@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from chunkc._torch_compat import profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event
@@ -99,12 +100,16 @@ class Awaited(Protocol):
 
 
 class Completion:
-    """Event of one piece of work; done from the start when made with ``is_done``. ``span``: where time is kept."""
+    """Event of one piece of work on ``stream``, if any; done from the start when made with ``is_done``. ``span``: where
+    time is kept."""
 
-    __slots__ = ("_failure", "_failures", "_gate", "_is_done", "span")
+    __slots__ = ("_failure", "_failures", "_gate", "_is_done", "span", "stream")
 
-    def __init__(self, failures: Failures, is_done: bool = False, span: Span | None = None) -> None:
+    def __init__(
+        self, failures: Failures, is_done: bool = False, span: Span | None = None, stream: Stream | None = None
+    ) -> None:
         self.span = span
+        self.stream = stream
         self._failures = failures
         self._failure: Failure | None = None
         self._is_done = is_done
@@ -181,14 +186,14 @@ class Surroundings:
     long_work: AbstractContextManager[None]
     timekeeper: Timekeeper
 
-    def attempt(self, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
-        """Carry ``work`` out, in its time; how it failed."""
+    def attempt(self, label: str, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
+        """Carry ``work`` out, in its time and in a range of torch's profiler; how it failed."""
         self.delays.pause()
         if span is not None:
             self.timekeeper.begin(span)
         begun_s = time.perf_counter()
         try:
-            with self.long_work:
+            with self.long_work, profiler_range(label):
                 work()
             if span is not None:
                 self.timekeeper.end(span, time.perf_counter() - begun_s)
@@ -220,7 +225,7 @@ def _serve(items: queue.SimpleQueue[Item | None], place: str, failures: Failures
         while (item := items.get()) is not None:
             failure = next(filter(None, (event.join() for event in item.waits)), None)
             if failure is None and item.work is not None:
-                failure = surroundings.attempt(item.work, f"in {item.label} on {place}", item.span)
+                failure = surroundings.attempt(item.label, item.work, f"in {item.label} on {place}", item.span)
             if failure is not None:
                 failures.record(failure, item.launched_at)
             item.completion.settle(failure)
@@ -238,6 +243,9 @@ class Streams:
         synchronous: carry everything out at its launch, on the calling thread.
         long_work: entered around each piece of work.
         timekeeper: paces and records; by default it does neither.
+
+    Attributes:
+        stalled_s: how long the compute stream has waited so far, by the stream whose work it waited for.
     """
 
     def __init__(
@@ -252,6 +260,7 @@ class Streams:
     ) -> None:
         self.failures = Failures()
         self.num_synchronizes = 0
+        self.stalled_s: dict[Stream, float] = {}
         self._name = name
         self._synchronous = synchronous
         self._timekeeper = timekeeper or Timekeeper()
@@ -286,7 +295,7 @@ class Streams:
         span = self._timekeeper.launch(stream, label, (c.span for c in completions), pace, is_inline)
         if is_inline:
             return self._run_inline(stream, label, completions, work, span)
-        completion = Completion(self.failures, span=span)
+        completion = Completion(self.failures, span=span, stream=stream)
         item = Item(label, completions, work, completion, self.failures.num_tellings, span)
         self._worker(stream).items.put(item)
         return completion
@@ -337,13 +346,25 @@ class Streams:
         for event in waits:
             if self._synchronous and not event.done():
                 raise ChunkcError(f"{label} on stream {stream} of {self._name} waits for work that has not run")
-            event.raise_failure()
+            self._await(event)
         place = f"in {label} on stream {stream} of {self._name}"
-        failure = self._surroundings[stream].attempt(work, place, span)
+        failure = self._surroundings[stream].attempt(label, work, place, span)
         if failure is not None:
             self.failures.told(failure)
             raise failure.error
         return Completion(self.failures, is_done=True, span=span)
+
+    def _await(self, event: Completion) -> None:
+        """The compute stream waits for ``event``, and remembers how long and for which stream."""
+        if event.done() or event.stream is None:
+            event.raise_failure()
+            return
+        begun_s = time.perf_counter()
+        try:
+            event.raise_failure()
+        finally:
+            before_s = self.stalled_s.get(event.stream, 0.0)
+            self.stalled_s[event.stream] = before_s + time.perf_counter() - begun_s
 
     def _worker(self, stream: Stream) -> Worker:
         worker = self._workers.get(stream)

@@ -1,0 +1,135 @@
+"""What a run looks like while it goes on: numbers of each step for any logger, and a window of steps for Perfetto."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from chunkc.api import plan_of, stats
+from chunkc.compiled import compiled_of
+from chunkc.cost import simulate
+from chunkc.cost.simulate import flops_of
+from chunkc.errors import ChunkcError, HardwareError
+from chunkc.hardware import Hardware
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
+from chunkc.report.measured import joined_trace, measured_trace
+from chunkc.report.trace import trace
+from chunkc.runtime.pace import Span
+from chunkc.runtime.step_log import StepWindow
+
+logger = logging.getLogger("chunkc")
+
+__all__ = ["metrics", "record_timeline"]
+
+
+def metrics(model: nn.Module) -> dict[str, float]:
+    """Numbers of the latest step, flat, for any logger: those of `stats`, and how fast it went.
+
+    Pending work is finished first, as `stats` does; a loop that asks at every step gives up that updates run beside the
+    next forward. From the second step on there are also
+
+        step_ms            from the end of the step before to its own, with whatever the script did in between
+        num_tokens         of its forwards: elements of their largest integer inputs; left out where there are none
+        tokens_per_s       the same per second
+        samples_per_s      of its forwards, by the first dimension of their largest inputs
+        model_tflops       operations of the model, without what backward computes again, in 1e12 a second
+        stall_ms           the compute stream waited so long for other streams,
+        stall_h2d_ms, ...  and so long for each: ``h2d`` and ``d2h`` are copies, ``cpu`` updates on the host
+
+    On CUDA the host sees only stalls by updates, so that ``stall_ms`` is left out there.
+
+    Raises:
+        PlanNotReadyError: before the first training forward.
+        ChunkcError: for a model that was not compiled.
+    """
+    found: dict[str, float] = dict(stats(model))
+    runtime = compiled_of(model).runtime
+    steps = runtime.accounting.steps
+    found["num_steps"] = steps.num_steps
+    found["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
+    if steps.latest is not None:
+        found |= _speeds(steps.latest) | _stalls(steps.latest, sees_all=runtime.device.recorder() is not None)
+    return found
+
+
+def _speeds(window: StepWindow) -> dict[str, float]:
+    """Of a step whose forwards ran by plans, the parts of a broken one together."""
+    samples, tokens, flops = 0, 0, 0
+    for plans in window.calls:
+        samples += max((plan.num_samples for plan in plans), default=0)
+        tokens += max((plan.num_tokens for plan in plans), default=0)
+        flops += sum(flops_of(plan).model for plan in plans)
+    found = {"step_ms": window.elapsed_s * 1e3}
+    if not window.elapsed_s or not all(window.calls):
+        return found
+    if tokens:
+        found |= {"num_tokens": tokens, "tokens_per_s": tokens / window.elapsed_s}
+    if samples:
+        found["samples_per_s"] = samples / window.elapsed_s
+    return found | {"model_tflops": flops / window.elapsed_s * 1e-12}
+
+
+def _stalls(window: StepWindow, *, sees_all: bool) -> dict[str, float]:
+    streams = (Stream.H2D, Stream.D2H, Stream.CPU) if sees_all else tuple(window.stalled_s)
+    found = {f"stall_{stream}_ms": window.stalled_s.get(stream, 0.0) * 1e3 for stream in streams}
+    return found | ({"stall_ms": sum(found.values())} if sees_all else {})
+
+
+@contextmanager
+def record_timeline(
+    model: nn.Module, path: str | Path, *, hw: Hardware | str | os.PathLike[str] | None = None
+) -> Iterator[None]:
+    """Record when every action runs within the block, and write it beside the planned times as a Perfetto trace.
+
+    Choose the window by where the block begins and ends: steps are whole when it begins before a forward and ends after
+    a step. Both ends wait for pending work. The file is Chrome trace JSON with two processes, ``measured`` and
+    ``planned``, with one track for each stream and the action's text for each bar; it is also written when the block
+    ends by an exception. Planned times are two steady iterations of the plan that runs when the block ends.
+
+    Args:
+        model: compiled, and trained for a step or more, so that there is a plan.
+        path: of the file, for example ``timeline.json``; open it at ui.perfetto.dev.
+        hw: a machine whose rates the planned times take, for example the path of a profile of ``chunkc calibrate``;
+            default: the plan's. Where the rates are not known, only measured times are written, and a log line says so.
+
+    Raises:
+        PlanNotReadyError: before the first training forward.
+        ChunkcError: on CUDA, where torch's profiler shows each action under its text, and inside another such block.
+    """
+    plan_of(model)
+    runtime = compiled_of(model).runtime
+    recorder = runtime.device.recorder()
+    if recorder is None:
+        raise ChunkcError(
+            f"record_timeline has no clock for the streams of {runtime.device.name}: run the steps under "
+            "torch.profiler.profile(), which shows every action under its text, with the kernels and copies it launched"
+        )
+    if recorder.records is not None:
+        raise ChunkcError("record_timeline is already recording on this device; end that block first")
+    runtime.drain()
+    recorder.records = spans = list[Span]()
+    try:
+        yield
+    finally:
+        try:
+            runtime.drain()
+        finally:
+            recorder.records = None
+        _write(Path(path), plan_of(model), spans, hw)
+
+
+def _write(path: Path, plan: Plan, spans: list[Span], hw: Hardware | str | os.PathLike[str] | None) -> None:
+    measured = measured_trace(spans, f"measured on {plan.hw}")
+    try:
+        found = joined_trace(measured, trace(plan, simulate(plan, hw)))
+    except HardwareError as error:
+        logger.info("%s holds measured times only: %s", path, error)
+        found = measured
+    path.write_text(json.dumps(found), encoding="utf-8")
