@@ -66,6 +66,9 @@ def compile(  # the name that torch.compile taught users
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
         chunk_size: elements per chunk, or ``"auto"``.
+        accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does in
+            PyTorch; scale the losses yourself. A step may come earlier. More than one takes host (or device) memory
+            for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         reserve: device bytes to leave alone.
@@ -74,7 +77,8 @@ def compile(  # the name that torch.compile taught users
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    _refuse_unbuilt(accumulate=accumulate, keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
+    _refuse_unbuilt(keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
+    options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     machine, device = device_for(hw)
     params = list(unique_params(model))
@@ -94,7 +98,7 @@ def compile(  # the name that torch.compile taught users
     )
     settings = Settings(
         target=target,
-        options=Options(chunk_numel=_chunk_numel(chunk_size)),
+        options=options,
         cast_inputs=computed if mixed else None,
         compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
@@ -102,7 +106,7 @@ def compile(  # the name that torch.compile taught users
         fullgraph=fullgraph,
     )
     buffers = _moved_buffers(model, device.torch_device)
-    runtime = ModelRuntime(infos, params, device)
+    runtime = ModelRuntime(infos, params, device, options.accumulate)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     compiled = CompiledModel(model, runtime, settings)
@@ -121,6 +125,7 @@ def plan(
     dtype: torch.dtype | str = "auto",
     backend: Backend = "inductor",
     chunk_size: int | str = "auto",
+    accumulate: int = 1,
     passes: Sequence[Pass] | None = None,
     reserve: int = 0,
 ) -> Plan:
@@ -131,7 +136,7 @@ def plan(
     first call states what they take, with fewer moves where that allows it.
 
     Args:
-        example_inputs: a dict of keyword or a tuple of positional inputs of one forward.
+        example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
         world_size: ranks to plan for; default: the GPUs of ``hw``.
         Others as for ``compile``.
 
@@ -140,9 +145,15 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
+    options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_plannable(model)
     machine = Hardware.of(hw)
     ranks = machine.num_gpus if world_size is None else world_size
+    if options.accumulate > 1 and ranks > 1:
+        raise ChunkcError(
+            f"accumulate={accumulate} over {ranks} ranks is not built yet; plan for one rank (world_size=1), or with "
+            "accumulate=1"
+        )
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
@@ -155,7 +166,7 @@ def plan(
     return plan_ahead(
         model,
         target,
-        Options(chunk_numel=_chunk_numel(chunk_size)),
+        options,
         example_inputs=example_inputs,
         dtype=compute_dtype(dtype, list(unique_params(model)), machine),
         backend=backend,
@@ -176,7 +187,9 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 def stats(model: nn.Module) -> dict[str, int]:
-    """Numbers of the latest step, in bytes, and counts since warm-up; pending work is finished first.
+    """Numbers of the latest step with all its micro-batches, in bytes, and counts since warm-up.
+
+    Pending work is finished first.
 
     Raises:
         PlanNotReadyError: before the first training forward.
@@ -284,10 +297,16 @@ def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
 
 
 def _refuse_unbuilt(**options: Any) -> None:
-    defaults = {"accumulate": 1, "keep_fp32": (), "loss_scale": "dynamic", "example_inputs": None}
+    defaults = {"keep_fp32": (), "loss_scale": "dynamic", "example_inputs": None}
     for name, value in options.items():
         if value != defaults[name] and tuple([value]) != ((),):
             raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
+
+
+def _micro_batches(accumulate: int) -> int:
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ChunkcError(f"accumulate={accumulate!r}: give the number of backwards before a step, 1 or more")
+    return accumulate
 
 
 def _chunk_numel(chunk_size: int | str) -> int | None:

@@ -20,7 +20,7 @@ class CaptureError(ChunkcError):
 
 
 class AccumulationError(ChunkcError):
-    """A forward or backward met gradients that were neither stepped nor zeroed, and accumulation was not declared."""
+    """Gradients that were neither stepped nor zeroed met more backwards than were declared to add up."""
 
 
 class PlanNotReadyError(ChunkcError):

@@ -56,7 +56,8 @@ class Scenario:
     Attributes:
         model: what is trained.
         hw: on which machine.
-        batch: sequences of one rank in a step. sequence: tokens of each.
+        batch: sequences of one rank in a forward. sequence: tokens of each. accumulate: forwards and backwards of a
+            step.
         recompute: whether layers are computed again in backward.
         dtype: compute dtype, or ``auto``.
         world_size: ranks; None takes the GPUs of ``hw``.
@@ -75,6 +76,7 @@ class Scenario:
     chunk_numel: int | None = None
     policy: str = "chunkc"
     backend: Backend = "inductor"
+    accumulate: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -82,7 +84,8 @@ class Scenario:
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
-        return f"{self.model.label}, {ranks}batch {self.batch} x {self.sequence}, recompute {self.recompute}"
+        times = f"{self.accumulate} x " if self.accumulate > 1 else ""
+        return f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}, recompute {self.recompute}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
 
 
 def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
-    options = Options(chunk_numel=scenario.chunk_numel)
+    options = Options(chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate)
     return plan_schedule(captured.schedule, target, options, captured.stages, scenario.backend)
 
 

@@ -5,9 +5,9 @@
     buffer slots    for triples that pass through in the step, over the bytes of the last payload slots
 
 In the step no payload has to stand on the device but those that are being updated, so that the bytes of all payload
-slots are free for that. A *buffer* is one payload slot and, right behind it, a buffer slot over the bytes of the next
-ones. Buffers lie at the end of the payload slots, which the next forward fills last. What each slot is for follows from
-its size and offset, so that a layout says it all.
+slots are free for that. A *buffer* is one payload slot (two where gradients have chunks of their own: the second is for
+them) and, right behind, a buffer slot over the bytes of the next ones. Buffers lie at the end of the payload slots,
+which the next forward fills last. What each slot is for follows from its size and offset, so that a layout says it all.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ MAX_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Slots of a payload and a triple that are updated together and share no bytes."""
+    """Slots of a payload and a triple that are updated together and share no bytes; ``gradient``: of the gradient
+    chunk, where there is one."""
 
     payload: int
     triple: int
+    gradient: int | None = None
 
 
 def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
@@ -51,17 +53,28 @@ def static_triples(layout: Layout) -> dict[int, int]:
 
 def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
     """The buffers of the arena, the one at its end first."""
-    nbytes = chunk_nbytes(layout)
+    nbytes, lead = chunk_nbytes(layout), lead_slots(layout)
     end = num_payload_slots(layout) * nbytes
-    return tuple(Buffer(s.offset // nbytes - 1, s.index) for s in layout.slots if s.nbytes > nbytes and s.offset < end)
+    return tuple(
+        Buffer(s.offset // nbytes - lead, s.index, s.offset // nbytes - 1 if lead > 1 else None)
+        for s in layout.slots
+        if s.nbytes > nbytes and s.offset < end
+    )
 
 
-def spare_slots(layout: Layout) -> tuple[int, ...]:
-    """Payload slots for updates whose triples stay on the device: the last ones beside the buffers, where there are
-    such."""
-    buffers, count = buffers_of(layout), num_payload_slots(layout)
-    end = min((b.payload for b in buffers), default=count) or count
-    return tuple(range(end))[: -MAX_BUFFERS - 1 : -1]
+def lead_slots(layout: Layout) -> int:
+    """Payload slots that one update on the device takes: one more where gradients have chunks of their own."""
+    return 2 if layout.grad_chunks() else 1
+
+
+def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
+    """Slots of payload and gradient chunk (None where it overlays) for updates whose triples stay on the device: the
+    last ones beside the buffers, where there are such."""
+    buffers, count, lead = buffers_of(layout), num_payload_slots(layout), lead_slots(layout)
+    end = min((b.payload for b in buffers), default=count)
+    end = end if end >= lead else count
+    firsts = range(end - lead, -1, -lead)[:MAX_BUFFERS]
+    return tuple((first, first + 1 if lead > 1 else None) for first in firsts)
 
 
 def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: int, share: float) -> Layout:
@@ -77,8 +90,9 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     size, nbytes = layout.world_size, chunk_nbytes(layout)
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
     passing_nbytes = [layout.chunks[c].os_nbytes for c in streamed_chunks(layout, liveness, share)]
-    width, spare = 1 - (-max(passing_nbytes, default=0) // nbytes), min(2, len(staying))
-    most_places = max(num_places, most_places, 1 if staying else 0)
+    lead = lead_slots(layout)
+    width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, len(staying))
+    most_places = max(num_places, most_places, lead if staying else 0)
     wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_places * size, width, spare))
     places = max(num_places, min(most_places, -(-(min(2, wanted) * width + spare) // size)))
     slots = list(payload_slots(layout, places * size))
@@ -89,7 +103,7 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
         arena_nbytes = slots[-1].end
     for _ in range(num_buffers):
         end -= width * nbytes
-        slots.append(Slot(len(slots), end + nbytes, (width - 1) * nbytes))
+        slots.append(Slot(len(slots), end + lead * nbytes, (width - lead) * nbytes))
     return replace(layout, slots=tuple(slots), arena_nbytes=arena_nbytes)
 
 

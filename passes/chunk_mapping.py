@@ -8,10 +8,13 @@ in use, so the search tries both (first fit among the latest chunks instead of n
 A tensor larger than a chunk starts a fresh chunk and spans chunks without gaps; what follows it may use the tail of its
 last chunk. Where several ranks share the model it stays within one communication group if the rest of the latest one
 takes it, else it starts a fresh one: groups that a tensor chains move together. Each list is padded to whole groups.
+
+Where gradients do not overlay parameters, every trained chunk has a gradient chunk of the same kind as its partner.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkc.errors import PlanError
@@ -85,7 +88,10 @@ def pack(
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     placements: list[Placement | None] = [None] * len(schedule.params)
     chunks: list[Chunk] = []
-    for (kind, dtype), members in _lists(schedule, liveness).items():
+    lists = _lists(schedule, liveness)
+    for (kind, dtype), members in lists.items():
+        if kind is ChunkList.UNUSED:
+            chunks += _grad_chunks(chunks, liveness)
         packer = _Packer(nbytes // DTYPE_NBYTES[dtype], dtype, world_size, lookback)
         first = len(chunks)
         for param in members:
@@ -98,6 +104,8 @@ def pack(
         os_home = Home.HOST if kind is ChunkList.TRAINED else None
         for index, used in enumerate(packer.used, first):
             chunks.append(Chunk(index, kind, dtype, packer.numel, used, Home.HOST, os_home))
+    if (ChunkList.UNUSED, UNUSED_DTYPE) not in lists:
+        chunks += _grad_chunks(chunks, liveness)
     return Layout(
         params=schedule.params,
         placements=tuple(p for p in placements if p is not None),
@@ -107,6 +115,15 @@ def pack(
         world_size=world_size,
         rank=rank,
     )
+
+
+def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
+    """A gradient chunk for each trained one, in their order, behind all chunks that graphs read."""
+    trained = [c for c in chunks if c.list is ChunkList.TRAINED] if liveness.beside else []
+    return [
+        replace(c, index=index, list=ChunkList.GRAD, os_home=None, partner=c.index)
+        for index, c in enumerate(trained, len(chunks))
+    ]
 
 
 def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
@@ -143,7 +160,14 @@ def units_of(layout: Layout) -> Units:
     widths = [0] * len(firsts)
     for unit in unit_of_group:
         widths[unit] += 1
-    return Units(tuple(firsts), tuple(widths), tuple(of_param))
+    beside = layout.grad_chunks()
+    of_grad = [
+        tuple(dict.fromkeys(unit_of_group[beside.get(c, c) // layout.world_size] for c in place.chunks))
+        if of_param[place.param] >= 0
+        else ()
+        for place in layout.placements
+    ]
+    return Units(tuple(firsts), tuple(widths), tuple(of_param), tuple(of_grad))
 
 
 def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:

@@ -65,7 +65,7 @@ class Candidate:
     def waste_nbytes(self) -> int:
         """Bytes of used chunks that hold no parameter."""
         held = sum(i.numel * DTYPE_NBYTES[_dtype_in(self.layout, p)] for p, i in enumerate(self.layout.params))
-        return sum(c.nbytes for c in self.layout.chunks if c.used_numel) - held
+        return sum(c.nbytes for c in self.layout.chunks if c.used_numel and c.partner is None) - held
 
 
 def _dtype_in(layout: Layout, param: int) -> str:

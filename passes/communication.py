@@ -39,6 +39,10 @@ class Writer:
     layout: Layout
     slot_of: dict[int, int] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
+    beside: dict[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.beside = self.layout.grad_chunks()
 
     def add(
         self,
@@ -57,6 +61,10 @@ class Writer:
         self.slot_of[chunk] = slot
         self.add(Op.FETCH, f"c{chunk}", Stream.H2D, [home_name(chunk)], [slot_name(slot)], slot=slot)
 
+    def open(self, chunk: int, slot: int) -> None:
+        self.slot_of[chunk] = slot
+        self.add(Op.OPEN, f"c{chunk}", Stream.H2D, [], [slot_name(slot)], slot=slot)
+
     def evict(self, chunk: int) -> None:
         slot = self.slot_of.pop(chunk)
         self.add(Op.EVICT, f"c{chunk}", Stream.D2H, [], [slot_name(slot), home_name(chunk)], slot=slot)
@@ -72,12 +80,12 @@ class Writer:
         self.add(Op.STORE, f"os{chunk}", Stream.D2H, [], [slot_name(slot), triple_name(chunk)], slot=slot)
 
     def run(self, segment: Segment) -> None:
-        """The segment and the stashes of the gradients that land with it."""
+        """The segment, and then the gradients that land with it: over parameters, or added in gradient chunks."""
         slots = [slot_name(self.slot_of[c]) for c in self.layout.chunks_of(segment.reads)]
         self.add(Op.RUN, segment.name, Stream.COMPUTE, slots)
         for chunk in self.layout.chunks_of(segment.lands):
-            slot = slot_name(self.slot_of[chunk])
-            self.add(Op.STASH, f"c{chunk}", Stream.COMPUTE, [], [slot], source=segment.name)
+            op, target = (Op.ADD, self.beside[chunk]) if chunk in self.beside else (Op.STASH, chunk)
+            self.add(op, f"c{target}", Stream.COMPUTE, [], [slot_name(self.slot_of[target])], source=segment.name)
 
     def gather(self, group: int) -> None:
         """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""

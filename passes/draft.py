@@ -59,6 +59,8 @@ class Options:
             home on the host; more do where the host has no room for the others, and all where there are fewer.
         streamed_share: of the triples at home on the host, the share that each step copies to the device and updates
             there, in [0, 1].
+        accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
+            their own, since the next micro-batch reads the parameters again.
     """
 
     chunk_numel: int | None = None
@@ -67,6 +69,7 @@ class Options:
     max_slots: int | None = None
     num_resident_triples: int = 0
     streamed_share: float = 0.0
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         if self.chunk_numel is not None and self.chunk_numel < 1:
@@ -79,6 +82,8 @@ class Options:
             raise ValueError(f"num_resident_triples must not be negative, got {self.num_resident_triples}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
+        if self.accumulate < 1:
+            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +106,10 @@ class Liveness:
         trained: parameters for which backward makes a gradient, ascending.
         last_read_op: last operator of backward that reads the parameter.
         final_op: operator of backward after which its gradient is final.
-        landing_op: operator of backward at whose segment's end the gradient lands in the payload.
-        needs: per graph, per operator: the parameters that it reads or whose gradient lands there.
+        landing_op: operator of backward at whose segment's end the gradient lands in the payload, or beside it.
+        needs: per graph, per operator: the parameters that it reads or whose gradient lands over them there.
         costs: per graph.
+        beside: whether gradients land in chunks of their own, as soon as they are final.
     """
 
     use_order: tuple[int, ...]
@@ -113,6 +119,7 @@ class Liveness:
     landing_op: tuple[int, ...]
     needs: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
     costs: tuple[GraphCosts, GraphCosts]
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +129,13 @@ class Units:
     Attributes:
         first_group, num_groups: per unit.
         of_param: unit of each parameter; -1 where it takes no bytes or no graph uses it.
+        of_grad: units in which the gradient of each parameter lands: its own, or those of gradient chunks.
     """
 
     first_group: tuple[int, ...]
     num_groups: tuple[int, ...]
     of_param: tuple[int, ...]
+    of_grad: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)

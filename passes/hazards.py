@@ -10,6 +10,10 @@ the queue or another wait already implies; only the rest become waits.
 Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the
 second, in which hazards against the iteration before show. They are those of all later iterations (tests look at the
 third). In the first iteration labels of programs that never ran are void, and what they would order does not exist.
+
+Where a step takes several micro-batches, a program follows different ones: a forward a step or a backward, a backward
+the first forward of a step or a later one. It then waits for what any of these asks for; a label that another order
+needs names something that is complete by then.
 """
 
 from __future__ import annotations
@@ -116,19 +120,34 @@ def synchronise(
     step: Sequence[Item],
     abandon: Sequence[Item],
     overlaps: Mapping[str, tuple[str, ...]],
+    *,
+    accumulates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
     """The actions of ``forward``, ``backward``, ``step`` and ``abandon`` with their waits, in a repeated iteration.
 
-    ``overlaps`` as in `Analysis`.
+    ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one micro-batch or more.
     """
     analysis = Analysis(overlaps)
-    cycle: tuple[tuple[Role, Sequence[Item]], ...] = (("forward", forward), ("backward", backward), ("step", step))
-    for role, items in cycle:
-        analysis.run(role, items)
-    found = [analysis.run(role, items) for role, items in cycle]
+    items: dict[Role, Sequence[Item]] = {"forward": forward, "backward": backward, "step": step}
+    order: Sequence[Role] = ("forward", "backward", "step")
+    for role in order:
+        analysis.run(role, items[role])
+    if accumulates:
+        order = (*order[:2] * 3, *order, *order)
+    found: dict[Role, tuple[Action, ...]] = {}
+    for role in order:
+        actions = analysis.run(role, items[role])
+        found[role] = tuple(_both(*pair) for pair in zip(actions, found.get(role, actions), strict=True))
     analysis.run("forward", forward)
-    found.append(analysis.run("transition", abandon))
-    return tuple(found)
+    return (*(found[role] for role in items), analysis.run("transition", abandon))
+
+
+def _both(action: Action, same: Action) -> Action:
+    """An action with the waits of two analyses."""
+    if action.waits == same.waits:
+        return action
+    waits = dict.fromkeys((*same.waits, *action.waits))
+    return replace(action, waits=tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
 
 
 def joined(items: Sequence[Item]) -> tuple[Action, ...]:

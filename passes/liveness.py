@@ -2,7 +2,8 @@
 
 A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) once it is final *and* no later operator
 of backward reads the parameter: at operator ``max(final, last read)``. Until the end of the segment that holds this
-operator the gradient is non-model data.
+operator the gradient is non-model data. With several micro-batches a step it lands beside the parameter, in a gradient
+chunk, and as soon as it is final.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.passes.draft import Draft, GraphCosts, Liveness
 
 
-def analyse(schedule: Schedule) -> Liveness:
-    """Liveness of all parameters of ``schedule``.
+def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:
+    """Liveness of all parameters of ``schedule``; ``beside``: gradients have chunks of their own.
 
     Raises:
         PlanError: when a gradient has two producers.
@@ -27,13 +28,15 @@ def analyse(schedule: Schedule) -> Liveness:
     for index, op in enumerate(operators):
         for param in op.reads:
             last_read_op[param] = index
-    landing_op = tuple(-1 if f < 0 else max(f, r) for f, r in zip(final_op, last_read_op, strict=True))
+    overlaid = tuple(-1 if f < 0 else max(f, r) for f, r in zip(final_op, last_read_op, strict=True))
+    landing_op = tuple(final_op) if beside else overlaid
     lands: list[list[int]] = [[] for _ in operators]
     for param, landing in enumerate(landing_op):
         if landing >= 0:
             lands[landing].append(param)
     forward_needs = tuple(_unique(op.reads) for op in schedule.forward.operators)
-    backward_needs = tuple(_unique((*op.reads, *land)) for op, land in zip(operators, lands, strict=True))
+    over = [()] * len(operators) if beside else lands
+    backward_needs = tuple(_unique((*op.reads, *land)) for op, land in zip(operators, over, strict=True))
     return Liveness(
         use_order=_use_order(schedule),
         trained=tuple(p for p, f in enumerate(final_op) if f >= 0),
@@ -45,6 +48,7 @@ def analyse(schedule: Schedule) -> Liveness:
             _costs(schedule, schedule.forward, [()] * len(schedule.forward.operators)),
             _costs(schedule, schedule.backward, lands),
         ),
+        beside=beside,
     )
 
 
@@ -100,7 +104,7 @@ class LivenessPass:
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
-        liveness = analyse(draft.schedule)
+        liveness = analyse(draft.schedule, beside=draft.options.accumulate > 1)
         peak = max(
             (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
         )

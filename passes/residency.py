@@ -20,8 +20,8 @@ def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[Stay, .
     """The stays of all units over both graphs in ``num_places`` places (at least ``demand.min_places``)."""
     steps = [s.units for s in demand.steps]
     widths = demand.units.num_groups
-    of_param = demand.units.of_param
-    dirties = [sorted({of_param[p] for p in s.lands if of_param[p] >= 0}) for s in demand.steps]
+    of_grad = demand.units.of_grad
+    dirties = [sorted({unit for p in s.lands for unit in of_grad[p]}) for s in demand.steps]
     separate = layout.world_size > 1
     starts = designated_ranges(steps, widths, num_places, separate)
     weights = _weights(layout, demand)
@@ -37,12 +37,14 @@ def unit_chunks(layout: Layout, demand: Demand, unit: int) -> range:
 
 def landed_chunks(layout: Layout, demand: Demand, stays: Iterable[Stay]) -> list[tuple[int, ...]]:
     """Per stay: the chunks in which gradients landed while it lasted."""
-    landings: dict[int, list[tuple[int, range]]] = {}
+    landings: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    beside = layout.grad_chunks()
     for index, step in enumerate(demand.steps):
         for param in step.lands:
-            place = layout.placements[param]
-            if place.num_chunks:
-                landings.setdefault(demand.units.of_param[param], []).append((index, place.chunks))
+            chunks = [beside.get(c, c) for c in layout.placements[param].chunks]
+            for unit in demand.units.of_grad[param]:
+                own = unit_chunks(layout, demand, unit)
+                landings.setdefault(unit, []).append((index, tuple(c for c in chunks if c in own)))
     result = []
     for stay in stays:
         found = landings.get(stay.unit, ()) if stay.dirty else ()

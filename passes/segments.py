@@ -37,7 +37,11 @@ def base_segments(
 def unit_needs(liveness: Liveness, units: Units, which: int, keep_open: bool) -> list[tuple[int, ...]]:
     """The units that each operator of graph ``which`` needs, ascending."""
     of_param = units.of_param
-    needs = [tuple(sorted({of_param[p] for p in op if of_param[p] >= 0})) for op in liveness.needs[which]]
+    wanted = [{of_param[p] for p in op if of_param[p] >= 0} for op in liveness.needs[which]]
+    if which == 1:
+        for param in liveness.trained:
+            wanted[liveness.landing_op[param]].update(units.of_grad[param])
+    needs = [tuple(sorted(found)) for found in wanted]
     return _with_open(liveness, units, needs) if keep_open and which == 1 else needs
 
 

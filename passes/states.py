@@ -31,7 +31,8 @@ def history(schedule: Schedule, liveness: Liveness, param: int) -> tuple[Change,
         PlanError: when a transition is not legal.
     """
     forward, backward = ([i for i, op in enumerate(g.operators) if param in op.reads] for g in schedule.graphs)
-    return _history(schedule.params[param].name, forward, backward, liveness.landing_op[param])
+    landing = -1 if liveness.beside else liveness.landing_op[param]
+    return _history(schedule.params[param].name, forward, backward, landing)
 
 
 def _history(name: str, forward: Sequence[int], backward: Sequence[int], landing: int) -> tuple[Change, ...]:
@@ -93,5 +94,11 @@ class StatesPass:
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
-        overlays = prove_overlays(draft.schedule, decided(draft.liveness, "liveness"))
+        liveness = decided(draft.liveness, "liveness")
+        if liveness.beside:
+            note = (
+                f"{len(liveness.trained)} gradients in chunks of their own: the next micro-batch reads the parameters"
+            )
+            return replace(draft, overlays=(), note=note)
+        overlays = prove_overlays(draft.schedule, liveness)
         return replace(draft, overlays=overlays, note=f"{len(overlays)} gradients overlay their parameters")

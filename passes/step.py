@@ -2,6 +2,8 @@
 
 ``restore`` repeats the step (`chunkc.passes.updates`) action for action without updating, so that labels agree
 whichever ran.
+Where a step takes several micro-batches, ``accumulate`` is the backward of every one but the first, and ``backward``
+repeats it action for action with gradient chunks opened, not fetched, and gradients stashed, not added.
 ``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
 backward that comes after something else ran.
 """
@@ -10,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Phase, Program, State
 from chunkc.passes.arena import shared_bytes, static_triples
 from chunkc.passes.communication import Writer, slot_name
@@ -20,6 +22,7 @@ from chunkc.passes.hazards import joined, synchronise
 from chunkc.passes.updates import step_items
 
 _COPIED_HOME = "copied home"
+_ACCUMULATED = "accumulated"
 
 
 def standing(items: tuple[Item, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
@@ -90,9 +93,38 @@ def seen_by_backward(
     return tuple(graphs[0]), tuple(graphs[1]), step
 
 
+def seen_by_forward(forward: tuple[Item, ...], backward: tuple[Item, ...]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+    """Make a computation of forward follow the last copy home of the backward before.
+
+    The next backward fetches the gradients that were copied home, and a label of the backward means the running one to
+    itself. The computation is one in the middle of the forward, long after the copies.
+    """
+    copies = [i for i, item in enumerate(backward) if item.action.stream is Stream.D2H]
+    runs = [i for i, item in enumerate(forward) if item.action.op is Op.RUN]
+    if not copies or not runs:
+        return forward, backward
+    first, second = list(forward), list(backward)
+    run, copy = runs[len(runs) // 2], copies[-1]
+    first[run] = replace(first[run], reads=(*first[run].reads, _ACCUMULATED))
+    second[copy] = replace(second[copy], writes=(*second[copy].writes, _ACCUMULATED))
+    return tuple(first), tuple(second)
+
+
+def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, ...]:
+    """``actions`` of a backward that adds to gradients, for the first micro-batch of a step: there are none yet."""
+    found, opened = [], set[str]()
+    for action in actions:
+        op = action.op
+        if op is Op.FETCH and layout.chunks[action.index].list is ChunkList.GRAD and action.target not in opened:
+            opened.add(action.target)
+            op = Op.OPEN
+        found.append(replace(action, op=Op.STASH if op is Op.ADD else op))
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``: forward, backward, step, restore, abandon and resume with all waits."""
+    """Decides ``programs``: forward, backward, accumulate, step, restore, abandon and resume with all waits."""
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "actions"})
@@ -104,11 +136,14 @@ class StepPass:
         forward, backward = decided(draft.items, "actions")
         updates = step_items(layout, decided(draft.liveness, "liveness"), draft.options.streamed_share)
         forward, backward, step = seen_by_backward(forward, backward, updates)
+        accumulates = draft.options.accumulate > 1
+        if accumulates:
+            forward, backward = seen_by_forward(forward, backward)
         static, triples = static_residents(layout)
         saved = standing(forward, static, layout)
         abandon = abandon_items(layout, saved, static)
         overlaps = {slot_name(s): tuple(map(slot_name, others)) for s, others in shared_bytes(layout).items()}
-        actions = synchronise(forward, backward, step, abandon, overlaps)
+        actions = synchronise(forward, backward, step, abandon, overlaps, accumulates=accumulates)
         resume = joined(resume_items(layout, saved, static))
 
         def state(phase: Phase, where: dict[int, int]) -> State:
@@ -116,9 +151,12 @@ class StepPass:
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
         restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])
+        backwards = [Program("backward", "backward", between, graded, first_of_step(actions[1], layout))]
+        if accumulates:
+            backwards.append(Program("accumulate", "backward", between, graded, actions[1]))
         programs = (
             Program("forward", "forward", cold, between, actions[0]),
-            Program("backward", "backward", between, graded, actions[1]),
+            *backwards,
             Program("step", "step", graded, cold, actions[2]),
             Program("restore", "step", graded, cold, restores),
             Program("abandon", "transition", between, cold, actions[3]),

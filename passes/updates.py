@@ -3,6 +3,8 @@
 Updates come in the order in which the next forward first uses the chunks, so that it can start before the last update
 has ended. A chunk is updated where its triple is: on the host at home, on the device in its static slot or, if the
 triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home again.
+Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update writes it
+whole.
 
 Every stream has a queue of its own, so only the order within each matters to a GPU. But where the thread that launches
 also computes, what stands behind an update is not launched until that is done: so the copies for an update are written
@@ -26,18 +28,20 @@ from chunkc.passes.triples import streamed_chunks
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An update on the device whose copies in are written: slots of payload and triple; ``moves``: the triple goes
-    home afterwards."""
+    """An update on the device whose copies in are written: slots of payload, triple and gradient chunk (None where it
+    overlays); ``moves``: the triple goes home afterwards."""
 
     chunk: int
     payload: int
     triple: int
     moves: bool
+    gradient: int | None = None
 
     @property
     def taken(self) -> frozenset[int]:
         """The slots that it fills."""
-        return frozenset((self.payload, self.triple) if self.moves else (self.payload,))
+        gradient = () if self.gradient is None else (self.gradient,)
+        return frozenset((self.payload, *gradient, *((self.triple,) if self.moves else ())))
 
 
 @dataclass(slots=True)
@@ -55,14 +59,21 @@ class StepWriter:
             self.finish()
         if update.moves:
             self.writer.load(update.chunk, update.triple)
-        self.writer.fetch(update.chunk, update.payload)
+        if update.gradient is None:
+            self.writer.fetch(update.chunk, update.payload)
+        else:
+            self.writer.fetch(self.writer.beside[update.chunk], update.gradient)
+            self.writer.open(update.chunk, update.payload)
         self.started.append(update)
 
     def finish(self) -> None:
         """The oldest update, and the copies home."""
         update = self.started.popleft()
         touched = [slot_name(update.payload), slot_name(update.triple)]
-        self.writer.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, [], touched)
+        read = [] if update.gradient is None else [slot_name(update.gradient)]
+        self.writer.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, read, touched)
+        if update.gradient is not None:
+            self.writer.drop(self.writer.beside[update.chunk])
         self.writer.evict(update.chunk)
         if update.moves:
             self.writer.store(update.chunk, update.triple)
@@ -85,17 +96,21 @@ def step_items(layout: Layout, liveness: Liveness, share: float) -> tuple[Item, 
     static = static_triples(layout)
     next_buffer, next_slot = cycle(buffers), cycle(spare_slots(layout))
     step = StepWriter(Writer(layout), shared_bytes(layout))
+    beside = step.writer.beside
     for chunk in update_order(layout, liveness):
         if layout.chunks[chunk].home is Home.DEVICE:
             touched = [slot_name(chunk), slot_name(static[chunk])]
-            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, [], touched)
+            read = [slot_name(beside[chunk])] if chunk in beside else []
+            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
         elif chunk in static:
-            step.begin(Started(chunk, next(next_slot), static[chunk], moves=False))
+            payload, gradient = next(next_slot)
+            step.begin(Started(chunk, payload, static[chunk], moves=False, gradient=gradient))
         elif chunk in streamed:
             buffer = next(next_buffer)
-            step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True))
+            step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True, gradient=buffer.gradient))
         else:
-            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, [], [home_name(chunk), triple_name(chunk)])
+            read = [home_name(beside[chunk])] if chunk in beside else []
+            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
     while step.started:
         step.finish()
     return step.writer.take()

@@ -167,3 +167,24 @@ def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_pa
         path.write_text(json.dumps(content))
     assert is_plan_file(str(path)) is expected
     assert not is_plan_file("gpt-10b")
+
+
+def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many tokens as micro-batches, one step; gradients take host memory. Only chunkc plans them, for one rank."""
+    command = [tiny, "--hw", "v100-240g", "--batch", "2", "--no-advice", "--json"]
+    found = []
+    for extra in ([], ["--accumulate", "4", "--save", "plan.json"]):
+        assert main(["plan", *command, *extra]) == 0
+        found.append(json.loads(out_of(capsys)))
+    one, four = found
+    assert four["tokens_per_s"] * four["step_ms"] == pytest.approx(4 * one["tokens_per_s"] * one["step_ms"])
+    assert one["step_ms"] < four["step_ms"] < 4.5 * one["step_ms"]
+    plan = Plan.load("plan.json")
+    assert plan.accumulate == 4 and plan.layout.grad_chunks()
+    assert main(["explain", "plan.json", "--full"]) == 0
+    text = out_of(capsys)
+    assert "program accumulate (role backward)" in text and re.search(r"add c\d+ of bwd", text)
+    assert main(["plan", tiny, "--hw", "2xv100-240g", "--accumulate", "2"]) == 2
+    assert "one rank" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["compare", tiny, "--accumulate", "2"])

@@ -8,7 +8,7 @@ import sys
 
 from chunkc.cli import pictures
 from chunkc.cli.options import load_plan
-from chunkc.cli.subjects import MODEL_HELP, add_training_options, answer_of, is_plan_file, tell
+from chunkc.cli.subjects import MODEL_HELP, add_accumulate_option, add_training_options, answer_of, is_plan_file, tell
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the machine (default: this one)",
     )
     add_training_options(parser)
+    add_accumulate_option(parser)
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

@@ -25,10 +25,22 @@ MODEL_HELP: Final = (
 )
 
 
+def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that can plan several micro-batches a step."""
+    parser.add_argument(
+        "--accumulate",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="forwards and backwards (micro-batches) before a step (default: 1)",
+    )
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """How a model is trained, as far as a plan depends on it."""
+    parser.set_defaults(accumulate=1)
     parser.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: the GPUs of --hw)")
-    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in a step (default: 1)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in a forward (default: 1)")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 1024 at most)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
     parser.add_argument(
@@ -73,6 +85,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         world_size=args.world_size,
         chunk_numel=None if args.chunk_size == "auto" else args.chunk_size,
         policy=args.policy,
+        accumulate=_accumulate(args),
     )
 
 
@@ -122,12 +135,29 @@ def _of_function(args: argparse.Namespace) -> Answer:
         checkpoint_layers(model, args.model)
     options = {"hw": args.hw, "dtype": DTYPES[args.dtype], "chunk_size": args.chunk_size}
     options["world_size"] = args.world_size
+    if args.accumulate > 1:
+        options["accumulate"] = args.accumulate
     try:
         plan = Plan.of((args.planner or _planner())(model, example_inputs=example_inputs, **options))
     except BudgetError as error:
         return Answer(None, shortage=error)
     timeline, unpriced = priced(plan, Hardware.of(args.hw))
     return Answer(None, plan, timeline=timeline, unpriced=unpriced)
+
+
+def _accumulate(args: argparse.Namespace) -> int:
+    """Micro-batches of a step, where what plans them can.
+
+    Raises:
+        ChunkcError: where it cannot yet.
+    """
+    num_ranks = Hardware.of(args.hw).num_gpus if args.world_size is None else args.world_size
+    if args.accumulate > 1 and (num_ranks > 1 or args.policy != policies()[0]):
+        raise ChunkcError(
+            f"--accumulate {args.accumulate} is planned for one rank and by {policies()[0]}'s policy so far; give "
+            "--world-size 1, or leave it out"
+        )
+    return int(args.accumulate)
 
 
 def _planner() -> Planner:

@@ -1,11 +1,11 @@
 """The time of one action that runs alone, from what the plan says of it and the rates of a machine.
 
-    run, stash             matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
+    run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
     fetch, evict, ...      latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm)
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
-    drop, release, grow, shrink, decide    bookkeeping: the host's launch
+    open, drop, release, grow, shrink, decide    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
 launched its last kernel.
@@ -58,6 +58,7 @@ class ActionCosts:
         self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
             Op.RUN: self._run,
             Op.STASH: self._stash,
+            Op.ADD: self._stash,
             Op.FETCH: self._copy,
             Op.EVICT: self._copy,
             Op.LOAD: self._copy,
@@ -101,12 +102,13 @@ class ActionCosts:
         return segment_ms(segment, self._rates), sum(work.nbytes for work in segment.work), kernels
 
     def _stash(self, action: Action) -> tuple[float, int, int]:
-        """A copy within device memory of each gradient's part in the chunk."""
+        """A copy within device memory of each gradient's part in the chunk; a sum reads what stands there too."""
         chunk = self._chunk(action)
         mapped = chunk.index if chunk.partner is None else chunk.partner
         parts = [self._part_numel(p, mapped) for p in self._segments[action.source or ""].lands]
         nbytes = sum(parts) * DTYPE_NBYTES[chunk.dtype]
-        return memory_ms(2 * nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
+        touched_nbytes = nbytes * (3 if action.op is Op.ADD else 2)
+        return memory_ms(touched_nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
 
     def _part_numel(self, param: int, chunk: int) -> int:
         """Elements of ``param`` that stand in ``chunk``."""

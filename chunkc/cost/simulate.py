@@ -9,6 +9,8 @@ And no iteration is launched before the compute stream has finished the one befo
 the last step's loss.
 
 What is replayed is a `Script`: the actions of one iteration with their costs, whether a plan says so or something else.
+An iteration that takes several micro-batches has their forwards and backwards one after the other, and then the step.
+
 Iterations are added until they repeat, action by action and to a millionth of the period, alone or in a cycle of
 several. The user's own code between the programs, and eager operators, take no time here.
 """
@@ -16,7 +18,7 @@ several. The user's own code between the programs, and eager operators, take no 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from chunkc.cost.actions import ActionCosts, Cost
@@ -27,7 +29,7 @@ from chunkc.cost.timeline import OVERHEAD, PATRICKSTAR_FACTOR, Flops, Peaks, Tim
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.plan import Plan
 from chunkc.ir.work import Kind
 
 _CALIBRATED: Final = " (calibrated)"
@@ -35,10 +37,11 @@ _MAX_ITERATIONS: Final = 32
 _MAX_CYCLE: Final = 4
 _TOLERANCE: Final = 1e-6
 _LOOK_AHEAD: Final = 2
+_PRICED_MICRO_BATCHES: Final = 3
 
 
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
-    """Simulate the steady iteration of ``plan``: forward, backward and step, or an evaluation.
+    """Simulate the steady iteration of ``plan``: all forwards and backwards of a step and the step, or an evaluation.
 
     Args:
         plan: as planned or loaded; nothing else of the model is needed.
@@ -66,7 +69,7 @@ class Script:
     """The actions of one iteration in the order of launch.
 
     Attributes:
-        names: label, program and text of each.
+        names: label (as `Plan.labelled` has it), program and text of each.
         costs: of each alone.
         waits: labels that each waits for; one of an action behind it means that of the iteration before.
         joins_streams: whether an iteration starts when the one before it is complete on all streams.
@@ -92,10 +95,9 @@ class Facts:
 
 
 def script_of(plan: Plan, rates: CostRates) -> Script:
-    """The actions of the repeated programs of ``plan``."""
+    """The actions of one iteration of ``plan``."""
     costs = ActionCosts(plan, rates)
-    programs = [p for p in plan.programs if p.name in REPEATED_PROGRAMS]
-    actions = [(p, label, a) for p in programs for label, a in p.labelled()]
+    actions = list(plan.labelled())
     return Script(
         names=tuple((label, p.name, str(a)) for p, label, a in actions),
         costs=tuple(costs.of(a) for _, _, a in actions),
@@ -106,12 +108,12 @@ def script_of(plan: Plan, rates: CostRates) -> Script:
 
 def facts_of(plan: Plan) -> Facts:
     """Of one iteration of ``plan``."""
-    ranks = plan.layout.world_size
+    ranks, times = plan.layout.world_size, plan.accumulate
     return Facts(
         plan_digest=plan.digest(),
         model=plan.model,
-        num_samples=plan.num_samples * ranks,
-        num_tokens=plan.num_tokens * ranks,
+        num_samples=plan.num_samples * ranks * times,
+        num_tokens=plan.num_tokens * ranks * times,
         world_size=ranks,
         flops=flops_of(plan),
         peaks=peaks_of(plan),
@@ -135,7 +137,23 @@ class Price:
 
 
 def price(plan: Plan, rates: CostRates) -> Price:
-    """The price of ``plan``; `simulate_with` finds the same, and more, in twice the time."""
+    """The price of ``plan``; `simulate_with` finds the same, and more, in twice the time.
+
+    Of many micro-batches the first ones are simulated: those behind them take as long as the last of these.
+    """
+    if plan.accumulate <= _PRICED_MICRO_BATCHES:
+        return _price(plan, rates)
+    most, fewer = (_price(replace(plan, accumulate=_PRICED_MICRO_BATCHES - less), rates) for less in (0, 1))
+    more = plan.accumulate - _PRICED_MICRO_BATCHES
+    return Price(
+        step_ms=most.step_ms + more * (most.step_ms - fewer.step_ms),
+        compute_ms=most.compute_ms + more * (most.compute_ms - fewer.compute_ms),
+        bound=most.bound,
+        num_actions=most.num_actions + fewer.num_actions,
+    )
+
+
+def _price(plan: Plan, rates: CostRates) -> Price:
     run = _steady(script_of(plan, rates), rates)
     step_ms, _ = _period(run)
     path = critical_path(run.engine, run.tasks(run.num_done - 1), 2 * step_ms, step_ms)
@@ -186,7 +204,7 @@ class Run:
             waits = {self._events[name] for name in labels if name in self._events}
             after = (*before, *self._held_back(number, cost.use.stream, waits))
             self.engine.add(f"{label} {text}", cost, tuple(sorted(waits)), after)
-            self._events[label] = number
+            self._events[label.rpartition(":")[2]] = number
             before = []
             last_compute = number if cost.use.stream is Stream.COMPUTE else last_compute
         if last_compute is not None:
@@ -291,5 +309,6 @@ def flops_of(plan: Plan) -> Flops:
         for graph in ("forward", "backward")
     )
     numel = sum(info.numel for info in plan.layout.params)
-    counted = None if plan.is_evaluation or not plan.num_tokens else PATRICKSTAR_FACTOR * numel * plan.num_tokens
+    forward, backward, num_tokens = (plan.accumulate * n for n in (forward, backward, plan.num_tokens))
+    counted = None if plan.is_evaluation or not num_tokens else PATRICKSTAR_FACTOR * numel * num_tokens
     return Flops(min(3 * forward, forward + backward), forward + backward, counted)

@@ -6,11 +6,13 @@ for the thirteenth action of the forward program. A wait on a label of another p
 program with that role; where none has run yet, it is satisfied.
 
     fetch c12 -> d3 @h2d after f9 s4        payload host to device
+    open c12 -> d3 @h2d after f9 s4         the slot is c12's, with nothing in it yet: it will be written, not copied
     evict c12 <- d3 @d2h after b7           payload device to host, the slot is free afterwards
     drop c12 <- d3 @compute after b7        the slot is free; the home copy is valid
     gather g4 @comm / reduce g4 @comm / release g4 @compute      (also with c12: broadcast from, reduce to the owner)
     run fwd.17 @compute after f11           a compiled segment
     stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
+    add c12 of bwd.17 @compute              the same, added to those of earlier micro-batches in a gradient chunk
     norm c12 @compute                       add its sum of squares and finiteness
     decide @compute                         clip coefficient, overflow, loss scale
     update c12 @cpu / @compute              Adam on a chunk; writes param16
@@ -30,6 +32,7 @@ class Op(StrEnum):
     """The kind of an action."""
 
     FETCH = "fetch"
+    OPEN = "open"
     EVICT = "evict"
     DROP = "drop"
     GATHER = "gather"
@@ -37,6 +40,7 @@ class Op(StrEnum):
     REDUCE = "reduce"
     RUN = "run"
     STASH = "stash"
+    ADD = "add"
     NORM = "norm"
     DECIDE = "decide"
     UPDATE = "update"
@@ -57,11 +61,14 @@ class Stream(StrEnum):
     CPU = "cpu"
 
 
-TO_SLOT = frozenset({Op.FETCH, Op.LOAD})
+TO_SLOT = frozenset({Op.FETCH, Op.OPEN, Op.LOAD})
 FROM_SLOT = frozenset({Op.EVICT, Op.DROP, Op.STORE})
+LANDINGS = frozenset({Op.STASH, Op.ADD})
+"""What puts the gradients of a segment into a chunk."""
 
 _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.FETCH: frozenset({Stream.H2D}),
+    Op.OPEN: frozenset({Stream.H2D}),
     Op.LOAD: frozenset({Stream.H2D}),
     Op.EVICT: frozenset({Stream.D2H}),
     Op.STORE: frozenset({Stream.D2H}),
@@ -84,9 +91,10 @@ _TEXT = re.compile(
     r"(?: after (?P<waits>[a-z]\d+(?: [a-z]\d+)*))?"
 )
 _TARGETS: dict[Op, str] = {
-    Op.FETCH: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+", Op.RELEASE: r"[gc]\d+",
-    Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.NORM: r"c\d+", Op.DECIDE: r"",
-    Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+", Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+",
+    Op.FETCH: r"c\d+", Op.OPEN: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+",
+    Op.RELEASE: r"[gc]\d+", Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.ADD: r"c\d+",
+    Op.NORM: r"c\d+", Op.DECIDE: r"", Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+", Op.STORE: r"os\d+",
+    Op.GROW: r"\d+", Op.SHRINK: r"\d+",
 }  # fmt: skip
 
 
@@ -98,8 +106,8 @@ class Action:
         op: its kind.
         target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), a byte count, or empty.
         stream: the queue that carries it out.
-        slot: the arena slot that it fills or frees (fetch, load, evict, drop, store).
-        source: for ``stash``, the segment whose gradients land.
+        slot: the arena slot that it fills or frees (fetch, open, load, evict, drop, store).
+        source: for ``stash`` and ``add``, the segment whose gradients land.
         waits: labels of the actions that must be complete before it starts.
     """
 
@@ -117,8 +125,8 @@ class Action:
             raise ValueError(f"{self.op} {self.target} cannot run on stream {self.stream}")
         if (self.slot is not None) != (self.op in TO_SLOT | FROM_SLOT):
             raise ValueError(f"{self.op} {self.target} takes {'no' if self.slot is not None else 'a'} slot")
-        if (self.source is not None) != (self.op is Op.STASH):
-            raise ValueError(f"{self.op} {self.target}: only stash has a source segment, and always")
+        if (self.source is not None) != (self.op in LANDINGS):
+            raise ValueError(f"{self.op} {self.target}: stash and add have a source segment, and no others")
 
     @property
     def index(self) -> int:

@@ -23,7 +23,8 @@ class ChunkList(StrEnum):
     """What the parameters of a chunk have in common.
 
     TRAINED: backward makes a gradient; there is an OS triple. FROZEN: read, never updated. UNUSED: no graph reads them
-    (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner``, where the overlay is not legal.
+    (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner`` beside its parameters, which a later
+    micro-batch reads again.
     """
 
     TRAINED = "trained"
@@ -148,6 +149,10 @@ class Layout:
         """Indexes of the chunks that hold ``params``, ascending, each once."""
         return tuple(sorted({c for p in params for c in self.placements[p].chunks}))
 
+    def grad_chunks(self) -> dict[int, int]:
+        """The gradient chunk of every chunk that has one."""
+        return {c.partner: c.index for c in self.chunks if c.partner is not None}
+
     def owner(self, chunk: int) -> int:
         """The rank that owns ``chunk``."""
         group = self.group_of(chunk)
@@ -175,7 +180,7 @@ class Layout:
         return payloads + sum(c.os_nbytes for c in self.owned() if c.os_home is Home.HOST)
 
     def model_data_nbytes(self) -> int:
-        """Bytes of parameters and optimizer states as elements count, without padding; gradients overlay."""
+        """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""
         total = 0
         for place in self.placements:
             info = self.params[place.param]

@@ -1,4 +1,4 @@
-"""Effects of the actions that move chunks and triples: fetch, evict, drop, load, store, gather, release, reduce.
+"""Effects of the actions that move chunks and triples: fetch, open, evict, drop, load, store, gather, release, reduce.
 
 A remote chunk has no home on this rank. The slots of a gathered group follow from the slot of the rank's own chunk:
 ``world_size`` adjacent slots, the own one at position ``rank``. All ranks carry out the same collectives on the same
@@ -13,7 +13,7 @@ from itertools import pairwise
 from chunkc.ir.actions import Op
 from chunkc.ir.happens_before import Event
 from chunkc.ir.layout import ChunkList, Home
-from chunkc.ir.replay import Machine, Payload
+from chunkc.ir.replay import NOTHING, Machine, Payload
 
 
 def _fetch(machine: Machine, event: Event) -> None:
@@ -24,6 +24,20 @@ def _fetch(machine: Machine, event: Event) -> None:
     machine.read(event, f"home of c{chunk.index}")
     machine.occupy(event, f"c{chunk.index}", event.action.slot or 0, chunk.nbytes)
     machine.device[chunk.index] = payload
+
+
+def _open(machine: Machine, event: Event) -> None:
+    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it."""
+    chunk = machine.chunk(event)
+    if machine.is_grad(chunk.index):
+        held = machine.truth[chunk.index]
+        if held.grads:
+            machine.refuse(event, f"c{chunk.index} holds {held}, which would be lost")
+        machine.truth[chunk.index] = Payload()
+    elif chunk.index not in machine.facts.grad_chunk:
+        machine.refuse(event, f"c{chunk.index} holds what nothing else does: its gradients, or frozen parameters")
+    machine.occupy(event, f"c{chunk.index}", event.action.slot or 0, chunk.nbytes)
+    machine.device[chunk.index] = Payload() if machine.is_grad(chunk.index) else Payload(NOTHING)
 
 
 def _evict(machine: Machine, event: Event) -> None:
@@ -152,6 +166,7 @@ def _reduce(machine: Machine, event: Event) -> None:
 
 MOVES: dict[Op, Callable[[Machine, Event], None]] = {
     Op.FETCH: _fetch,
+    Op.OPEN: _open,
     Op.EVICT: _evict,
     Op.DROP: _drop,
     Op.LOAD: _load,

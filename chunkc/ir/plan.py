@@ -17,14 +17,14 @@ from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, S
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
 from chunkc.ir.work import Kind, Work
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
 ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
 """The graph whose segments a program of that role runs."""
-REPEATED_PROGRAMS = ("forward", "backward", "step", "evaluate")
-"""What runs in every iteration, or in every evaluation."""
+REPEATED_PROGRAMS = ("forward", "backward", "accumulate", "step", "evaluate")
+"""What runs in every iteration, or in every evaluation; ``Plan.iteration`` says how often."""
 Phase = Literal["cold", "saved", "graded"]
 
 
@@ -69,7 +69,7 @@ class State:
 
     ``resident`` pairs a target (``c3``, ``os3``) with the slot it occupies. ``phase`` says what the payloads of trained
     chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations of a forward wait for backward), ``graded``
-    grad16 of the finished backward.
+    grad16 of the finished backward. Where gradients have chunks of their own, payloads always hold param16.
     """
 
     phase: Phase
@@ -139,13 +139,17 @@ class Plan:
         programs: ``forward``, ``backward``, ``step``; ``restore`` (role ``step``: param16 from param32 instead of an
             update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold) and
             ``resume`` (from cold to there, for a backward after something else ran; it also begins with all streams
-            joined). A transition ends with all streams joined. A plan for evaluation has one program, ``evaluate``,
-            from cold to cold and joined like a transition, over the segments of its only graph, a forward graph.
+            joined). A transition ends with all streams joined. With micro-batches (``accumulate`` above 1) ``backward``
+            is that of the first of a step and ``accumulate`` that of the others: the same actions, but gradients are
+            added to what the gradient chunks hold, where the first opens these empty. A plan for evaluation has one
+            program, ``evaluate``, from cold to cold and joined like a transition, over the segments of its only graph,
+            a forward graph.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
         trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
             from eager operators; here the step leaves them as they are.
-        num_samples, num_tokens: of one iteration on this rank, as in `chunkc.ir.schedule.Schedule`; 0 where unknown.
+        accumulate: micro-batches (forwards and backwards) of an iteration, whose gradients one step takes; at most.
+        num_samples, num_tokens: of one micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`; 0 where unknown.
     """
 
     model: str
@@ -159,6 +163,7 @@ class Plan:
     trained_elsewhere: tuple[int, ...] = ()
     num_samples: int = 0
     num_tokens: int = 0
+    accumulate: int = 1
 
     @property
     def is_evaluation(self) -> bool:
@@ -181,6 +186,26 @@ class Plan:
                 return program
         raise KeyError(f"the plan has no program {name!r}; it has {', '.join(p.name for p in self.programs)}")
 
+    def iteration(self) -> tuple[Program, ...]:
+        """The programs of one iteration, or of one evaluation, in the order in which they run."""
+        if self.is_evaluation:
+            return (self.program("evaluate"),)
+        forward, later = self.program("forward"), self.accumulate - 1
+        more = (forward, self.program("accumulate")) * later if later else ()
+        return (forward, self.program("backward"), *more, self.program("step"))
+
+    def labelled(self) -> Iterator[tuple[Program, str, Action]]:
+        """Every action of one iteration, in order, with its program and a label that is its own.
+
+        From the second micro-batch on labels carry its number: ``2:f12``.
+        """
+        runs: dict[str, int] = {}
+        for program in self.iteration():
+            letter = ROLE_LETTER[program.role]
+            runs[letter] = number = runs.get(letter, 0) + 1
+            for label, action in program.labelled():
+                yield program, label if number == 1 else f"{number}:{label}", action
+
     def segment(self, name: str) -> Segment:
         """The segment called ``name``, for example ``bwd.3``."""
         for segment in self.segments:
@@ -192,9 +217,9 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that one iteration (forward, backward, step), or one evaluation, moves over ``h2d`` or ``d2h``."""
+        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over ``h2d`` or ``d2h``."""
         total = 0
-        for program in (p for p in self.programs if p.name in REPEATED_PROGRAMS):
+        for program in self.iteration():
             for action in program.actions:
                 if action.stream is stream and action.op in (Op.FETCH, Op.EVICT):
                     total += self.layout.chunks[action.index].used_nbytes
@@ -240,6 +265,7 @@ class Plan:
             trained_elsewhere=tuple(data["trained_elsewhere"]),
             num_samples=data["num_samples"],
             num_tokens=data["num_tokens"],
+            accumulate=data["accumulate"],
             stages=tuple(StageRecord(**s) for s in data["stages"]),
         )
 

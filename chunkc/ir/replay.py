@@ -21,17 +21,26 @@ from chunkc.ir.happens_before import Accesses, Event
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan, Segment, State
 
+NOTHING = -1
+
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Content of a chunk: param16 after ``version`` updates, but grad16 where a parameter is in ``grads``."""
+    """Content of a chunk: param16 after ``version`` updates, but grad16 where a parameter is in ``grads``.
+
+    ``added`` says of gradients in a gradient chunk in which micro-batches they landed, as (parameter, micro-batch). A
+    chunk that was opened and not yet written has version `NOTHING`.
+    """
 
     version: int = 0
     grads: frozenset[int] = frozenset()
     reduced: bool = False
+    added: frozenset[tuple[int, int]] = frozenset()
 
     def __str__(self) -> str:
-        held = f"param16 after {self.version} updates"
+        held = f"param16 after {self.version} updates" if self.version != NOTHING else "nothing"
+        if self.added:
+            return f"{len(self.added)} contributions to gradients of {len(self.grads)} parameters"
         return f"{held}, gradients of {len(self.grads)} parameters" if self.grads else held
 
 
@@ -43,6 +52,7 @@ class Facts:
         lands: per segment, the parameters whose gradient lands in each chunk.
         due: per chunk, all parameters whose gradient must land before its update (empty for gradient chunks).
         grad_chunk: per trained chunk that has one, its gradient chunk.
+        accumulates: whether several micro-batches may add to gradients before a step.
         to_update: the chunks of this rank that every step updates.
         overlaps: per slot, the slots that share bytes with it, itself included.
         needs_norm: whether the plan clips or scales, so that updates wait for ``decide``.
@@ -58,7 +68,8 @@ class Facts:
         for place in layout.placements:
             for chunk in place.chunks:
                 params[chunk].append(place.param)
-        self.grad_chunk = {c.partner: c.index for c in layout.chunks if c.partner is not None}
+        self.grad_chunk = layout.grad_chunks()
+        self.accumulates = plan.accumulate > 1
         self.params = [params[c.index if c.partner is None else c.partner] for c in layout.chunks]
         landed = {p for s in plan.segments for p in s.lands}
         self.due = [frozenset(params[c.index]) & landed for c in layout.chunks]
@@ -108,6 +119,7 @@ class Iteration:
         last_run: the event of that segment.
         normed, updated: chunks; decided: whether ``decide`` ran.
         grown_nbytes: elastic bytes taken.
+        num_micro_batches: backwards since the step before, the running one included.
     """
 
     next_segment: int = 0
@@ -118,6 +130,7 @@ class Iteration:
     updated: set[int] = field(default_factory=set)
     decided: bool = False
     grown_nbytes: int = 0
+    num_micro_batches: int = 0
 
 
 class Machine:

@@ -88,7 +88,7 @@ class _Walk:
     def __init__(self, plan: Plan) -> None:
         self._layout = plan.layout
         self._segments = {s.name: s for s in plan.segments}
-        self._grad_chunk = {c.partner: c.index for c in plan.layout.chunks if c.partner is not None}
+        self._grad_chunk = plan.layout.grad_chunks()
         self._params: list[list[int]] = [[] for _ in plan.layout.chunks]
         for place in plan.layout.placements:
             for chunk in place.chunks:
@@ -107,6 +107,8 @@ class _Walk:
 
     def run(self, program: Program) -> None:
         self._program = program.name
+        if program.name == "backward":
+            self._discard_gradients()
         for label, action in program.labelled():
             self._label, self._action = label, action
             handler = _HANDLERS.get(action.op)
@@ -117,6 +119,12 @@ class _Walk:
             for payload in self.changes:
                 if self._state(payload) is TensorState.HOLD_AFTER_FWD:
                     self._move(payload, TensorState.HOLD)
+
+    def _discard_gradients(self) -> None:
+        """The first backward of a step begins without what gradient chunks hold."""
+        for (param, chunk), changes in self.changes.items():
+            if self._layout.chunks[chunk].partner is not None and changes[-1].state is TensorState.HOLD_AFTER_BWD:
+                self._move((param, chunk), TensorState.FREE)
 
     def _params_of(self, chunk: int) -> list[int]:
         partner = self._layout.chunks[chunk].partner
@@ -151,6 +159,8 @@ class _Walk:
             raise PlanError(f"{self._program} {self._label} `{action}`: the plan has no segment {action.source}")
         for param in set(segment.lands) & set(self._params_of(action.index)):
             payload = (param, action.index)
+            if action.op is Op.ADD and self._state(payload) is TensorState.HOLD_AFTER_BWD:
+                continue  # it was a gradient and is one, with one contribution more
             if self._state(payload) is TensorState.FREE and self._layout.chunks[action.index].partner is not None:
                 self._move(payload, TensorState.HOLD)
             self._move(payload, TensorState.COMPUTE)
@@ -194,6 +204,7 @@ class _Walk:
 _HANDLERS = {
     Op.RUN: _Walk._on_run,
     Op.STASH: _Walk._on_stash,
+    Op.ADD: _Walk._on_stash,
     Op.UPDATE: _Walk._on_update,
     Op.RESTORE: _Walk._on_update,
     Op.GATHER: _Walk._on_gather,

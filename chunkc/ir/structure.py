@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from chunkc.errors import PlanError
@@ -18,10 +18,12 @@ PROGRAM_ROLES: dict[str, Role] = {
     "abandon": "transition",
     "resume": "transition",
 }
+ACCUMULATING_ROLES: dict[str, Role] = {**PROGRAM_ROLES, "accumulate": "backward"}
 EVALUATION_ROLES: dict[str, Role] = {"evaluate": "evaluate"}
 _PHASES: dict[str, tuple[Phase, Phase]] = {
     "forward": ("cold", "saved"),
     "backward": ("saved", "graded"),
+    "accumulate": ("saved", "graded"),
     "step": ("graded", "cold"),
     "restore": ("graded", "cold"),
     "abandon": ("saved", "cold"),
@@ -33,9 +35,10 @@ _MOVES = frozenset(
 )  # fmt: skip
 _ALLOWED: dict[str, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
-    "backward": _MOVES | {Op.RUN, Op.STASH, Op.NORM, Op.REDUCE},
-    "step": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
-    "restore": _MOVES | {Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
+    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.NORM, Op.REDUCE},
+    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.REDUCE},
+    "step": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
+    "restore": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
     "resume": _MOVES,
     "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
@@ -55,6 +58,8 @@ def check_structure(plan: Plan) -> None:
     if not plan.is_evaluation:
         _check_gradients(plan)
         _check_lengths(plan.program("step"), plan.program("restore"))
+        if plan.accumulate > 1:
+            _check_lengths(plan.program("backward"), plan.program("accumulate"))
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
         lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in (*plan.programs, program)}
@@ -68,7 +73,9 @@ def check_structure(plan: Plan) -> None:
     if plan.is_evaluation:
         _check_evaluation(plan.layout, plan.program("evaluate"))
     else:
-        _check_restore(plan)
+        _check_twins(plan.program("step"), plan.program("restore"), {Op.UPDATE: Op.RESTORE})
+        if plan.accumulate > 1:
+            _check_twins(plan.program("backward"), plan.program("accumulate"), {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD})
         _check_states(plan)
 
 
@@ -154,6 +161,18 @@ def _check_gradients(plan: Plan) -> None:
             raise PlanError(f"c{item.index} cannot hold the gradients of c{item.partner}")
         if layout.owner(item.index) != layout.owner(item.partner):
             raise PlanError(f"c{item.index} and its partner c{item.partner} belong to different ranks")
+    if plan.accumulate > 1:
+        _check_accumulation(layout)
+
+
+def _check_accumulation(layout: Layout) -> None:
+    """Every trained chunk has a gradient chunk: the next micro-batch reads the parameters again."""
+    if layout.world_size > 1:
+        raise PlanError(f"a plan with micro-batches is for one rank, this one is for {layout.world_size}")
+    beside = layout.grad_chunks()
+    for chunk in layout.chunks:
+        if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in beside:
+            raise PlanError(f"c{chunk.index} has no gradient chunk, but its parameters are read by later micro-batches")
 
 
 def _check_segments(plan: Plan) -> None:
@@ -185,7 +204,10 @@ def _check_memory(plan: Plan) -> None:
 
 def _check_programs(plan: Plan) -> None:
     names = [p.name for p in plan.programs]
-    roles = EVALUATION_ROLES if plan.is_evaluation else PROGRAM_ROLES
+    if plan.accumulate < 1:
+        raise PlanError(f"an iteration has one micro-batch or more, not {plan.accumulate}")
+    roles = ACCUMULATING_ROLES if plan.accumulate > 1 else PROGRAM_ROLES
+    roles = EVALUATION_ROLES if plan.is_evaluation else roles
     if sorted(names) != sorted(roles):
         raise PlanError(f"a plan has the programs {', '.join(roles)}; found {', '.join(names)}")
     for program in plan.programs:
@@ -222,18 +244,23 @@ def _target_exists(layout: Layout, action: Action) -> bool:
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 
 
-def _check_lengths(step: Program, restore: Program) -> None:
-    if len(step.actions) != len(restore.actions):
-        raise PlanError(f"restore has {len(restore.actions)} actions and step {len(step.actions)}; they must match")
+def _check_lengths(first: Program, second: Program) -> None:
+    if len(first.actions) != len(second.actions):
+        raise PlanError(
+            f"{second.name} has {len(second.actions)} actions and {first.name} {len(first.actions)}; they must match"
+        )
 
 
-def _check_restore(plan: Plan) -> None:
-    """Labels of the step are valid for whichever of step and restore ran: they must match action for action."""
-    step, restore = plan.program("step"), plan.program("restore")
-    for (label, first), second in zip(step.labelled(), restore.actions, strict=True):
-        op = Op.RESTORE if first.op is Op.UPDATE else first.op
-        if (op, first.target, first.slot) != (second.op, second.target, second.slot):
-            raise PlanError(f"restore {label} `{second}` does not match `{first}` at the same position of step")
+def _check_twins(program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
+    """Labels are valid for whichever of two programs of one role ran: they must match action for action, but for
+    ``swaps``."""
+    for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
+        op = swaps.get(first.op, first.op)
+        wanted = (op, first.target, first.slot, first.source)
+        if wanted != (second.op, second.target, second.slot, second.source):
+            raise PlanError(
+                f"{twin.name} {label} `{second}` does not match `{first}` at the same position of {program.name}"
+            )
 
 
 def _static(layout: Layout) -> Iterator[str]:
@@ -264,7 +291,13 @@ def _check_states(plan: Plan) -> None:
     forward, backward, step = (plan.program(n) for n in ("forward", "backward", "step"))
     restore, abandon, resume = (plan.program(n) for n in ("restore", "abandon", "resume"))
     links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore), (resume, backward)]
-    links += [(before, after) for before in (step, restore, abandon) for after in (forward, resume)]
+    ends = [step, restore, abandon]
+    if plan.accumulate > 1:
+        later = plan.program("accumulate")
+        links += [(before, later) for before in (forward, resume)]
+        links += [(before, after) for before in (backward, later, abandon) for after in (step, restore)]
+        ends += [backward, later]
+    links += [(before, after) for before in ends for after in (forward, resume)]
     for before, after in links:
         if set(before.exit.resident) != set(after.entry.resident):
             raise PlanError(f"{_difference(before.exit, after.entry)} between {before.name} and {after.name}")

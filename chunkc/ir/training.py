@@ -1,8 +1,9 @@
-"""Effects of the actions that compute: run, stash, norm, decide, update, restore, grow, shrink.
+"""Effects of the actions that compute: run, stash, add, norm, decide, update, restore, grow, shrink.
 
 Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
-overlay is no parameter any more. An update runs where gradients and triple stand: on ``cpu`` at their homes, on
-``compute`` in their slots.
+overlay is no parameter any more. Where micro-batches add to gradient chunks, each lands once in every micro-batch, and
+an update finds the contributions of all of them. An update runs where gradients and triple stand: on ``cpu`` at their
+homes, on ``compute`` in their slots.
 """
 
 from __future__ import annotations
@@ -97,10 +98,34 @@ def _stash(machine: Machine, event: Event) -> None:
     if held.reduced:
         machine.refuse(event, f"the gradients in c{chunk} are already reduced")
     machine.write(event, f"slot d{machine.slot_of[f'c{chunk}']}")
-    machine.device[chunk] = machine.truth[chunk] = Payload(held.version, held.grads | landing)
+    machine.device[chunk] = machine.truth[chunk] = _landed(machine, event, held, landing)
     done = {(p, mapped) for p in landing}
     iteration.landing -= done
     iteration.stashed |= done
+
+
+def _landed(machine: Machine, event: Event, held: Payload, landing: frozenset[int]) -> Payload:
+    """``held`` with one more contribution to each gradient of ``landing``."""
+    chunk = event.action.index
+    if not (machine.facts.accumulates and machine.is_grad(chunk)):
+        if event.action.op is Op.ADD:
+            machine.refuse(event, f"c{chunk} is no gradient chunk to which micro-batches add")
+        return Payload(held.version, held.grads | landing)
+    lost = landing & held.grads
+    if lost and event.action.op is Op.STASH:
+        machine.refuse(event, f"it overwrites the gradient of {machine.facts.name(min(lost))}: that is lost")
+    number = machine.iteration.num_micro_batches
+    return Payload(held.version, held.grads | landing, added=held.added | {(p, number) for p in landing})
+
+
+def _refuse_lost(machine: Machine, event: Event, chunk: int, held: Payload) -> None:
+    """Refuse unless each gradient in gradient chunk ``chunk`` has the contributions of all micro-batches."""
+    num = machine.iteration.num_micro_batches
+    due = {(p, number) for p in machine.facts.due_in(chunk) for number in range(1, num + 1)}
+    if machine.facts.accumulates and held.added != due:
+        param, number = min(due.symmetric_difference(held.added))
+        name = machine.facts.name(param)
+        machine.refuse(event, f"the contribution of micro-batch {number} of {num} to the gradient of {name} is lost")
 
 
 def _gradients(machine: Machine, event: Event, chunk: int) -> None:
@@ -108,11 +133,13 @@ def _gradients(machine: Machine, event: Event, chunk: int) -> None:
     missing = machine.facts.due[chunk]
     beside = machine.facts.grad_chunk.get(chunk)
     for source in (chunk,) if beside is None else (chunk, beside):
-        if not machine.truth[source].grads:
+        if not machine.truth[source].grads and not (machine.facts.accumulates and source == beside):
             continue
         held = _here(machine, event, source)
         if machine.layout.world_size > 1 and not held.reduced:
             machine.refuse(event, f"the gradients in c{source} are not reduced")
+        if source == beside:
+            _refuse_lost(machine, event, source, held)
         missing -= held.grads
     if missing:
         names = ", ".join(machine.facts.name(p) for p in sorted(missing))
@@ -167,7 +194,12 @@ def _update(machine: Machine, event: Event) -> None:
             machine.refuse(event, "it must follow decide")
         machine.read(event, "decision")
     _gradients(machine, event, chunk)
-    _here(machine, event, chunk)
+    if chunk not in facts.grad_chunk:
+        _here(machine, event, chunk)
+    elif event.action.stream is Stream.COMPUTE:
+        machine.slot(event, f"c{chunk}")  # written whole, so that it may be open
+    elif chunk not in machine.home:
+        machine.refuse(event, f"c{chunk} has no host home")
     _step(machine, event, chunk)
     iteration.updated.add(chunk)
 
@@ -231,8 +263,21 @@ def finish(machine: Machine, program: Program) -> str | None:
         return f"{iteration.grown_nbytes} elastic bytes are not returned by shrink"
     iteration.next_segment, iteration.last_run = 0, None
     if program.role == "step":
-        iteration.stashed, iteration.normed, iteration.updated, iteration.decided = set(), set(), set(), False
+        iteration.normed, iteration.updated, iteration.decided, iteration.num_micro_batches = set(), set(), False, 0
+    if program.role == "step" or facts.accumulates:
+        iteration.stashed = set()
     return None
+
+
+def begin(machine: Machine, program: Program) -> None:
+    """What ``program`` changes by being the next one: a backward is one more micro-batch, or the first of a step."""
+    if program.role != "backward" or not machine.facts.accumulates:
+        return
+    if program.name == "backward":
+        machine.iteration.num_micro_batches = 0
+        for chunk in machine.facts.grad_chunk.values():
+            _discard(machine, chunk)
+    machine.iteration.num_micro_batches += 1
 
 
 def _renew_remote(machine: Machine) -> None:
@@ -247,6 +292,7 @@ EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
     **MOVES,
     Op.RUN: _run,
     Op.STASH: _stash,
+    Op.ADD: _stash,
     Op.NORM: _norm,
     Op.DECIDE: _decide,
     Op.UPDATE: _update,

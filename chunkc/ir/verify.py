@@ -24,7 +24,7 @@ from chunkc.ir.plan import Plan, Program
 from chunkc.ir.replay import Facts, Machine
 from chunkc.ir.states import payload_states
 from chunkc.ir.structure import check_structure
-from chunkc.ir.training import EFFECTS, finish
+from chunkc.ir.training import EFFECTS, begin, finish
 
 _PROGRAMS = {
     "F": "forward",
@@ -34,9 +34,14 @@ _PROGRAMS = {
     "A": "abandon",
     "U": "resume",
     "E": "evaluate",
+    "C": "accumulate",
 }
 SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR UBR FA UBS UBS FA F".replace(" ", "")
 """Every legal pair of programs after each legal predecessor, from a cold start."""
+ACCUMULATING = "FA FBS FBS FBR FBFCS FBFCFCS FBFCR FBFA UCS UBS UBFCR UBUCS FCUCR FBFBS FBFCUBS FBUCFA FBFAS F".replace(
+    " ", ""
+)
+"""The same where micro-batches add to gradients: ``C`` is the backward of any but the first of a step."""
 EVALUATIONS = "EEE"
 """The same for a plan of an evaluation."""
 
@@ -52,7 +57,7 @@ def verify(plan: Plan) -> None:
     check_structure(plan)
     facts = Facts(plan)
     moments = {p.name: _moments(p) for p in plan.programs}
-    sequence = EVALUATIONS if plan.is_evaluation else SEQUENCE
+    sequence = EVALUATIONS if plan.is_evaluation else ACCUMULATING if facts.accumulates else SEQUENCE
     machine = Machine(facts, plan.program(_PROGRAMS[sequence[0]]).entry)
     order = HappensBefore()
     for letter in sequence:
@@ -61,7 +66,8 @@ def verify(plan: Plan) -> None:
     if plan.is_evaluation:
         payload_states(plan, ("evaluate", "evaluate"))
     else:
-        payload_states(plan, [_PROGRAMS[letter] for letter in "FBSFBRFAUBS"])
+        states = "FBFCSFBRFAUBFCFBUCR" if facts.accumulates else "FBSFBRFAUBS"
+        payload_states(plan, [_PROGRAMS[letter] for letter in states])
 
 
 def verify_beside(evaluation: Plan, training: Plan) -> None:
@@ -86,6 +92,7 @@ def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order:
     if program.name == "resume":
         order.join()
     order.begin(program)
+    begin(machine, program)
     for position, action in enumerate(program.actions):
         EFFECTS[action.op](machine, order.issue(program, position, moments[position]))
     left_undone = finish(machine, program)
@@ -117,6 +124,6 @@ def _moments(program: Program) -> tuple[str, ...]:
     return tuple(reversed(found))
 
 
-def replayed_pairs() -> frozenset[str]:
-    """The pairs of programs that are replayed, as two letters (F, B, S, R, A, U)."""
-    return frozenset(a + b for a, b in pairwise(SEQUENCE))
+def replayed_pairs(sequence: str = SEQUENCE) -> frozenset[str]:
+    """The pairs of programs that are replayed in ``sequence``, as two letters (F, B, C, S, R, A, U)."""
+    return frozenset(a + b for a, b in pairwise(sequence))

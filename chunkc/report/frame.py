@@ -18,7 +18,7 @@ from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
+from chunkc.ir.plan import Plan, Program
 
 _SHORTEST_WAIT = 1e-9
 
@@ -136,7 +136,7 @@ def clock_of(plan: Plan, timeline: Timeline | None) -> tuple[Clock, float]:
         ChunkcError: when the timeline is one of another plan.
     """
     if timeline is None:
-        labels = [label for program in programs_of(plan) for label, _ in program.labelled()]
+        labels = [label for _, label, _ in plan.labelled()]
         return {label: (float(i), float(i + 1)) for i, label in enumerate(labels)}, float(max(1, len(labels)))
     if timeline.plan_digest != plan.digest():
         raise ChunkcError(
@@ -149,13 +149,8 @@ def clock_of(plan: Plan, timeline: Timeline | None) -> tuple[Clock, float]:
 
 def _origin_ms(plan: Plan, timeline: Timeline) -> float:
     """The start of the first segment; of the first action where there is none."""
-    first = next((label for label, action in programs_of(plan)[0].labelled() if action.op is Op.RUN), None)
+    first = next((label for _, label, action in plan.labelled() if action.op is Op.RUN), None)
     return next((s.start_ms for s in timeline.slices if s.label == first), 0.0)
-
-
-def programs_of(plan: Plan) -> tuple[Program, ...]:
-    """The programs of one iteration, in order."""
-    return tuple(program for program in plan.programs if program.name in REPEATED_PROGRAMS)
 
 
 def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
@@ -165,11 +160,7 @@ def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
         ChunkcError: when the timeline is one of another plan.
     """
     clock, period = clock_of(plan, timeline)
-    found = [
-        _bar(plan, program, label, action, clock[label], period)
-        for program in programs_of(plan)
-        for label, action in program.labelled()
-    ]
+    found = [_bar(plan, program, label, action, clock[label], period) for program, label, action in plan.labelled()]
     order = {stream: number for number, stream in enumerate(Stream)}
     bars = tuple(sorted(found, key=lambda bar: (order[bar.stream], bar.start)))
     in_ms = timeline is not None
@@ -181,7 +172,7 @@ def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
 def _in_order(plan: Plan) -> tuple[Phase, ...]:
     """One phase for each program that has actions, as wide as they are many."""
     found, start = [], 0
-    for program in programs_of(plan):
+    for program in plan.iteration():
         end = start + len(program.actions)
         found.append(Phase(program.name, float(start), float(end)))
         start = end

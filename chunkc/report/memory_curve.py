@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import islice
 
 from chunkc.cost.timeline import Timeline
-from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op
+from chunkc.ir.actions import FROM_SLOT, LANDINGS, TO_SLOT, Action, Op
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
-from chunkc.report.frame import Clock, clock_of, pieces, programs_of
+from chunkc.report.frame import Clock, clock_of, pieces
 
 _SLACK = 1e-6
 """Part of the period by which a steady iteration may differ from the one before."""
@@ -118,9 +119,8 @@ class _Replay:
         """Of all targets; one that passes the end of the iteration is one interval."""
         for target, _ in self.plan.cold.resident:
             self.standing[target] = (*self._facts(target), None)
-        for program in programs_of(self.plan):
-            for label, action in program.labelled():
-                self._apply(action, *self.clock[label])
+        for _, label, action in self.plan.labelled():
+            self._apply(action, *self.clock[label])
         for target, (kind, nbytes, since) in self.standing.items():
             before = self.since_before.pop(target, None)
             if since is None:
@@ -181,9 +181,10 @@ def _reserved(plan: Plan, clock: Clock, period: float) -> Iterator[_Held]:
     nonmodel = {s.name: s.nonmodel_nbytes for s in plan.segments}
     running: tuple[int, float] | None = None
     grown: list[tuple[int, float]] = []
-    for program in programs_of(plan):
+    labels = iter(plan.labelled())
+    for program in plan.iteration():
         done = 0.0
-        for label, action in program.labelled():
+        for _, label, action in islice(labels, len(program.actions)):
             start, end = clock[label]
             if running is not None and action.op in (Op.RUN, Op.GROW, Op.SHRINK):
                 yield _Held(Kind.NONMODEL, running[0], running[1], start)
@@ -194,7 +195,7 @@ def _reserved(plan: Plan, clock: Clock, period: float) -> Iterator[_Held]:
                 grown.append((action.index, start))
             elif action.op is Op.SHRINK:
                 yield from _returned(grown, action.index, end)
-            if action.op in (Op.RUN, Op.STASH):
+            if action.op in (Op.RUN, *LANDINGS):
                 done = end
         if running is not None and program.role != "forward":
             yield _Held(Kind.NONMODEL, running[0], running[1], done)

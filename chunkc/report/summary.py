@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.plan import Plan
 from chunkc.report.moments import moved_nbytes
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, unit_of
 
@@ -134,7 +134,7 @@ def _held_numel(layout: Layout) -> list[int]:
 
 def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     """Copies over the link in one iteration, by action; the totals are `Plan.moved_nbytes`."""
-    actions = [action for p in plan.programs if p.name in REPEATED_PROGRAMS for action in p.actions]
+    actions = [action for _, _, action in plan.labelled()]
     kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
     for op, noun in kinds:
         copies = [a for a in actions if a.op is op]

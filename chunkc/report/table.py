@@ -26,6 +26,7 @@ _LEFT_ALIGNED = (0, 2)
 _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
+    "accumulate": ", in place of backward from the second micro-batch of a step on",
     "restore": ", in place of step: gradients are given up, nothing is updated",
     "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",

@@ -12,7 +12,7 @@ from typing import Any
 from chunkc.cost.timeline import Slice, Timeline
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
-from chunkc.report.frame import clock_of, programs_of
+from chunkc.report.frame import clock_of
 from chunkc.report.memory_curve import memory_curve
 
 _MIB = 1024**2
@@ -44,9 +44,11 @@ def _counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _arrows(plan: Plan, timeline: Timeline, events: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """From what brings chunks to the segments that wait for it, in the same iteration."""
     tracks = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
-    segments = [
-        (label, action.waits) for p in programs_of(plan) for label, action in p.labelled() if action.op is Op.RUN
-    ]
+    segments, latest = list[tuple[str, list[str]]](), dict[str, str]()
+    for _, label, action in plan.labelled():
+        latest[label.rpartition(":")[2]] = label
+        if action.op is Op.RUN:
+            segments.append((label, [latest[name] for name in action.waits if name in latest]))
     number = 0
     for slices in (timeline.slices, timeline.next_slices):
         by_label = {s.label: s for s in slices}

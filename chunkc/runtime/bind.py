@@ -6,7 +6,7 @@ the actions before it. What changes from step to step (values of the graphs, byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,9 +60,13 @@ class CompiledGraph:
 
 @dataclass(slots=True)
 class Frame:
-    """What changes while programs run: values by name, and the bytes that the latest run of each program moved."""
+    """What changes while programs run: values by name, and the bytes that the latest run of each program moved.
+
+    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
+    """
 
     env: dict[str, Any] = field(default_factory=dict)
+    accumulated: Set[int] = frozenset()
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
 
 
@@ -83,7 +87,8 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
-        updates: the update of every place at which a chunk is updated: chunk, its slot and its triple's, or None.
+        updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
+            gradient chunk's (-1 where there is none), or None.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
     """
 
@@ -92,7 +97,7 @@ class Binder:
     device: Device
     graphs: Mapping[str, CompiledGraph]
     frame: Frame
-    updates: dict[tuple[int, tuple[int, int] | None], Update] = field(default_factory=dict)
+    updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
     _program: str = ""
     _resident: dict[str, int] = field(default_factory=dict)
@@ -112,12 +117,14 @@ class Binder:
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
             Op.FETCH: self._fetch,
+            Op.OPEN: self._open,
             Op.EVICT: self._evict,
             Op.DROP: self._drop,
             Op.LOAD: self._load,
             Op.STORE: self._store,
             Op.RUN: self._run,
             Op.STASH: self._stash,
+            Op.ADD: self._stash,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -135,6 +142,11 @@ class Binder:
         chunk, slot = self._chunk(action), self._slot(action)
         self._resident[action.target] = slot
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
+
+    def _open(self, action: Action) -> Callable[[], None]:
+        """Nothing to do: what the slot holds until it is written is nobody's."""
+        self._resident[action.target] = self._slot(action)
+        return _nothing
 
     def _evict(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
@@ -224,44 +236,58 @@ class Binder:
         compiled, chunk = self.graphs["backward"], self._chunk(action)
         names = {param: name for name, param in compiled.gradients.items()}
         placements, last_use = self.plan.layout.placements, compiled.graph.last_use
+        mapped, adds = chunk.index if chunk.partner is None else chunk.partner, action.op is Op.ADD
         landing = []
         for param in segment.lands:
-            if chunk.index in placements[param].chunks:
+            if mapped in placements[param].chunks:
                 name = names[param]
-                is_last = last_use.get(name, -1) <= segment.index and chunk.index == placements[param].chunks[-1]
-                landing.append((name, is_last, self._land(param, chunk)))
+                is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
+                landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
         frame = self.frame
 
         def stash() -> None:
-            for name, is_last, land in landing:
-                land(frame.env.pop(name) if is_last else frame.env[name])
+            for param, name, is_last, target, part_of in landing:
+                gradient = part_of(frame.env.pop(name) if is_last else frame.env[name])
+                if adds and param in frame.accumulated:
+                    target.add_(gradient)
+                else:
+                    target.copy_(gradient)
 
         return stash
 
-    def _land(self, param: int, chunk: Chunk) -> Callable[[torch.Tensor], None]:
-        """Copies the elements of a gradient that belong in ``chunk``."""
+    def _landing(
+        self, param: int, chunk: Chunk, mapped: int
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Where the elements of a gradient that belong in ``chunk`` go, and what takes them out of it; ``mapped`` is
+        the chunk in which the parameter's own elements are."""
+        slot = self._resident[f"c{chunk.index}"]
         if self.plan.layout.placements[param].num_chunks == 1:
-            payload = self._payload(param)
-            return lambda gradient: _copy_into(payload, gradient)
+            return self.store.param_in_slot(param, slot), _whole
         info = self.plan.layout.params[param]
         memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
-        part = next(p for p in self.store.parts(param) if p.chunk == chunk.index)
-        target = self.store.payload_slot(chunk, self._resident[f"c{chunk.index}"])[part.start : part.end]
+        part = next(p for p in self.store.parts(param) if p.chunk == mapped)
+        target = self.store.payload_slot(chunk, slot)[part.start : part.end]
         span = slice(part.first, part.first + part.end - part.start)
-        return lambda gradient: _copy_into(target, gradient.permute(memory_order).reshape(-1)[span])
+        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
 
     def _update_of(self, action: Action) -> Update:
         chunk, slots = self._chunk(action), None
+        beside = self.plan.layout.grad_chunks().get(chunk.index)
+        grad_chunk = None if beside is None else self.plan.layout.chunks[beside]
         if action.stream is Stream.COMPUTE:
-            slots = self._resident[action.target], self._resident[f"os{chunk.index}"]
+            gradient_slot = -1 if beside is None else self._resident[f"c{beside}"]
+            slots = self._resident[action.target], self._resident[f"os{chunk.index}"], gradient_slot
         key = (chunk.index, slots)
         if key not in self.updates:
+            store, gradient = self.store, None
             if slots is None:
-                payload, triple = self.store.payload_home(chunk), self.store.triple_home(chunk)
+                payload, triple = store.payload_home(chunk), store.triple_home(chunk)
+                gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
             else:
-                payload, triple = self.store.payload_slot(chunk, slots[0]), self.store.triple_slot(chunk, slots[1])
-            pieces = self.store.pieces(chunk.index)
-            self.updates[key] = self.device.make_update(action.stream, payload, triple.tensors, pieces)
+                payload, triple = store.payload_slot(chunk, slots[0]), store.triple_slot(chunk, slots[1])
+                gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
+            pieces = store.pieces(chunk.index)
+            self.updates[key] = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
 
@@ -279,5 +305,9 @@ class Binder:
         return recover
 
 
-def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    target.copy_(source)
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+def _nothing() -> None:
+    pass

@@ -7,7 +7,7 @@ environment by name and leave it at their last use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -48,13 +48,15 @@ class Executor:
         self._graphs = {"forward": forward, "backward": backward}
         self._frame = Frame()
         self._events: dict[str, Event] = {}
+        self._is_stepped = True
         binder = Binder(plan, store, device, self._graphs, self._frame)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation."""
+        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation; with several
+        micro-batches, since the first forward of the latest step."""
         return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS)
 
     def forward(self, args: list[Any]) -> list[Any]:
@@ -67,9 +69,14 @@ class Executor:
         self.join()
         return outputs
 
-    def backward(self, args: list[Any]) -> list[Any]:
-        """Run the backward program; gradients of parameters land in chunks and come back as None."""
-        return self._run_graph("backward", "backward", args)
+    def backward(self, args: list[Any], accumulated: Set[int] = frozenset()) -> list[Any]:
+        """Run a backward program; gradients of parameters land in chunks and come back as None.
+
+        Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
+        land are added to them.
+        """
+        self._frame.accumulated = accumulated
+        return self._run_graph("accumulate" if accumulated else "backward", "backward", args)
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
@@ -126,7 +133,11 @@ class Executor:
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device, moved = self._events, self._device, self._frame.moved_nbytes
         launch = device.launch if self._paced_launch is None else self._paced_launch
-        moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
+        if self.plan.accumulate > 1 and name == "forward" and self._is_stepped:
+            moved.clear()
+        self._is_stepped = name in ("step", "restore") or (self._is_stepped and name != "forward")
+        for stream in (Stream.H2D, Stream.D2H):
+            moved[name, stream] = moved.get((name, stream), 0) if self.plan.accumulate > 1 else 0
         for position, bound in enumerate(self._programs[name]):
             waits = [events[w] for w in bound.waits if w in events]
             work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)

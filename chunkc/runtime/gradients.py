@@ -1,11 +1,12 @@
 """Where the gradients of one model are between its backward and the step, and what ``param.grad`` shows of them.
 
-    landed   in the chunk, over the parameter's payload, where the backward program put it
+    landed   in the chunk, over the parameter's payload or in a gradient chunk, where the backward program put it
     apart    a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
              or no plan has laid out chunks yet
 
 A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward, so
-that a handle that was kept never shows the gradient of a later one.
+that a handle that was kept never shows the gradient of a later one. Where micro-batches add up, it is that of the first
+of them that had a gradient, as in autograd, and shows the sum.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from chunkc.errors import AccumulationError
 from chunkc.runtime.params import ManagedTensor, ParamStore, inner_of
 
 
@@ -24,10 +24,11 @@ class Gradients:
     """The gradients of one model's parameters, by index.
 
     Attributes:
-        landed: parameters whose payload is a gradient.
+        landed: parameters whose gradient stands in a chunk.
         apart: parts of gradients that do not stand in chunks, in compute dtype and host memory.
-        zeroed: parameters whose ``grad`` was zeroed in place.
+        zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
+        num_micro_batches: backwards whose gradients add up since the last step.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
@@ -35,8 +36,11 @@ class Gradients:
         self.apart: dict[int, torch.Tensor] = {}
         self.zeroed: set[int] = set()
         self.stamp = 0
+        self.num_micro_batches = 0
         self._params, self._store = params, store
         self._handles: dict[int, ManagedTensor] = {}
+        self._stamps: dict[int, int] = {}
+        self._live: set[int] = set()
         self._replaced: dict[int, torch.Tensor] = {}
         self._backward: int | None = None
         self._call = -1
@@ -52,32 +56,43 @@ class Gradients:
         grad = self._params[index].grad
         return grad is not None and grad is self._handles.get(index)
 
+    def is_kept(self, index: int) -> bool:
+        """Whether the parameter's gradient stands somewhere and can be stepped."""
+        return index in self.landed or index in self.apart
+
+    def stamp_of(self, index: int) -> int:
+        """Of the handle that shows the parameter's gradient."""
+        return self._stamps.get(index, self.stamp)
+
+    def drop_removed(self) -> None:
+        """Forget gradients that ``param.grad`` shows no more; count micro-batches anew where none is left of them."""
+        for index in [i for i in (*self.landed, *self.apart) if not self.is_handle(i)]:
+            self.landed.discard(index)
+            self.apart.pop(index, None)
+            self._live.discard(index)
+        if not any(i not in self.zeroed for i in (*self.landed, *self.apart)):
+            self.num_micro_batches = 0
+
     def waiting(self) -> list[int]:
         """Parameters that show a gradient which nobody has zeroed."""
-        return [i for i, p in enumerate(self._params) if p.grad is not None and i not in self.zeroed]
+        shown = [i for i, p in enumerate(self._params) if p.grad is not None]
+        return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
 
     def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
-        """Whether ``graph``, which ran forward in ``call``, goes on with the backward that landed the latest gradients.
+        """Whether ``graph``, which ran forward in ``call``, goes on with the latest micro-batch of ``backward``.
 
         ``num_forwards``: how often it ran there, as a frame does that a forward comes to more than once.
-
-        Raises:
-            AccumulationError: when it belongs to that backward, but would add a second contribution to it.
         """
-        if not self.pending or backward != self._backward:
-            return False
-        if call != self._call or self._ran[graph] >= num_forwards:
-            raise AccumulationError(
-                "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
-                "over micro-batches, which was not declared. Call backward() and step() for each loss, or run both "
-                "batches as one. The gradients of this backward are discarded"
-            )
-        return True
+        return backward == self._backward and call == self._call and self._ran[graph] < num_forwards
+
+    def is_under_way(self, backward: int) -> bool:
+        """Whether ``backward`` landed the latest gradients."""
+        return self.pending and backward == self._backward
 
     def begin(self, backward: int, call: int) -> None:
-        """A new backward: what earlier ones handed out is old."""
+        """A new backward, or one more micro-batch."""
         self.stamp += 1
-        self.zeroed.clear()
+        self.num_micro_batches += 1
         self._ran.clear()
         self._backward, self._call = backward, call
 
@@ -99,18 +114,25 @@ class Gradients:
         self._ran[graph] += 1
         for index in indexes:
             param = self._params[index]
-            if param.grad is not None and not self.is_handle(index) and index not in self.zeroed:
+            if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
                 self.add(index, param.grad.detach().clone())
+            self.zeroed.discard(index)
+            if self.is_handle(index) and index in self._live:
+                continue  # one tensor, to which each backward adds
             shell = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
             param.grad = self._handles[index]
+            self._stamps[index] = self.stamp
+            self._live.add(index)
 
     def forget(self) -> None:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
         self.landed.clear()
         self.apart.clear()
         self._replaced.clear()
+        self._live.clear()
+        self.num_micro_batches = 0
 
     def take_back(self) -> None:
         """Gradients are lost: parameters show what they showed before this model handed them out."""

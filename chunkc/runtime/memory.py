@@ -11,7 +11,7 @@ the device need not hold the model.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -34,15 +34,19 @@ class ModelMemory:
 
     Attributes:
         infos: all parameters by index, in compute dtype.
+        accumulate: backwards whose gradients one step may take; with more than one, gradients overlay no parameter.
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
         accounting: reservation on the device and what was measured of it.
     """
 
-    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
+    def __init__(
+        self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device, accumulate: int = 1
+    ) -> None:
         """``params`` become managed: the same objects afterwards, in compute dtype, with values in a staging store."""
         self.infos = tuple(infos)
+        self.accumulate = accumulate
         self.owners: dict[int, object] = {}
         self.device = device
         self.accounting = Accounting(device)
@@ -140,7 +144,7 @@ class ModelMemory:
         else:
             self.to_cold()
             exact = keep_master(self._values.read_param(index), value)
-            self._values.write_param(index, exact, payload=index not in self.gradients.landed)
+            self._values.write_param(index, exact, payload=index not in self._overlaid())
         self._raise_versions([index])
 
     def _raise_versions(self, indexes: Iterable[int]) -> None:
@@ -149,6 +153,10 @@ class ModelMemory:
         torch.autograd.graph.increment_version(shells)
 
     # Gradients.
+
+    def _overlaid(self) -> Set[int]:
+        """Parameters whose payload is a gradient now."""
+        return self.gradients.landed if self.accumulate == 1 else frozenset()
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
@@ -173,7 +181,7 @@ class ModelMemory:
 
     def zero_grad(self, index: int, stamp: int) -> None:
         """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
-        if self.gradients.pending or stamp != self.gradients.stamp:
+        if self.gradients.is_kept(index) or stamp != self.gradients.stamp_of(index):
             zeros = torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype, device="cpu")
             self.write_grad(index, stamp, zeros)
         self.gradients.zeroed.add(index)
@@ -181,9 +189,9 @@ class ModelMemory:
     def _require_gradient(self, index: int, stamp: int) -> None:
         self.drain()
         found = self.gradients
-        if stamp != found.stamp or not (index in found.landed or index in found.apart):
+        if stamp != found.stamp_of(index) or not found.is_kept(index):
             reason = "was consumed by step()" if self._consumed else "was discarded"
-            if stamp != found.stamp:
+            if stamp != found.stamp_of(index):
                 reason = "of an earlier backward is gone"
             raise ChunkcError(
                 f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "

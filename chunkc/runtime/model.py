@@ -4,8 +4,10 @@ Programs meet in the cold state: payloads at home, static residents in place. A 
 device for the backward that usually follows; when something else comes first they go (``abandon``), and come back
 (``resume``) when the backward is called after all. Gradients overlay payloads until they are stepped or discarded;
 discarding them restores the payloads from param32. So every order of forwards, backwards, evaluations and steps that
-autograd allows is either carried out exactly or, where it adds up gradients of several backwards, refused before
-anything has changed. An exception inside a program brings the model back to cold, with the parameters of the last step.
+autograd allows is either carried out exactly or, where it adds up gradients of more backwards than were declared,
+refused before anything has changed. Where several are declared, gradients have chunks of their own, payloads stay
+parameters, and any number of forwards and evaluations may come in between. An exception inside a program brings the
+model back to cold, with the parameters of the last step; inside a backward, gradients since then are gone.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import Node
 
@@ -38,8 +41,10 @@ class ModelRuntime(ModelMemory):
         plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
     """
 
-    def __init__(self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device) -> None:
-        super().__init__(infos, params, device)
+    def __init__(
+        self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device, accumulate: int = 1
+    ) -> None:
+        super().__init__(infos, params, device, accumulate)
         self.num_forwards = 0
         self.executors: dict[object, Executor] = {}
         self._broken = False
@@ -60,7 +65,7 @@ class ModelRuntime(ModelMemory):
     @property
     def can_evaluate(self) -> bool:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
-        return not (self._store is None or self._broken or self.gradients.landed or self.staged_nbytes())
+        return not (self._store is None or self._broken or self._overlaid() or self.staged_nbytes())
 
     # Forward.
 
@@ -78,11 +83,12 @@ class ModelRuntime(ModelMemory):
             )
         self._check_hooks()
         self.staging.check_complete()
-        waiting = self.gradients.waiting() if self.gradients.pending else []
+        waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
         if waiting:
             raise AccumulationError(
                 f"gradients of {self._names(waiting)} were neither stepped nor zeroed before the next forward, "
-                "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first"
+                "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first, or "
+                "declare it with chunkc.compile(..., accumulate=N)"
             )
         self._num_calls += 1
         self.ran.clear()
@@ -93,11 +99,11 @@ class ModelRuntime(ModelMemory):
         ``held_nbytes`` are bytes of inputs and buffers, alive before it begins, that count as non-model data.
         """
         self.to_cold()
-        self._discard_gradients()
+        self._uncover()
         self._switch_to(executor)
         is_first = executor.num_actions == 0
         self.accounting.start(held_nbytes, args)
-        outputs = self._guarded(executor, lambda: executor.forward(args))
+        outputs = self._guarded(executor, lambda: executor.forward(args), keeps_gradients=self.accumulate > 1)
         self.accounting.end_forward(self.layout, outputs, is_first=is_first)
         self._saved = True
         self._count_forward(executor)
@@ -106,7 +112,7 @@ class ModelRuntime(ModelMemory):
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.to_cold()
-        self._discard_gradients()
+        self._uncover()
         self.accounting.start(held_nbytes)
         outputs = graph.forward(args, self.read_param)
         self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
@@ -133,7 +139,8 @@ class ModelRuntime(ModelMemory):
         self._begin_backward(executor)
         self._enter_backward(executor)
         self.accounting.begin_backward()
-        outputs = self._guarded(executor, lambda: executor.backward(args))
+        added_to = frozenset(self.gradients.landed if self.accumulate > 1 else ())
+        outputs = self._guarded(executor, lambda: executor.backward(args, added_to))
         self.accounting.end_backward(self.layout)
         self._saved, self._consumed = False, False
         self.gradients.land(executor.graded_params)
@@ -162,12 +169,20 @@ class ModelRuntime(ModelMemory):
         self._check_hooks()
         self._check_complete(executor.graded_params)
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
-        try:
-            if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
-                return
-        except AccumulationError:
+        if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
+            return
+        if self.accumulate > 1:
+            self._check_room(executor, backward)
+            gradients.begin(backward, call)
+            return
+        if gradients.is_under_way(backward):
             self._lose_gradients()
-            raise
+            raise AccumulationError(
+                "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
+                "over micro-batches, which was not declared. Call backward() and step() for each loss, run both "
+                "batches as one, or declare it with chunkc.compile(..., accumulate=N). The gradients of this backward "
+                "are discarded"
+            )
         waiting = [i for i in executor.graded_params if self.params[i].grad is not None]
         waiting = [i for i in waiting if hasattr(self.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
         if waiting:
@@ -177,8 +192,31 @@ class ModelRuntime(ModelMemory):
             )
         if gradients.pending:
             self.to_cold()
-            self._discard_gradients()
+            self._uncover()
         gradients.begin(backward, call)
+
+    def _check_room(self, executor: Executor | UnplannedGraph, backward: int) -> None:
+        """Refuse one micro-batch more than was declared, and to add to what was stepped."""
+        gradients = self.gradients
+        gradients.drop_removed()
+        stale = [i for i in executor.graded_params if hasattr(self.params[i].grad, "_chunkc_index")]
+        stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
+        if stale:
+            raise AccumulationError(
+                f"{self._names(stale)} still hold gradients that step() has consumed; the next ones cannot be added to "
+                "them. Call zero_grad() after each step()"
+            )
+        if gradients.num_micro_batches < self.accumulate:
+            return
+        lost = ""
+        if gradients.is_under_way(backward):
+            self._lose_gradients()
+            lost = ". This backward() reaches more forwards than are left: all gradients since then are discarded"
+        raise AccumulationError(
+            f"gradients of {self.accumulate} backwards were added up since the last step, as many as "
+            f"chunkc.compile(..., accumulate={self.accumulate}) declares. Call optimizer.step() and zero_grad(), or "
+            f"declare more{lost}"
+        )
 
     def _check_complete(self, graded: Sequence[int]) -> None:
         missing = left_out(self._accumulators, graded)
@@ -191,7 +229,7 @@ class ModelRuntime(ModelMemory):
 
     def _enter_backward(self, executor: Executor) -> None:
         """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
-        overlaid = sorted(self.gradients.landed.intersection(executor.used_params))
+        overlaid = sorted(self._overlaid() & executor.used_params)
         if self._saved and self._executor is executor and not overlaid:
             return
         self.to_cold()
@@ -220,6 +258,12 @@ class ModelRuntime(ModelMemory):
             raise ChunkcError(
                 f"{self._names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
                 "place (`param.grad.copy_(g)`) or plain tensors"
+            )
+        lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
+        if lost and gradients.pending:
+            raise ChunkcError(
+                f"{self._names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
+                "zero_grad() after each step()"
             )
         handed = [i for i in present if gradients.is_handle(i)]
         if handed and not gradients.pending:
@@ -256,10 +300,14 @@ class ModelRuntime(ModelMemory):
         """Plain tensors that eager operators or the user put into ``param.grad`` become gradients in chunks."""
         gradients = self.gradients
         plain = [i for i in active if not gradients.is_handle(i)]
-        if not plain and not gradients.apart and not self._saved:
+        zeros = [i for i in active if gradients.is_handle(i) and not gradients.is_kept(i)]
+        if not plain and not zeros and not gradients.apart and not self._saved:
             return
         self.drain()
         self.to_cold()
+        for index in zeros:
+            dtype = self.params[index].dtype
+            gradients.apart[index] = torch.zeros(self.infos[index].shape, dtype=dtype, device="cpu")
         for index in plain:
             grad = self.params[index].grad
             if grad is not None:
@@ -285,9 +333,11 @@ class ModelRuntime(ModelMemory):
                 self._executor.join()
             self._executor = executor
 
-    def _discard_gradients(self) -> None:
-        self._restore_landed()
-        self.gradients.forget()
+    def _uncover(self) -> None:
+        """Payloads hold parameters again; where gradients overlay them, those are discarded."""
+        if self.accumulate == 1:
+            self._restore_landed()
+            self.gradients.forget()
 
     def _lose_gradients(self) -> None:
         """Payloads hold parameters again, which show no gradient of the backward under way."""
@@ -296,17 +346,18 @@ class ModelRuntime(ModelMemory):
         self.gradients.take_back()
 
     def _restore_landed(self) -> None:
-        if self.gradients.landed:
+        if self._overlaid():
             self._running().restore()
         self._consumed = False
 
-    def _guarded(self, executor: Executor, run: Callable[[], list[Any]]) -> list[Any]:
+    def _guarded(self, executor: Executor, run: Callable[[], list[Any]], *, keeps_gradients: bool = False) -> list[Any]:
         self.device.check_usable()
         try:
             return run()
         except BaseException:
             self._saved, self._consumed = False, False
-            self.gradients.take_back()
+            if not keeps_gradients:
+                self.gradients.take_back()
             executor.recover()
             raise
 

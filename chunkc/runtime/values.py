@@ -24,6 +24,7 @@ class ChunkValues:
         self._store = store
         self._layout: Layout = store.layout
         self._static = static_slots
+        self._beside = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
@@ -58,12 +59,12 @@ class ChunkValues:
         self._scatter(index, self._payload, self.read_param(index))
 
     def read_gradient(self, index: int) -> torch.Tensor:
-        """A copy of what the payload holds after backward."""
-        return self._gather(index, self._payload)
+        """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
+        return self._gather(index, self._gradient)
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
-        """Replace the gradient that the payload holds."""
-        self._scatter(index, self._payload, value)
+        """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
+        self._scatter(index, self._gradient, value)
 
     def read_moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of exp_avg and exp_avg_sq, parameter-shaped."""
@@ -84,6 +85,10 @@ class ChunkValues:
         if chunk.home is Home.DEVICE:
             return self._store.payload_slot(chunk, self._static[f"c{chunk.index}"])
         return self._store.payload_home(chunk)
+
+    def _gradient(self, chunk: Chunk) -> torch.Tensor:
+        beside = self._beside.get(chunk.index)
+        return self._payload(chunk if beside is None else self._layout.chunks[beside])
 
     def _triple(self, chunk: Chunk) -> Triple:
         if chunk.os_home is Home.DEVICE:

@@ -111,7 +111,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "backend": ({"backend": "cudagraphs"}, "cudagraphs"),
     "chunk_size": ({"chunk_size": 0}, "chunk_size=0"),
     "chunk_size text": ({"chunk_size": "big"}, "'big'"),
-    "accumulate": ({"accumulate": 4}, "accumulate=4"),
+    "accumulate": ({"accumulate": 0}, "accumulate=0.*1 or more"),
     "keep_fp32": ({"keep_fp32": ("norm",)}, "keep_fp32"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from accumulating import tightest, train_rig
 from placements import half_evicted, smallest
 from rig import GetRig, Rig, Setup
 from training import PLACEMENT, Trained, assert_same_bits
@@ -63,6 +64,16 @@ def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
     setup, settings = half_evicted(rig), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
     found = rig.train(replace(setup, settings=settings), RECIPE)
     assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_delays_change_no_bit_of_a_sum_of_micro_batches(seed: int, rig_of: GetRig) -> None:
+    """Gradient chunks go home and come back beside the next forward."""
+    rig = rig_of("odd")
+    setup, settings = tightest(rig, 3), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    found, _ = train_rig(rig, replace(setup, settings=settings), RECIPE)
+    wanted, _ = train_rig(rig, replace(setup, settings=SYNCHRONOUS), RECIPE)
+    assert_same_bits(found, wanted)
 
 
 def test_updates_overlap_the_next_forward(rig_of: GetRig) -> None:

@@ -16,6 +16,11 @@ def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool) -> None:
     check_steady_steps(EMULATED, name, is_tight=is_tight)
 
 
+@pytest.mark.parametrize("is_tight", [True, False])
+def test_a_steady_step_of_three_micro_batches_is_exactly_the_plan(is_tight: bool) -> None:
+    check_steady_steps(EMULATED, "odd", is_tight=is_tight, accumulate=3)
+
+
 def test_stats_offer_what_they_promise() -> None:
     """All keys, before and after a step, and an error before there is a plan."""
     twins = twins_at("staged")

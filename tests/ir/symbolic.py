@@ -16,12 +16,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.actions import LANDINGS, Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import ROLE_LETTER, Plan
 
-PROGRAMS = {"F": "forward", "B": "backward", "S": "step", "R": "restore", "A": "abandon", "U": "resume"}
+PROGRAMS = {
+    "F": "forward",
+    "B": "backward",
+    "C": "accumulate",
+    "S": "step",
+    "R": "restore",
+    "A": "abandon",
+    "U": "resume",
+}
 SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRUBRFAUBSUBSFAFBS"
+ACCUMULATING = "FBSFBFCSFBFCFCSFBFCRFCSFBFBSFAFCFCSUBFCSFBUCRUCSFAUBUCSFBFASFBS"
+"""Where micro-batches add to gradients: ``B`` is the first backward of a step and ``C`` a later one."""
 STREAMS = tuple(Stream)
 
 Location = tuple[str, int]
@@ -59,6 +69,7 @@ class Model:
         stashes = [a for a in plan.program("backward").actions if a.op is Op.STASH]
         self.grad_home = {c.partner: c.index for c in layout.chunks if c.partner is not None}
         self.grad_home = {c: g for c, g in self.grad_home.items() if any(a.index == g for a in stashes)}
+        self.accumulates = plan.accumulate > 1
         self.scaled = any(a.op is Op.DECIDE for p in plan.programs for a in p.actions)
 
     def cast(self, chunk: int, triple: int) -> Content:
@@ -100,9 +111,12 @@ def reference(model: Model, sequence: str) -> Expected:
         params = {c: model.cast(c, triples[c]) for c in triples}
         results = []
         if letter == "F":
-            result, grads = terms("input", instance), {}
+            result, grads = terms("input", instance), grads if model.accumulates else {}
+        if letter == "B" and model.accumulates:
+            grads = {}
+        before = dict(grads)
         for segment in plan.segments:
-            if segment.graph != PROGRAMS[letter]:
+            if segment.graph != ("backward" if letter == "C" else PROGRAMS[letter]):
                 continue
             reads = [
                 params[c][model.params[c].index(p)] for p in segment.reads for c in plan.layout.placements[p].chunks
@@ -111,7 +125,8 @@ def reference(model: Model, sequence: str) -> Expected:
             results.append(result)
             for p in segment.lands:
                 for c in plan.layout.placements[p].chunks:
-                    grads[p, c] = model.grad(result, p, c)
+                    new = model.grad(result, p, c)
+                    grads[p, c] = terms("added", before[p, c], new) if (p, c) in before and letter == "C" else new
         full = {c: tuple(grads[p, c] for p in model.params[c] if (p, c) in grads) for c in model.trained}
         expected.sent.append(dict(full))
         if letter == "S":
@@ -120,6 +135,8 @@ def reference(model: Model, sequence: str) -> Expected:
             decision = terms("decide", *(terms("norm", *full[c]) for c in model.mine)) if model.scaled else 0
             for c in model.trained:
                 triples[c] = terms("adam", triples[c], decision, *full[c])
+        if letter in "SR" and model.accumulates:
+            grads = {}
         expected.results.append(results)
         expected.params.append(params)
     return expected
@@ -184,8 +201,11 @@ class Lowered:
         self.slots: dict[str, int] = dict(self.plan.program("forward").entry.resident)
         latest: dict[str, list[int]] = {}
         barrier: list[int] = []
+        self.kept: set[tuple[int, int]] = set()
         for instance, letter in enumerate(sequence):
             program = self.plan.program(PROGRAMS[letter])
+            if letter in "BSR":
+                self.kept = set()
             if program.name == "resume":
                 barrier = list(range(len(self.tasks)))
             current = latest[ROLE_LETTER[program.role]] = []
@@ -198,6 +218,10 @@ class Lowered:
                 self.tasks.append(Task(name, stream, waits + barrier, reads, writes, work))
             if program.role == "transition":
                 barrier = list(range(len(self.tasks)))
+            if program.role == "backward":
+                self.kept |= {
+                    (p, c) for c in self.model.trained for p in self.model.landing & set(self.model.params[c])
+                }
 
     # --- where things are ---------------------------------------------------------------------------------------
     def _slot(self, target: str) -> Location:
@@ -228,6 +252,9 @@ class Lowered:
         if op in (Op.FETCH, Op.LOAD):
             self.slots[action.target] = action.slot or 0
             return [("home" if op is Op.FETCH else "os", action.index)], [here], lambda inputs: inputs
+        if op is Op.OPEN:
+            self.slots[action.target] = action.slot or 0
+            return [], [here], lambda inputs: [GARBAGE]
         if op in (Op.EVICT, Op.STORE):
             self.slots.pop(action.target, None)
             kind = "home" if op is Op.EVICT else "os"
@@ -239,7 +266,7 @@ class Lowered:
             return self._lower_collective(action, instance)
         if op is Op.RUN:
             return self._lower_run(action, instance)
-        if op is Op.STASH:
+        if op in LANDINGS:
             return self._lower_stash(action)
         if op in (Op.GROW, Op.SHRINK):
             return [], [], lambda inputs: []
@@ -300,16 +327,18 @@ class Lowered:
         mapped = action.index if chunk.partner is None else chunk.partner
         params = self.model.params[action.index]
         place = self._slot(action.target)
+        kept = {p for p in params if action.op is Op.ADD and (p, mapped) in self.kept}
+
+        def landed(param: int, old: int, result: int) -> int:
+            new = self.model.grad(result, param, mapped)
+            return self.model.terms("added", old, new) if param in kept else new
 
         def stash(inputs: list[Content]) -> list[Content]:
             held = inputs[0] if len(inputs[0]) == len(params) else (-1,) * len(params)
             result = inputs[1][0]
             lands = [p in segment.lands for p in params]
             return [
-                tuple(
-                    self.model.grad(result, p, mapped) if land else old
-                    for p, land, old in zip(params, lands, held, strict=True)
-                )
+                tuple(landed(p, old, result) if land else old for p, land, old in zip(params, lands, held, strict=True))
             ]
 
         return [place, ("result", self.plan.segments.index(segment))], [place], stash

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op, Stream, parse
+from chunkc.ir.actions import FROM_SLOT, LANDINGS, TO_SLOT, Action, Op, Stream, parse
 
-CHUNK_OPS = (Op.FETCH, Op.EVICT, Op.DROP, Op.STASH, Op.NORM, Op.UPDATE, Op.RESTORE)
+CHUNK_OPS = (Op.FETCH, Op.OPEN, Op.EVICT, Op.DROP, Op.STASH, Op.ADD, Op.NORM, Op.UPDATE, Op.RESTORE)
 STREAMS: dict[Op, tuple[Stream, ...]] = {
     Op.FETCH: (Stream.H2D,),
+    Op.OPEN: (Stream.H2D,),
     Op.LOAD: (Stream.H2D,),
     Op.EVICT: (Stream.D2H,),
     Op.STORE: (Stream.D2H,),
@@ -40,7 +41,7 @@ def actions(draw: st.DrawFn, op: Op) -> Action:
         target,
         draw(st.sampled_from(STREAMS.get(op, (Stream.COMPUTE,)))),
         draw(numbers) if op in TO_SLOT | FROM_SLOT else None,
-        draw(segments) if op is Op.STASH else None,
+        draw(segments) if op in LANDINGS else None,
         tuple(draw(st.lists(labels, max_size=4))),
     )
 
@@ -57,6 +58,7 @@ def test_text_form_parses_back(op: Op, data: st.DataObject) -> None:
     ("text", "action"),
     [
         ("fetch c12 -> d3 @h2d after f9 s4", Action(Op.FETCH, "c12", Stream.H2D, 3, waits=("f9", "s4"))),
+        ("open c12 -> d3 @h2d", Action(Op.OPEN, "c12", Stream.H2D, 3)),
         ("evict c12 <- d3 @d2h", Action(Op.EVICT, "c12", Stream.D2H, 3)),
         ("drop c1 <- d0 @compute after b7", Action(Op.DROP, "c1", Stream.COMPUTE, 0, waits=("b7",))),
         ("gather g4 @comm", Action(Op.GATHER, "g4", Stream.COMM)),
@@ -64,6 +66,7 @@ def test_text_form_parses_back(op: Op, data: st.DataObject) -> None:
         ("release g4 @compute", Action(Op.RELEASE, "g4", Stream.COMPUTE)),
         ("run fwd.17 @compute after f11", Action(Op.RUN, "fwd.17", Stream.COMPUTE, waits=("f11",))),
         ("stash c12 of bwd.17 @compute", Action(Op.STASH, "c12", Stream.COMPUTE, source="bwd.17")),
+        ("add c12 of bwd.17 @compute", Action(Op.ADD, "c12", Stream.COMPUTE, source="bwd.17")),
         ("decide @cpu after s0", Action(Op.DECIDE, "", Stream.CPU, waits=("s0",))),
         ("update c12 @cpu", Action(Op.UPDATE, "c12", Stream.CPU)),
         ("load os7 -> d9 @h2d", Action(Op.LOAD, "os7", Stream.H2D, 9)),

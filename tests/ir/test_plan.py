@@ -29,7 +29,7 @@ def test_json_is_plain_and_shows_actions_as_text() -> None:
     data = evicting().build().to_json()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
     assert data["programs"][0]["actions"][0] == "fetch c0 -> d0 @h2d after s0"
-    assert data["format_version"] == 2
+    assert data["format_version"] == 3
 
 
 @pytest.mark.parametrize("version", [0, 1, None, "2"])

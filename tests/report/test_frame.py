@@ -7,7 +7,7 @@ from costs import RATES, with_work
 
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
-from chunkc.report.frame import Phase, Work, frame_of, pieces, programs_of
+from chunkc.report.frame import Phase, Work, frame_of, pieces
 
 from ..ir.plans import SPECS, distributed, evicting, grad_chunk
 
@@ -36,7 +36,7 @@ def test_every_action_is_a_bar_and_streams_keep_their_busy_time(name: str) -> No
     plan = with_work(SPECS[name].build(), 3)
     timeline = simulate_with(plan, RATES)
     frame = frame_of(plan, timeline)
-    labels = [label for program in programs_of(plan) for label, _ in program.labelled()]
+    labels = [label for _, label, _ in plan.labelled()]
     assert sorted(bar.label for bar in frame.bars) == sorted(labels)
     for stream in frame.streams:
         parts = [part for bar in frame.lane(stream) for part in frame.pieces(bar)]

@@ -19,7 +19,7 @@ from chunkc.ir.actions import FROM_SLOT, TO_SLOT
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule
 from chunkc.passes import Options, make_evaluation_plan
-from chunkc.report.frame import clock_of, programs_of
+from chunkc.report.frame import clock_of
 from chunkc.report.memory_curve import Kind, MemoryCurve, memory_curve
 
 from ..ir.plans import SPECS, chain, evicting
@@ -96,7 +96,7 @@ def test_areas_are_those_of_the_slots(name: str, seed: int) -> None:
     timeline = simulated(plan, seed)
     clock, period = clock_of(plan, timeline)
     events = defaultdict(list)
-    for program in programs_of(plan):
+    for program in plan.iteration():
         for label, action in program.labelled():
             if action.op in TO_SLOT | FROM_SLOT:
                 events[action.target].append((action.op in TO_SLOT, clock[label]))
@@ -118,7 +118,7 @@ def test_areas_are_those_of_the_slots(name: str, seed: int) -> None:
 def test_elastic_bytes_are_allocated_until_they_are_returned() -> None:
     plan = PLANS["streaming"]
     curve = memory_curve(plan, None)
-    first = sum(len(p.actions) for p in programs_of(plan)[:2])
+    first = sum(len(p.actions) for p in plan.iteration()[:2])
     total = [nbytes - plan.layout.arena_nbytes for nbytes in curve.total_nbytes]
     taken = {edge: nbytes for edge, nbytes in zip(curve.edges, total, strict=False) if edge >= first}
     assert taken[first] == 0 and taken[first + 3] == 500 and taken[first + 7] == 200 and taken[first + 8] == 0

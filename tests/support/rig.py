@@ -34,7 +34,7 @@ from chunkc.runtime.model import ModelRuntime
 
 BIG_NBYTES = 1 << 30
 POISON = DebugSettings(poison=True)
-MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device], ModelRuntime]
+MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device, int], ModelRuntime]
 GetRig = Callable[..., "Rig"]
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -140,7 +140,8 @@ class Rig:
         device = self.machine.make_device(
             setup.device_nbytes, setup.host_nbytes, setup.settings, host_arithmetic=setup.host_arithmetic
         )
-        runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device)
+        micro_batches = setup.options.accumulate
+        runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device, micro_batches)
         runtime.params = params
         runtime.gradients = Gradients(params, runtime)
         for p in params:

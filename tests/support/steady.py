@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -29,17 +28,19 @@ def executor_of(model: nn.Module) -> Executor:
     return executor
 
 
-def smallest_hw(machine: Machine, name: str, backend: str = "eager") -> chunkc.Hardware:
+def smallest_hw(machine: Machine, name: str, backend: str = "eager", accumulate: int = 1) -> chunkc.Hardware:
     """The smallest machine that trains the model ``name``, from the error's own words."""
-    model = chunkc.compile(CASES[name].build(), machine.named(machine.overhead_nbytes + 1, GIB), **options(backend))
+    model = chunkc.compile(
+        CASES[name].build(), machine.named(machine.overhead_nbytes + 1, GIB), **options(backend, accumulate)
+    )
     with pytest.raises(chunkc.BudgetError) as caught:
         model(**machine.put(CASES[name].batches()[0]))
     return machine.named(caught.value.min_device_nbytes, GIB)
 
 
-def options(backend: str) -> dict[str, Any]:
+def options(backend: str, accumulate: int = 1) -> dict[str, Any]:
     """How models are compiled here."""
-    return {"dtype": torch.float32, "backend": backend}
+    return {"dtype": torch.float32, "backend": backend, "accumulate": accumulate}
 
 
 def check_steady_steps(
@@ -48,26 +49,28 @@ def check_steady_steps(
     *,
     is_tight: bool,
     backend: str = "eager",
+    accumulate: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
     """Order of actions and bytes moved equal the plan's in every step, and all ``COUNTS`` stay zero.
 
-    ``around``: what every steady step runs in.
+    ``accumulate``: micro-batches of each; ``around``: what every steady step runs in.
     """
     case = CASES[name]
-    hw = smallest_hw(machine, name, backend) if is_tight else machine.hw(GIB, GIB)
-    model = chunkc.compile(case.build(), hw, **options(backend))
+    hw = smallest_hw(machine, name, backend, accumulate) if is_tight else machine.hw(GIB, GIB)
+    model = chunkc.compile(case.build(), hw, **options(backend, accumulate))
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
     batch = machine.put(case.batches()[0])
     for step in range(2 + NUM_STEPS):
         if step == 2:
             executor_of(model).trace = []
         with around() if step >= 2 else nullcontext():
-            loss_of(model(**batch)).backward()
+            for _ in range(accumulate):
+                loss_of(model(**batch)).backward()
             optimizer.step()
             optimizer.zero_grad()
     plan, trace = executor_of(model).plan, executor_of(model).trace
-    iteration = [str(a) for a in chain(*(plan.program(p).actions for p in ("forward", "backward", "step")))]
+    iteration = [str(action) for _, _, action in plan.labelled()]
     assert trace == iteration * NUM_STEPS
     found = chunkc.stats(model)
     assert {count: found[count] for count in COUNTS} == dict.fromkeys(COUNTS, 0)

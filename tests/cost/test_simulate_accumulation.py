@@ -1,0 +1,58 @@
+"""Iterations of several micro-batches in the simulator: worked out by hand, and what is taken of many of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from costs import RATES, with_work
+from schedules import chain, planned, target
+
+from chunkc.cost import simulate_with
+from chunkc.cost.simulate import price
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import Plan
+from chunkc.passes import Options
+
+HOST = Options(chunk_numel=64, os_home="host", max_slots=3)
+RESIDENT = Options(chunk_numel=64, os_home="device")
+
+
+def plan_with(num: int, options: Options) -> Plan:
+    return with_work(planned(chain(3), target(), replace(options, accumulate=num)).plan, 3)
+
+
+def test_a_resident_step_by_hand() -> None:
+    """One segment a graph, of 3 ms; three gradients land, each in 1 ms, or 1.5 ms where one is added to; three updates
+    on the device, of 1 ms each. Nothing else takes time."""
+    for num, step_ms in ((2, 2 * 6 + 3 + 4.5 + 3), (4, 4 * 6 + 3 + 3 * 4.5 + 3)):
+        timeline = simulate_with(plan_with(num, RESIDENT), RATES)
+        assert timeline.step_ms == pytest.approx(step_ms)
+        assert timeline.stream(Stream.COMPUTE).busy_ms == pytest.approx(step_ms)
+
+
+@pytest.mark.parametrize("num", [2, 3, 5])
+def test_every_action_of_every_micro_batch_is_simulated(num: int) -> None:
+    plan = plan_with(num, HOST)
+    timeline = simulate_with(plan, RATES)
+    labels = [s.label for s in timeline.slices]
+    assert sorted(labels) == sorted(label for _, label, _ in plan.labelled()) and len(set(labels)) == len(labels)
+    for stream in (Stream.H2D, Stream.D2H):
+        assert timeline.stream(stream).nbytes == plan.moved_nbytes(stream)
+    assert {s.program for s in timeline.slices} == {"forward", "backward", "accumulate", "step"}
+
+
+def test_counts_are_those_of_all_micro_batches() -> None:
+    plan = replace(plan_with(4, HOST), num_tokens=10, num_samples=2)
+    timeline = simulate_with(plan, RATES)
+    assert (timeline.num_tokens, timeline.num_samples) == (40, 8)
+
+
+@pytest.mark.parametrize("options", [HOST, RESIDENT, replace(HOST, streamed_share=0.5)])
+def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: Options) -> None:
+    """Only the first are simulated for a price."""
+    plan = plan_with(9, options)
+    timeline, found = simulate_with(plan, RATES), price(plan, RATES)
+    assert found.step_ms == pytest.approx(timeline.step_ms, rel=0.01)
+    assert found.compute_ms == pytest.approx(timeline.stream(Stream.COMPUTE).alone_ms)
+    assert found.num_actions == sum(price(replace(plan, accumulate=num), RATES).num_actions for num in (2, 3))

@@ -1,0 +1,179 @@
+"""The verifier on plans with micro-batches: against the oracle of interleavings, and on what loses a contribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from schedules import chain, op, param, planned, schedule, target
+
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Action, Op
+from chunkc.ir.plan import Plan, Program
+from chunkc.ir.verify import ACCUMULATING, replayed_pairs, verify
+from chunkc.passes import Options
+
+from . import symbolic
+from .interleave import find_wrong
+
+HOST = Options(chunk_numel=64, os_home="host", accumulate=3)
+TWINS = {"backward": "accumulate", "step": "restore"}
+PLANS: dict[str, Plan] = {
+    "two slots": planned(chain(3), target(), replace(HOST, max_slots=2)).plan,
+    "three slots": planned(chain(4), target(), replace(HOST, max_slots=3)).plan,
+    "states anywhere": planned(chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6)).plan,
+    "resident": planned(chain(3), target(), replace(HOST, os_home="device")).plan,
+    "shared chunks": planned(
+        schedule(
+            [param("a", 40), param("b", 150), param("c", 20)],
+            [op([0]), op([1]), op([2])],
+            [op([2], [0]), op([1]), op([0], [2]), op([], [1])],
+        ),
+        target(),
+        replace(HOST, max_slots=5),
+    ).plan,
+}
+
+
+def changed(plan: Plan, program: str, position: int, action: Action) -> Plan:
+    """``plan`` with another action there, and in the program's twin, where only the kind may differ."""
+
+    def edit(found: Program) -> Program:
+        if found.name not in (program, TWINS.get(program)):
+            return found
+        new = action if found.name == program else replace(found.actions[position], waits=action.waits)
+        return replace(found, actions=(*found.actions[:position], new, *found.actions[position + 1 :]))
+
+    return replace(plan, programs=tuple(map(edit, plan.programs)))
+
+
+def is_accepted(plan: Plan) -> bool:
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True
+
+
+def test_every_legal_pair_of_programs_is_replayed() -> None:
+    """Where something else may follow a backward than a step."""
+    backwards = {b + after for b in "BC" for after in "FUSR"}
+    ends = {end + after for end in "SRA" for after in "FU"}
+    assert replayed_pairs(ACCUMULATING) >= backwards | ends | {"FB", "FC", "FA", "UB", "UC", "AS"}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
+    verify(PLANS[name])
+    assert find_wrong(PLANS[name], range(60), symbolic.ACCUMULATING) == []
+
+
+def waits_of(plan: Plan) -> Iterator[tuple[str, int, Action, str]]:
+    for program in ("forward", "backward", "step"):
+        for position, action in enumerate(plan.program(program).actions):
+            for wait in action.waits:
+                yield program, position, action, wait
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None:
+    """Of the waits that can be spared, some only another order of programs needs."""
+    num_refused = 0
+    for program, position, action, wait in waits_of(PLANS[name]):
+        less = replace(action, waits=tuple(w for w in action.waits if w != wait))
+        plan = changed(PLANS[name], program, position, less)
+        if is_accepted(plan):
+            assert find_wrong(plan, range(12), symbolic.ACCUMULATING) == [], f"{program} {position} without {wait}"
+        else:
+            num_refused += 1
+    assert num_refused >= len(list(waits_of(PLANS[name]))) / 2
+
+
+def test_the_wait_that_orders_a_fetch_after_the_gradients_of_the_backward_before_is_needed() -> None:
+    """Only the forward in between can be told to wait for copies of a backward."""
+    plan = PLANS["two slots"]
+    last = max(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.EVICT)
+    found = [(i, a) for i, a in enumerate(plan.program("forward").actions) if f"b{last}" in a.waits]
+    assert any(a.op is Op.RUN for _, a in found)
+    for position, action in found:
+        plan = changed(plan, "forward", position, replace(action, waits=tuple(w for w in action.waits if w[0] != "b")))
+    with pytest.raises(PlanError, match="a wait is missing"):
+        verify(plan)
+    assert find_wrong(plan, range(60), symbolic.ACCUMULATING)
+
+
+def edited(plan: Plan, program: str, position: int, op: Op) -> Plan:
+    """``plan`` with an action of another kind in one program alone."""
+
+    def edit(found: Program) -> Program:
+        if found.name != program:
+            return found
+        action = found.actions[position]
+        source = action.source if op in (Op.STASH, Op.ADD) else None
+        new = replace(action, op=op, source=source, stream=action.stream)
+        return replace(found, actions=(*found.actions[:position], new, *found.actions[position + 1 :]))
+
+    return replace(plan, programs=tuple(map(edit, plan.programs)))
+
+
+def first(plan: Plan, program: str, op: Op) -> int:
+    return next(i for i, a in enumerate(plan.program(program).actions) if a.op is op)
+
+
+def test_a_later_micro_batch_that_overwrites_is_refused() -> None:
+    plan = PLANS["two slots"]
+    broken = edited(plan, "accumulate", first(plan, "accumulate", Op.ADD), Op.STASH)
+    with pytest.raises(PlanError, match=r"accumulate b\d+ `stash c\d"):
+        verify(broken)
+
+
+def test_gradients_dropped_in_place_of_evicted_are_refused() -> None:
+    plan = PLANS["two slots"]
+    at = first(plan, "backward", Op.EVICT)
+    action = plan.program("backward").actions[at]
+    dropped = Action(
+        Op.DROP, action.target, plan.program("backward").actions[at - 1].stream, action.slot, None, action.waits
+    )
+    for program in ("backward", "accumulate"):
+        programs = (
+            replace(p, actions=(*p.actions[:at], dropped, *p.actions[at + 1 :])) if p.name == program else p
+            for p in plan.programs
+        )
+        plan = replace(plan, programs=tuple(programs))
+    with pytest.raises(PlanError, match="only newest copy"):
+        verify(plan)
+
+
+def test_a_chunk_opened_again_in_one_backward_is_refused() -> None:
+    """A gradient chunk that comes twice: what landed before is fetched the second time."""
+    shared = schedule([param("a", 30), param("b", 30), param("c", 64)], [op([0]), op([2]), op([1])],
+                      [op([1], [1]), op([2], [2]), op([0], [0])])  # fmt: skip
+    plan = planned(shared, target(), replace(HOST, max_slots=2)).plan
+    beside = plan.layout.grad_chunks()[plan.layout.placements[0].chunk]
+    backward = plan.program("backward").actions
+    again = [i for i, a in enumerate(backward) if a.target == f"c{beside}" and a.op in (Op.OPEN, Op.FETCH)]
+    assert [backward[i].op for i in again] == [Op.OPEN, Op.FETCH]
+    with pytest.raises(PlanError, match=r"`open c\d.*which would be lost"):
+        verify(edited(plan, "backward", again[1], Op.OPEN))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulate": 0}, "one micro-batch or more"),
+        ({"accumulate": 1}, "a plan has the programs forward, backward, step"),
+    ],
+)
+def test_programs_and_number_of_micro_batches_agree(change: dict[str, int], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        verify(replace(PLANS["resident"], **change))
+
+
+def test_labels_of_an_iteration_are_its_own() -> None:
+    plan = PLANS["two slots"]
+    found = [(program.name, label) for program, label, _ in plan.labelled()]
+    assert len({label for _, label in found}) == len(found)
+    names = ("forward", "backward", "forward", "accumulate", "forward", "accumulate", "step")
+    assert tuple(p.name for p in plan.iteration()) == names
+    assert found[0] == ("forward", "f0") and ("accumulate", "3:b0") in found and found[-1][1].startswith("s")

@@ -1,0 +1,66 @@
+"""Plans with several micro-batches a step: the verifier accepts all of them, and refuses what loses a contribution."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedules import planned, planned_somewhere, requests
+
+from chunkc.errors import BudgetError
+from chunkc.ir.actions import Op
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.schedule import Schedule
+from chunkc.passes import Options, Target, make_plan
+
+Request = tuple[Schedule, Target, Options]
+PAYLOAD = GRADIENT = 64 * 4
+TRIPLE = 64 * 12
+TWO = Options(chunk_numel=64, os_home="host", accumulate=2)
+
+
+@st.composite
+def accumulating(draw: st.DrawFn) -> Request:
+    """Any request of one rank, with several micro-batches and optimizer states anywhere."""
+    found, where, options = draw(requests())
+    home = draw(st.sampled_from(["auto", "host", "host"]))
+    num = draw(st.integers(0, 12))
+    share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
+    micro_batches = draw(st.integers(2, 5))
+    options = replace(options, os_home=home, num_resident_triples=num, streamed_share=share, accumulate=micro_batches)
+    return found, replace(where, world_size=1, rank=0), options
+
+
+@given(accumulating())
+def test_every_plan_is_accepted_by_the_verifier(request: Request) -> None:
+    plan = planned_somewhere(*request).plan
+    assert plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes
+    assert plan.memory.host_nbytes == plan.layout.host_nbytes() <= plan.memory.host_budget_nbytes
+    trained = [c for c in plan.layout.chunks if c.list is ChunkList.TRAINED]
+    grads = [c for c in plan.layout.chunks if c.list is ChunkList.GRAD]
+    assert [(g.partner, g.dtype, g.numel, g.home) for g in grads] == [
+        (c.index, c.dtype, c.numel, c.home) for c in trained
+    ]
+    for program in plan.programs:
+        ops = {a.op for a in program.actions}
+        assert program.name == "accumulate" or Op.ADD not in ops
+        assert program.name == "backward" or Op.STASH not in ops
+
+
+@given(accumulating())
+def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None:
+    found, where, options = request
+    try:
+        make_plan(found, replace(where, device_budget_nbytes=0), options)
+    except BudgetError as error:
+        enough = replace(where, device_budget_nbytes=error.min_device_nbytes, host_budget_nbytes=error.min_host_nbytes)
+        plan = planned(found, enough, options).plan
+        assert plan.memory.device_peak_nbytes <= error.min_device_nbytes
+        with pytest.raises(BudgetError) as again:
+            make_plan(found, replace(enough, device_budget_nbytes=error.min_device_nbytes - 1), options)
+        assert again.value.missing_nbytes == 1
+        if plan.memory.host_nbytes == error.min_host_nbytes:
+            with pytest.raises(BudgetError):
+                make_plan(found, replace(enough, host_budget_nbytes=error.min_host_nbytes - 1), options)
