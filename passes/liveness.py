@@ -35,7 +35,7 @@ def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:
         if landing >= 0:
             lands[landing].append(param)
     forward_needs = tuple(_unique(op.reads) for op in schedule.forward.operators)
-    over = [()] * len(operators) if beside else lands
+    over: Sequence[Sequence[int]] = [()] * len(operators) if beside else lands
     backward_needs = tuple(_unique((*op.reads, *land)) for op, land in zip(operators, over, strict=True))
     return Liveness(
         use_order=_use_order(schedule),

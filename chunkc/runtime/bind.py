@@ -279,7 +279,7 @@ class Binder:
             slots = self._resident[action.target], self._resident[f"os{chunk.index}"], gradient_slot
         key = (chunk.index, slots)
         if key not in self.updates:
-            store, gradient = self.store, None
+            store = self.store
             if slots is None:
                 payload, triple = store.payload_home(chunk), store.triple_home(chunk)
                 gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
