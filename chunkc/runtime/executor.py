@@ -49,6 +49,7 @@ class Executor:
         self._frame = Frame()
         self._events: dict[str, Event] = {}
         self._is_stepped = True
+        self._counted: set[str] = set()
         binder = Binder(plan, store, device, self._graphs, self._frame)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
@@ -57,7 +58,8 @@ class Executor:
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation; with several
         micro-batches, since the first forward of the latest step."""
-        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS)
+        names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
+        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward program on the inputs of the forward graph; empties ``args``."""
@@ -131,13 +133,9 @@ class Executor:
         return None if entry in compiled.gradients else self._frame.env[entry]
 
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
-        events, device, moved = self._events, self._device, self._frame.moved_nbytes
+        events, device = self._events, self._device
         launch = device.launch if self._paced_launch is None else self._paced_launch
-        if self.plan.accumulate > 1 and name == "forward" and self._is_stepped:
-            moved.clear()
-        self._is_stepped = name in ("step", "restore") or (self._is_stepped and name != "forward")
-        for stream in (Stream.H2D, Stream.D2H):
-            moved[name, stream] = moved.get((name, stream), 0) if self.plan.accumulate > 1 else 0
+        self._count_from_zero(name)
         for position, bound in enumerate(self._programs[name]):
             waits = [events[w] for w in bound.waits if w in events]
             work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
@@ -148,6 +146,17 @@ class Executor:
             if self.trace is not None:
                 self.trace.append(bound.text)
         self.num_actions += len(self._programs[name])
+
+    def _count_from_zero(self, name: str) -> None:
+        """Forget the bytes that a program moved, unless it runs again for the same step. Copies of the step before may
+        still be under way, but none of a program that is about to run."""
+        if name == "forward" and self._is_stepped:
+            self._counted.clear()
+        self._is_stepped = name in ("step", "restore") or (self._is_stepped and name != "forward")
+        if self.plan.accumulate == 1 or name not in self._counted:
+            moved = self._frame.moved_nbytes
+            moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
+        self._counted.add(name)
 
     def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         program = self.plan.program(name)
