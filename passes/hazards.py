@@ -129,11 +129,12 @@ def synchronise(
     """
     analysis = Analysis(overlaps)
     items: dict[Role, Sequence[Item]] = {"forward": forward, "backward": backward, "step": step}
-    order: Sequence[Role] = ("forward", "backward", "step")
+    graphs: tuple[Role, ...] = ("forward", "backward")
+    order: tuple[Role, ...] = (*graphs, "step")
     for role in order:
         analysis.run(role, items[role])
     if accumulates:
-        order = (*order[:2] * 3, *order, *order)
+        order = (*graphs, *graphs, *graphs, *order, *order)
     found: dict[Role, tuple[Action, ...]] = {}
     for role in order:
         actions = analysis.run(role, items[role])

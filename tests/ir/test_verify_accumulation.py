@@ -92,7 +92,7 @@ def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None
 
 def test_the_wait_that_orders_a_fetch_after_the_gradients_of_the_backward_before_is_needed() -> None:
     """Only the forward in between can be told to wait for copies of a backward."""
-    plan = PLANS["two slots"]
+    plan = planned(chain(3), target(), HOST).plan
     last = max(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.EVICT)
     found = [(i, a) for i, a in enumerate(plan.program("forward").actions) if f"b{last}" in a.waits]
     assert any(a.op is Op.RUN for _, a in found)
@@ -147,9 +147,9 @@ def test_gradients_dropped_in_place_of_evicted_are_refused() -> None:
 
 def test_a_chunk_opened_again_in_one_backward_is_refused() -> None:
     """A gradient chunk that comes twice: what landed before is fetched the second time."""
-    shared = schedule([param("a", 30), param("b", 30), param("c", 64)], [op([0]), op([2]), op([1])],
+    shared = schedule([param("a", 30), param("b", 30), param("c", 100)], [op([0]), op([1]), op([2])],
                       [op([1], [1]), op([2], [2]), op([0], [0])])  # fmt: skip
-    plan = planned(shared, target(), replace(HOST, max_slots=2)).plan
+    plan = planned(shared, target(), replace(HOST, chunk_numel=128, max_slots=2)).plan
     beside = plan.layout.grad_chunks()[plan.layout.placements[0].chunk]
     backward = plan.program("backward").actions
     again = [i for i, a in enumerate(backward) if a.target == f"c{beside}" and a.op in (Op.OPEN, Op.FETCH)]
