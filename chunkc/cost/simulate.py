@@ -115,7 +115,7 @@ def facts_of(plan: Plan) -> Facts:
         num_samples=plan.num_samples * ranks * times,
         num_tokens=plan.num_tokens * ranks * times,
         world_size=ranks,
-        flops=flops_of(plan),
+        flops=_repeated(flops_of(plan), times),
         peaks=peaks_of(plan),
     )
 
@@ -303,12 +303,16 @@ def _timeline(run: Run, facts: Facts) -> Timeline:
 
 
 def flops_of(plan: Plan) -> Flops:
-    """Operations of one iteration of ``plan`` on one rank."""
+    """Operations of one forward and backward of ``plan`` on one rank."""
     forward, backward = (
         sum(w.flops for s in plan.graph_segments(graph) for w in s.work if w.kind is not Kind.MEMORY)
         for graph in ("forward", "backward")
     )
     numel = sum(info.numel for info in plan.layout.params)
-    forward, backward, num_tokens = (plan.accumulate * n for n in (forward, backward, plan.num_tokens))
-    counted = None if plan.is_evaluation or not num_tokens else PATRICKSTAR_FACTOR * numel * num_tokens
+    counted = None if plan.is_evaluation or not plan.num_tokens else PATRICKSTAR_FACTOR * numel * plan.num_tokens
     return Flops(min(3 * forward, forward + backward), forward + backward, counted)
+
+
+def _repeated(flops: Flops, times: int) -> Flops:
+    counted = None if flops.patrickstar is None else times * flops.patrickstar
+    return Flops(times * flops.model, times * flops.hardware, counted)

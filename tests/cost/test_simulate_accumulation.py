@@ -9,7 +9,7 @@ from costs import RATES, with_work
 from schedules import chain, planned, target
 
 from chunkc.cost import simulate_with
-from chunkc.cost.simulate import price
+from chunkc.cost.simulate import flops_of, price
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
@@ -46,6 +46,13 @@ def test_counts_are_those_of_all_micro_batches() -> None:
     plan = replace(plan_with(4, HOST), num_tokens=10, num_samples=2)
     timeline = simulate_with(plan, RATES)
     assert (timeline.num_tokens, timeline.num_samples) == (40, 8)
+    one, four = (flops_of(plan), timeline.flops)
+    assert (four.model, four.hardware, four.patrickstar) == (
+        4 * one.model,
+        4 * one.hardware,
+        4 * (one.patrickstar or 0),
+    )
+    assert four.patrickstar
 
 
 @pytest.mark.parametrize("options", [HOST, RESIDENT, replace(HOST, streamed_share=0.5)])

@@ -143,7 +143,7 @@ def test_a_step_with_triples_everywhere_reads_like_this() -> None:
     assert static_triples(layout) == {0: 10, 4: 11}
     assert [(b.payload, b.triple) for b in buffers_of(layout)] == [(6, 12), (2, 13)]
     assert [(s.offset, s.nbytes) for s in layout.slots[12:]] == [(7 * 256, 768), (3 * 256, 768)]
-    assert spare_slots(layout) == (1, 0)
+    assert spare_slots(layout) == ((1, None), (0, None))
     assert texts(result, "step") == [
         "s0 fetch c0 -> d1 @h2d after b17",
         "s1 update c1 @cpu after b14",
