@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -56,7 +57,12 @@ def test_a_row_is_predicted_again_with_its_batch(published: ModuleType) -> None:
     row = next(r for r in published.rows_of(data, "yard") if (r.model, r.num_gpus) == ("2B", 1))
     stated = next(line for line in lines(published) if line.startswith("| yard | 1 | 2B |"))
     batch = int(stated.split("|")[7])
-    assert published.line_of(published.predict({**data, "batches": [batch]}, row)) == stated
+    again = published.line_of(published.predict({**data, "batches": [batch]}, row))
+    if f"torch=={torch.__version__.split('+')[0]}" in (BENCHMARKS.parent / "constraints.txt").read_text().split():
+        assert again == stated
+    else:  # another release of torch captures other operators of the same model
+        predicted = [float(line.split("|")[5]) for line in (again, stated)]
+        assert predicted[0] == pytest.approx(predicted[1], rel=0.05)
 
 
 @pytest.mark.slow
