@@ -142,5 +142,5 @@ def test_links_lead_to_files_and_headings() -> None:
         if not link.startswith("http"):
             path, _, heading = link.partition("#")
             text = (ROOT / path).read_text() if path else README
-            found = {re.sub(r"[^\w ]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
+            found = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)}
             assert not heading or heading in found, link
