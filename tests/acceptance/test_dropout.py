@@ -47,6 +47,7 @@ def test_recomputation_replays_masks(rig_of: GetRig) -> None:
     assert ["run_with_rng_state" in found for found in targets] == [False, True], "nothing random is computed again"
 
 
+@pytest.mark.slow
 def test_seed_decides_the_masks(rig_of: GetRig) -> None:
     """The same seed gives the same bits again, another seed or no dropout other losses."""
     rig = rig_of("gpt2_dropout")

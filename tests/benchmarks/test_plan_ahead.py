@@ -28,6 +28,7 @@ def planned(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.slow
 def test_layers_of_gpt3_are_planned_in_their_share_of_time_and_without_their_memory(tmp_path: Path) -> None:
     """In processor seconds, since other tests may run beside; 19 billion parameters take 38 GB in bf16."""
     (row,) = planned(tmp_path, "--layers=10", "--backend=eager")
