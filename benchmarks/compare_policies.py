@@ -134,7 +134,7 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         f"Simulated, not measured: GPT-2-like models, batch {batch} a GPU, {sequence} tokens, activation checkpointing",
         "around every layer. Systems other than chunkc are *modelled* from their papers (`chunkc.baselines`), with the",
         "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
-        "parameters * tokens * 8 / seconds. chunkc's times are those of rank 0: a rank that owns padding can be slower.",
+        "parameters * tokens * 8 / seconds. Times of chunkc are rank 0's; one that owns padding may be slower.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
