@@ -148,7 +148,7 @@ def plan(
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_plannable(model)
     machine = Hardware.of(hw)
-    ranks = machine.num_gpus if world_size is None else world_size
+    ranks = machine.num_ranks(world_size)
     if options.accumulate > 1 and ranks > 1:
         raise ChunkcError(
             f"accumulate={accumulate} over {ranks} ranks is not built yet; plan for one rank (world_size=1), or with "

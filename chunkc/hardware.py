@@ -96,6 +96,21 @@ class Hardware:
         """Devices of all nodes together: the world size that a plan for this machine assumes."""
         return self.num_nodes * self.gpus_per_node
 
+    def num_ranks(self, world_size: int | None = None) -> int:
+        """``world_size``, one rank for each device; default: all devices.
+
+        Raises:
+            HardwareError: where the machine has fewer devices.
+        """
+        if world_size is None:
+            return self.num_gpus
+        if not 1 <= world_size <= self.num_gpus:
+            raise HardwareError(
+                f"world_size={world_size}: every rank takes a device of its own, and {self} has {self.num_gpus}; give "
+                f"1 to {self.num_gpus}, or hardware with more devices (8xv100-240g)"
+            )
+        return world_size
+
     @property
     def emulated(self) -> bool:
         """Whether the device is host memory by name (not: whether a named GPU happens to be absent here)."""

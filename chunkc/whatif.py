@@ -80,7 +80,7 @@ class Scenario:
 
     @property
     def num_ranks(self) -> int:
-        return self.hw.num_gpus if self.world_size is None else self.world_size
+        return self.hw.num_ranks(self.world_size)
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""

@@ -19,6 +19,7 @@ def test_all_policies_stand_side_by_side(capsys: pytest.CaptureFixture[str]) -> 
     assert list(rows) == ["chunkc", *POLICIES]
     assert [name for name, row in rows.items() if not row["modelled"]] == ["chunkc"]
     for row in rows.values():
+        assert (row["hw"], row["recompute"]) == ("v100-32g-240g", "full")
         assert row["fits"] and row["step_ms"] > 0 and row["tokens_per_s"] == pytest.approx(1024e3 / row["step_ms"])
     assert main(MODEL) == 0
     told = capsys.readouterr().out

@@ -164,3 +164,11 @@ def test_hardware_is_a_value() -> None:
     assert hw.tflops == Tflops(fp32=15.7, fp16=125.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         hw.num_nodes = 2  # type: ignore[misc]
+
+
+def test_ranks_take_a_device_each() -> None:
+    hw = Hardware.parse("8xv100-240g")
+    assert (hw.num_ranks(), hw.num_ranks(2)) == (8, 2)
+    for world_size in (16, 0):
+        with pytest.raises(HardwareError, match=f"world_size={world_size}: .* has 8"):
+            hw.num_ranks(world_size)

@@ -24,8 +24,10 @@ from chunkc.report.timeline import Timeline, duration
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "what other systems, modelled, would make of a model on a machine"
-_HEADINGS: Final = ("policy", "fits", "step", "tokens/s", "PatrickStar TFLOPS", "model TFLOPS", "bound by", "moved",
-                    "device", "host")  # fmt: skip
+_HEADINGS: Final = (
+    "policy", "fits", "recompute", "step", "tokens/s", "PatrickStar TFLOPS", "model TFLOPS", "bound by", "moved",
+    "device", "host",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,15 +67,16 @@ def compare(scenario: Scenario, scenarios: Scenarios) -> list[dict[str, Any]]:
     rows = [_of_answer(scenarios.answer(scenario))]
     courses: dict[Recompute, Course] = {}
     for name, policy in POLICIES.items():
-        rows.append(_best(policy, machine, scenario, scenarios, courses).to_json())
+        outcome, recompute = _best(policy, machine, scenario, scenarios, courses)
+        rows.append({**outcome.to_json(), "recompute": str(recompute)})
         tell(f"{name}: {'fits' if rows[-1]['fits'] else 'does not fit'}")
     return rows
 
 
 def _best(
     policy: Policy, machine: Machine, scenario: Scenario, scenarios: Scenarios, courses: dict[Recompute, Course]
-) -> Outcome:
-    """With the scenario's recomputation; for ``auto``, with as little as fits."""
+) -> tuple[Outcome, Recompute]:
+    """With the scenario's recomputation; for ``auto``, with as little as fits; and which that is."""
     is_auto = scenario.recompute is Recompute.AUTO
     for recompute in (Recompute.NONE, Recompute.FULL) if is_auto else (scenario.recompute,):
         if recompute not in courses:
@@ -82,7 +85,7 @@ def _best(
         outcome = policy(courses[recompute], machine)
         if outcome.fits:
             break
-    return outcome
+    return outcome, recompute
 
 
 def _of_answer(answer: Answer) -> dict[str, Any]:
@@ -90,6 +93,8 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
     plan, timeline = answer.plan, answer.timeline
     row: dict[str, Any] = {
         "policy": "chunkc",
+        "hw": None if answer.scenario is None else str(answer.scenario.hw),
+        "recompute": None if answer.scenario is None else str(answer.scenario.recompute),
         "modelled": False,
         "fits": plan is not None,
         "why_not": "" if answer.shortage is None else missing(answer.shortage),
@@ -109,7 +114,7 @@ def _moved_nbytes(timeline: Timeline) -> int:
 def render(rows: Sequence[dict[str, Any]]) -> str:
     """A table; those that do not fit say why below it."""
     cells = [_cells(row) for row in rows]
-    align = ("left", "left", *["right"] * 4, "left", *["right"] * 3)
+    align = ("left", "left", "left", *["right"] * 4, "left", *["right"] * 3)
     shown = tabulate(cells, headers=_HEADINGS, tablefmt="simple", colalign=align, disable_numparse=True)
     reasons = [f"{row['policy']} does not fit: {row['why_not']}" for row in rows if not row["fits"]]
     return "\n".join([shown, *([""] if reasons else []), *reasons])
@@ -117,9 +122,9 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     if row["step_ms"] is None:
-        return (row["policy"], "yes" if row["fits"] else "no", *[""] * (len(_HEADINGS) - 2))
+        return (row["policy"], "yes" if row["fits"] else "no", row["recompute"], *[""] * (len(_HEADINGS) - 3))
     sizes = (f"{row[name] / 2**30:.2f} GiB" for name in ("moved_nbytes", "device_peak_nbytes", "host_nbytes"))
     counted = "" if row["patrickstar_tflops"] is None else f"{row['patrickstar_tflops']:.1f}"
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
     rates = (duration(row["step_ms"]), speed, counted, f"{row['model_tflops']:.1f}", row["bound"])
-    return (row["policy"], "yes", *rates, *sizes)
+    return (row["policy"], "yes", row["recompute"], *rates, *sizes)

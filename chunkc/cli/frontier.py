@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as for `chunkc plan` (default: full, which the largest models need)",
     )
     bar = parser.add_mutually_exclusive_group()
-    bar.add_argument("--min-tflops", type=float, metavar="X", help="of each rank, recomputation not counted")
-    bar.add_argument("--min-tokens-per-s", type=float, metavar="X", help="of all ranks together")
+    bar.add_argument("--min-tflops", type=_bar, metavar="X", help="of each rank, recomputation not counted")
+    bar.add_argument("--min-tokens-per-s", type=_bar, metavar="X", help="of all ranks together")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -70,6 +71,13 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         dtype=DTYPES[args.dtype],
         world_size=args.world_size,
     )
+
+
+def _bar(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no bar: give a positive number")
+    return value
 
 
 def bar_of(args: argparse.Namespace) -> Callable[[Answer], bool]:

@@ -97,6 +97,7 @@ def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[
         "min_host_nbytes": None if shortage is None else shortage.min_host_nbytes,
         "moment": shortage.moment if shortage is not None else None if memory is None else memory.nonmodel_segment,
         "digest": None if plan is None else plan.digest(),
+        "unpriced": answer.unpriced,
         **dict.fromkeys(("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")),
         "advice": [found.to_json() for found in advice],
         "hw": str(hw),

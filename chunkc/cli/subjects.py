@@ -151,7 +151,7 @@ def _accumulate(args: argparse.Namespace) -> int:
     Raises:
         ChunkcError: where it cannot yet.
     """
-    num_ranks = Hardware.of(args.hw).num_gpus if args.world_size is None else args.world_size
+    num_ranks = Hardware.of(args.hw).num_ranks(args.world_size)
     if args.accumulate > 1 and (num_ranks > 1 or args.policy != policies()[0]):
         raise ChunkcError(
             f"--accumulate {args.accumulate} is planned for one rank and by {policies()[0]}'s policy so far; give "

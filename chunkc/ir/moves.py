@@ -152,14 +152,14 @@ def _reduce(machine: Machine, event: Event) -> None:
         machine.refuse(event, "no gradient lands in its chunks")
     for chunk, due in due_in.items():
         held = machine.resident(event, chunk)
+        access = machine.write if machine.facts.owned[chunk] else machine.read
+        access(event, f"slot d{machine.slot_of[f'c{chunk}']}")  # padding takes part: a collective has whole groups
         if not due:
             continue
         if held.grads != due:
             machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
         if held.reduced:
             machine.refuse(event, f"the gradients of c{chunk} are reduced twice")
-        access = machine.write if machine.facts.owned[chunk] else machine.read
-        access(event, f"slot d{machine.slot_of[f'c{chunk}']}")
         reduced = Payload(held.version, held.grads, reduced=True)
         machine.device[chunk] = machine.truth[chunk] = reduced
 

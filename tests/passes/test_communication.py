@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from schedules import chain, planned, planned_somewhere, requests, target, texts
 
+from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.verify import verify
 from chunkc.passes import Options, Target
 
 
@@ -37,6 +42,24 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     assert texts(result, "step") == ["s0 update c1 @cpu after b13", "s1 update c3 @cpu"]
     assert result.plan.program("forward").exit.resident == (("c2", 0), ("c3", 1))
     assert texts(result, "abandon") == ["t0 release g1 @compute", "t1 drop c3 <- d1 @compute"]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_every_wait_of_a_plan_with_padding_is_needed(rank: int) -> None:
+    """A collective of a group reads and writes the slots of padding too."""
+    plan = planned(chain(4), target(world_size=3, rank=rank), Options(chunk_numel=64, os_home="host", max_slots=3)).plan
+    tried = 0
+    for name in ("forward", "backward", "step"):
+        program = plan.program(name)
+        for position, action in enumerate(program.actions):
+            for wait in action.waits:
+                less = replace(action, waits=tuple(w for w in action.waits if w != wait))
+                actions = (*program.actions[:position], less, *program.actions[position + 1 :])
+                others = tuple(replace(p, actions=actions) if p is program else p for p in plan.programs)
+                with pytest.raises(PlanError):
+                    verify(replace(plan, programs=others))
+                tried += 1
+    assert tried > 8
 
 
 def test_resident_plans_gather_stale_copies_again() -> None:
