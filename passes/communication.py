@@ -69,9 +69,10 @@ class Writer:
         slot = self.slot_of.pop(chunk)
         self.add(Op.EVICT, f"c{chunk}", Stream.D2H, [], [slot_name(slot), home_name(chunk)], slot=slot)
 
-    def drop(self, chunk: int) -> None:
+    def drop(self, chunk: int, after: Stream = Stream.COMPUTE) -> None:
+        """Give up a clean chunk's slot, in the queue of its last use."""
         slot = self.slot_of.pop(chunk)
-        self.add(Op.DROP, f"c{chunk}", Stream.COMPUTE, [], [slot_name(slot)], slot=slot)
+        self.add(Op.DROP, f"c{chunk}", after, [], [slot_name(slot)], slot=slot)
 
     def load(self, chunk: int, slot: int) -> None:
         self.add(Op.LOAD, f"os{chunk}", Stream.H2D, [triple_name(chunk)], [slot_name(slot)], slot=slot)
@@ -123,6 +124,7 @@ def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
     writer = Writer(layout)
     stays = [stay for line in lines for freed in line.frees for stay in freed]
     landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
+    last_reduced = next((stay for stay in reversed(stays) if stay.dirty), None)
     result = []
     for line in lines:
         for segment, fetched, freed in zip(line.segments, line.fetches, line.frees, strict=True):
@@ -130,7 +132,7 @@ def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
                 _enter(writer, demand, stay)
             writer.run(segment)
             for stay in freed:
-                _leave(writer, demand, stay, landed[stay])
+                _leave(writer, demand, stay, landed[stay], joins=stay is last_reduced)
         result.append(writer.take())
     return tuple(result)
 
@@ -150,20 +152,27 @@ def _enter(writer: Writer, demand: Demand, stay: Stay) -> None:
             writer.gather(group)
 
 
-def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...]) -> None:
+def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], *, joins: bool) -> None:
+    """The last uses of a stay's slots.
+
+    Computing goes on beside a reduction, except beside the last one (``joins``): that orders what a later iteration
+    puts into these slots behind all of them.
+    """
     layout = writer.layout
     chunks = unit_chunks(layout, demand, stay.unit)
+    is_reduced = layout.world_size > 1 and stay.dirty
+    last_use = Stream.COMM if is_reduced and not joins else Stream.COMPUTE
     if layout.world_size > 1:
         for group in _groups(layout, chunks):
-            if stay.dirty:
+            if is_reduced:
                 writer.reduce(group)
-            writer.release(group, Stream.COMM if stay.dirty else Stream.COMPUTE)
+            writer.release(group, last_use)
     for chunk in chunks:
         if layout.owner(chunk) == layout.rank:
             if chunk in landed:
                 writer.evict(chunk)
             else:
-                writer.drop(chunk)
+                writer.drop(chunk, last_use)
 
 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:

@@ -75,6 +75,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.GATHER: frozenset({Stream.COMM}),
     Op.REDUCE: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
+    Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.DECIDE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),

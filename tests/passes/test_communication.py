@@ -9,7 +9,7 @@ from hypothesis import given
 from schedules import chain, planned, planned_somewhere, requests, target, texts
 
 from chunkc.errors import PlanError
-from chunkc.ir.actions import Op
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Target
@@ -21,7 +21,7 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     result = planned(chain(4), target(world_size=2, rank=1), options)
     assert texts(result, "forward") == [
         "f0 fetch c1 -> d1 @h2d after s0",
-        "f1 gather g0 @comm after f0",
+        "f1 gather g0 @comm after b12 f0",
         "f2 run fwd.0 @compute after f1",
         "f3 release g0 @compute",
         "f4 drop c1 <- d1 @compute",
@@ -42,6 +42,17 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     assert texts(result, "step") == ["s0 update c1 @cpu after b13", "s1 update c3 @cpu"]
     assert result.plan.program("forward").exit.resident == (("c2", 0), ("c3", 1))
     assert texts(result, "abandon") == ["t0 release g1 @compute", "t1 drop c3 <- d1 @compute"]
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_computing_goes_on_beside_a_reduction_on_every_rank(rank: int) -> None:
+    """Four chunks in two groups of three: the last two ranks own padding, in which no gradient lands."""
+    options = Options(chunk_numel=64, os_home="host", max_slots=6)
+    result = planned(chain(4), target(world_size=3, rank=rank), options)
+    labels = dict(result.plan.program("backward").labelled())
+    reduces = {label for label, action in labels.items() if action.op is Op.REDUCE}
+    waiting = [a for a in labels.values() if a.stream is Stream.COMPUTE and reduces.intersection(a.waits)]
+    assert len(reduces) == 2 and [a.op for a in waiting] == [Op.RELEASE], "only behind the last"
 
 
 @pytest.mark.parametrize("rank", range(3))
