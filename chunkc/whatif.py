@@ -60,7 +60,7 @@ class Scenario:
             step.
         recompute: whether layers are computed again in backward.
         dtype: compute dtype, or ``auto``.
-        world_size: ranks; None takes the GPUs of ``hw``.
+        world_size: ranks; None takes the GPUs of ``hw``. rank: whose plan is asked for.
         chunk_numel: elements of a chunk; None lets the planner choose.
         policy: by which to plan; one of `policies`.
         backend: how segments would be compiled.
@@ -73,6 +73,7 @@ class Scenario:
     recompute: Recompute = Recompute.AUTO
     dtype: torch.dtype | str = "auto"
     world_size: int | None = None
+    rank: int = 0
     chunk_numel: int | None = None
     policy: str = "chunkc"
     backend: Backend = "inductor"
@@ -194,6 +195,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
         device_budget_nbytes=hw.gpu_memory_nbytes,
         host_budget_nbytes=hw.host_nbytes_per_rank,
         world_size=scenario.num_ranks,
+        rank=scenario.rank,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
     )
     try:

@@ -98,9 +98,16 @@ def test_missing_host_memory_is_tried_and_batches_are_not() -> None:
 def test_missing_host_memory_of_one_rank_is_that_of_its_node() -> None:
     machine = Machine(host_nbytes=60 * GIB)
     (found,) = advise(machine, replace(SCENARIO, hw=Hardware.parse("8xv100-240g")))
-    assert found.change == "480.00 GiB of host memory"
+    assert found.change == "480.00 GiB of host memory a node"
     assert found.helps is True
     assert found.min_host_nbytes == 60 * GIB
+
+
+def test_the_least_memory_names_the_host_memory_of_a_node() -> None:
+    least, *_ = advise(Machine(host_nbytes=6 * GIB), replace(SCENARIO, hw=Hardware.parse("8xv100-240g")))
+    assert least.change == "4.00 GiB of device memory"
+    assert least.effect == "fits, with 48.00 GiB of host memory a node: the least for this batch"
+    assert least.min_host_nbytes == 6 * GIB
 
 
 def test_missing_device_memory_is_tried_with_recomputing_and_smaller_batches() -> None:

@@ -119,3 +119,13 @@ def test_json_and_the_exit_code_of_a_bar_that_nothing_meets(
     assert [(row["model"], row["batch"]) for row in data["tried"]] == [
         (f"model-{number}", batch) for number, batch in small_family.asked
     ]
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0", "-3"])
+@pytest.mark.parametrize("bar", ["--min-tflops", "--min-tokens-per-s"])
+def test_a_bar_that_nothing_could_fail_or_meet_is_refused(
+    bar: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["frontier", "--hw", "v100-240g", f"{bar}={text}"])
+    assert f"{text} is no bar: give a positive number" in capsys.readouterr().err

@@ -53,9 +53,9 @@ def dos(course: Course, machine: Machine) -> Outcome:
 
 
 def _working_nbytes(course: Course, ranks: int) -> int:
-    """Most bytes of activations and gathered layers; one rank has its layers already."""
+    """Most bytes of activations and gathered layers; one rank has its layers and gradients already."""
     if ranks == 1:
-        return course.nonmodel_nbytes
+        return max(s.nonmodel_nbytes - course.nbytes(s.grads) for s in course.stretches)
     ahead = [*course.stretches[1:], *course.stretches[:1]]
     return max(
         s.nonmodel_nbytes + course.nbytes(s.params) + course.nbytes(following.params)
@@ -86,9 +86,9 @@ def _gather(writer: Writer, stretch: Stretch, runs: list[str]) -> str:
 
 
 def _update(writer: Writer, numel: int, every: int, last_copy: str) -> list[str]:
-    """All subgroups; what the next forward waits for."""
+    """All subgroups; what the next forward waits for: not the stores, which run beside it."""
     payload = DTYPE_NBYTES[writer.course.dtype]
-    ends = {Stream.H2D: last_copy, Stream.D2H: last_copy, Stream.COMPUTE: last_copy}
+    ends = {Stream.H2D: last_copy, Stream.COMPUTE: last_copy}
     for number, first in enumerate(range(0, numel, SUBGROUP_NUMEL)):
         size = min(SUBGROUP_NUMEL, numel - first)
         if number % every == 0:
@@ -96,7 +96,7 @@ def _update(writer: Writer, numel: int, every: int, last_copy: str) -> list[str]
             loaded = writer.copy(f"load subgroup {number}", Stream.H2D, [nbytes], last_copy)
             done = writer.update(f"update subgroup {number}", size, Stream.COMPUTE, loaded)
             ends[Stream.COMPUTE] = done
-            ends[Stream.D2H] = writer.copy(f"store subgroup {number}", Stream.D2H, [nbytes], done)
+            writer.copy(f"store subgroup {number}", Stream.D2H, [nbytes], done)
         else:
             done = writer.update(f"update subgroup {number}", size, Stream.CPU, last_copy)
             ends[Stream.H2D] = writer.copy(f"parameters of subgroup {number}", Stream.H2D, [payload * size], done)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from chunkc.errors import BudgetError
+from chunkc.hardware import Hardware
 from chunkc.report.timeline import duration
 from chunkc.report.units import unit_for
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
@@ -95,7 +96,8 @@ class Adviser:
         if found is not None and found.shortage is not None:
             device_nbytes, host_nbytes = found.shortage.min_device_nbytes, found.shortage.min_host_nbytes
             change = f"{_size(device_nbytes)} of device memory"
-            effect = f"fits, with {_size(host_nbytes)} of host memory: the least for this batch"
+            node_nbytes = host_nbytes * scenario.hw.gpus_per_node
+            effect = f"fits, with {_host_memory(node_nbytes, scenario.hw)}: the least for this batch"
             yield Advice(change, effect, None, min_device_nbytes=device_nbytes, min_host_nbytes=host_nbytes)
 
     def _more_memory(self, scenario: Scenario) -> Iterator[Advice]:
@@ -105,14 +107,11 @@ class Adviser:
         hw = scenario.hw
         device_nbytes = max(hw.gpu_memory_nbytes, shortage.min_device_nbytes)
         host_nbytes = max(hw.host_nbytes_per_rank, shortage.min_host_nbytes) * hw.gpus_per_node
-        changes = [
-            f"{_size(found)} of {kind} memory"
-            for kind, found, had in (
-                ("device", device_nbytes, hw.gpu_memory_nbytes),
-                ("host", host_nbytes, hw.host_memory_nbytes),
-            )
-            if found > had
-        ]
+        changes = []
+        if device_nbytes > hw.gpu_memory_nbytes:
+            changes.append(f"{_size(device_nbytes)} of device memory")
+        if host_nbytes > hw.host_memory_nbytes:
+            changes.append(_host_memory(host_nbytes, hw))
         larger = replace(hw, gpu_memory_nbytes=device_nbytes, host_memory_nbytes=host_nbytes)
         advice = self._compared(" and ".join(changes), self._try(replace(scenario, hw=larger)))
         yield replace(advice, min_device_nbytes=shortage.min_device_nbytes, min_host_nbytes=shortage.min_host_nbytes)
@@ -174,6 +173,11 @@ def _told(answer: Answer) -> Iterator[Advice]:
 
 def _tokens_per_s(answer: Answer) -> float:
     return (answer.timeline.tokens_per_s or 0.0) if answer.timeline is not None else 0.0
+
+
+def _host_memory(node_nbytes: int, hw: Hardware) -> str:
+    """Shared by the ranks of a node, where there are several."""
+    return f"{_size(node_nbytes)} of host memory" + (" a node" if hw.gpus_per_node > 1 else "")
 
 
 def _size(nbytes: int) -> str:

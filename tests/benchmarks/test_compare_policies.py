@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from chunkc.cost.simulate import simulate_with
+from chunkc.hardware import Hardware
+from chunkc.models import built_in
+from chunkc.whatif import Answer, Scenario, Scenarios
 from tests.support.costs import RATES, with_work
 from tests.support.schedules import chain, planned, target
 
@@ -45,6 +49,21 @@ def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType
     bounds = script.bounds_of(timeline)
     assert script.excess_of(timeline) == pytest.approx(timeline.step_ms / max(bounds.values()) - 1)
     assert bounds["compute"] == pytest.approx(sum(s.alone_ms for s in timeline.slices if s.stream == "compute"))
+
+
+@pytest.mark.parametrize("hw", ["8xv100-240g", "v100-240g"])
+def test_the_slower_of_the_first_and_the_last_rank_is_shown(script: ModuleType, hw: str) -> None:
+    timeline = simulate_with(with_work(planned(chain(4), target(2048)).plan, 2), RATES)
+    asked = []
+
+    class Ranks(Scenarios):
+        def answer(self, scenario: Scenario) -> Answer:
+            asked.append(scenario.rank)
+            return Answer(scenario, timeline=replace(timeline, step_ms=10.0 + scenario.rank))
+
+    found = script.slowest(Scenario(built_in("gpt-1b"), Hardware.parse(hw), 1, 8), Ranks())
+    assert asked == ([0, 7] if "8x" in hw else [0])
+    assert found.timeline.step_ms == 10.0 + asked[-1]
 
 
 def test_what_does_not_fit_misses_memory(script: ModuleType) -> None:
