@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU, the benchmark itself is run")
 
 
+@pytest.mark.slow
 def test_quick_run_writes_what_ran_and_what_did_not(tmp_path: Path) -> None:
     systems = "kernels,chunkc,eager,torchao"
     options = ["--quick", "--hw", "emulated-64m-1g", "--only", systems, "--out", str(tmp_path)]
