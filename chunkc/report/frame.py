@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import islice
 
 from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
@@ -66,7 +67,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the window, by what the compute stream does or waits for: forward, backward, step, evaluate."""
+    """A part of the window, by what the compute stream does or waits for: a program of the iteration."""
 
     name: str
     start: float
@@ -197,12 +198,21 @@ def _phases(plan: Plan, clock: Clock, period: float) -> tuple[Phase, ...]:
     """Each program's phase ends where the compute stream begins the next one's first segment or is done with it."""
     if plan.is_evaluation:
         return (Phase("evaluate", 0.0, period),)
-    backward = plan.program("backward")
-    own = [clock[label] for label, action in backward.labelled() if action.stream is Stream.COMPUTE]
-    if not own:
+    names, begins, last = ["forward"], [0.0], 0.0
+    labels = iter(plan.labelled())
+    for program in plan.iteration():
+        actions = islice(labels, len(program.actions))
+        own = [clock[label] for _, label, action in actions if action.stream is Stream.COMPUTE]
+        if not own or program.role == "step":
+            continue
+        last = min(period, max(end for _, end in own))
+        if names[-1] != program.name:
+            names.append(program.name)
+            begins.append(min(start for start, _ in own))
+    if len(names) == 1:
         return (Phase("forward", 0.0, period),)
-    first, last = min(start for start, _ in own), min(period, max(end for _, end in own))
-    found = (Phase("forward", 0.0, first), Phase("backward", first, last), Phase("step", last, period))
+    edges = [*begins, last, period]
+    found = (Phase(*facts) for facts in zip([*names, "step"], edges, edges[1:], strict=False))
     return tuple(phase for phase in found if phase.end > phase.start)
 
 

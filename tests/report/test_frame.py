@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from costs import RATES, with_work
+from schedules import chain, planned, target
 
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
+from chunkc.passes import Options
 from chunkc.report.frame import Phase, Work, frame_of, pieces
 
 from ..ir.plans import SPECS, distributed, evicting, grad_chunk
@@ -62,6 +64,19 @@ def test_phases_and_waits() -> None:
     assert frame.phases[2].end == frame.period
     assert sum(end - start for start, end in frame.waits) == pytest.approx(sum(s.stall_ms for s in TIMELINE.stalls))
     assert frame.waits[-1] == (25.0, 29.0)
+
+
+def test_every_micro_batch_has_its_phases() -> None:
+    """Resident: six times 3 ms of segments, three gradients that land in 1 ms each or in 1.5 where they are added, and
+    three updates of 1 ms."""
+    found = planned(chain(3), target(), Options(chunk_numel=64, os_home="device", accumulate=3)).plan
+    plan = with_work(found, 3)
+    frame = frame_of(plan, simulate_with(plan, RATES))
+    names = ["forward", "backward", "forward", "accumulate", "forward", "accumulate", "step"]
+    assert [phase.name for phase in frame.phases] == names == [p.name for p in frame_of(plan, None).phases]
+    widths = [phase.end - phase.start for phase in frame.phases]
+    assert widths == pytest.approx([3, 6, 3, 7.5, 3, 7.5, 3])
+    assert frame.phases[-1].end == frame.period
 
 
 def test_without_times_actions_stand_in_order() -> None:
