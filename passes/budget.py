@@ -264,7 +264,8 @@ def _device_moment(
     if options.os_home == "device":
         params = tuple(p for p, u in enumerate(demand.units.of_param) if u >= 0)
         return moment, params, f"all payloads and optimizer states, and {step.nonmodel_nbytes} bytes of activations"
-    params = tuple(p for p, u in enumerate(demand.units.of_param) if u in step.units)
+    units = zip(demand.units.of_param, demand.units.of_grad, strict=True)
+    params = tuple(p for p, (own, of_grad) in enumerate(units) if not {own, *of_grad}.isdisjoint(step.units))
     states = f", optimizer states that stay on the device {triples_nbytes}" if triples_nbytes else ""
     reason = (
         f"the arena takes {demand.min_places * sizes.place_nbytes} bytes{states} and activations up to "

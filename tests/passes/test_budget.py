@@ -60,6 +60,14 @@ def test_the_error_names_moment_tensors_and_numbers() -> None:
     assert "It works with 1712 bytes of device memory and 3072 bytes of host memory" in message
 
 
+def test_the_error_names_a_gradient_that_lands_beside_its_parameter() -> None:
+    """The operator that makes it reads no parameter."""
+    found = schedule([param("wide", 64)], [op([0])], [op([], [0], live=1000)])
+    with pytest.raises(BudgetError) as caught:
+        make_plan(found, target(1000), Options(chunk_numel=64, os_home="host", accumulate=2))
+    assert (caught.value.moment, caught.value.tensors) == ("bwd.0", ("wide",))
+
+
 def test_states_asked_onto_the_device_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BudgetError, match="or optimizer states on the host") as caught:
         make_plan(chain(2), target(2000), Options(chunk_numel=64, os_home="device"))
