@@ -173,6 +173,7 @@ class ModelMemory:
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
+        self.gradients.zeroed.discard(index)
         if index in self.gradients.landed:
             self._chunk_values().write_gradient(index, value)
             self.gradients.apart.pop(index, None)

@@ -69,6 +69,21 @@ def test_gradients_left_over_are_refused_at_the_next_forward(pair: Pair) -> None
     pair.check()
 
 
+def test_a_gradient_written_after_it_was_zeroed_is_left_over_too(pair: Pair) -> None:
+    """An eager operator adds to what ``zero_grad(set_to_none=False)`` left; the next forward would discard the sum."""
+
+    def leave(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(*batch(2)).backward()
+        optimizer.zero_grad(set_to_none=False)
+        list(model.parameters())[2].sum().backward()
+
+    pair.both(leave)
+    with pytest.raises(chunkc.AccumulationError, match="neither stepped nor zeroed"):
+        pair.model(*batch(3))
+    pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
+    pair.check()
+
+
 def test_two_forwards_then_the_later_backward(pair: Pair) -> None:
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         model(*batch(2))
