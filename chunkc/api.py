@@ -189,16 +189,14 @@ def plan_of(model: nn.Module) -> Plan:
 def stats(model: nn.Module) -> dict[str, int]:
     """Numbers of the latest step with all its micro-batches, in bytes, and counts since warm-up.
 
-    Pending work is finished first.
+    Pending work is finished first. What is planned is that of the latest forward's plan, with as many micro-batches as
+    ``accumulate`` declares; the measured peak is that of the latest forward and its backward.
 
     Raises:
         PlanNotReadyError: before the first training forward.
     """
     plan, compiled = plan_of(model), _compiled(model)
     compiled.runtime.drain()
-    executor = compiled.runtime.executor
-    if executor is None:
-        raise PlanNotReadyError("no training forward has run yet")
     layout = plan.layout
     return {
         "budget_nbytes": plan.memory.device_budget_nbytes,
@@ -206,8 +204,8 @@ def stats(model: nn.Module) -> dict[str, int]:
         "measured_peak_nbytes": compiled.runtime.accounting.measured_peak_nbytes,
         "host_nbytes": layout.host_nbytes(),
         "model_data_nbytes": layout.model_data_nbytes(),
-        "h2d_nbytes": executor.moved_nbytes(Stream.H2D),
-        "d2h_nbytes": executor.moved_nbytes(Stream.D2H),
+        "h2d_nbytes": compiled.runtime.moved_nbytes(Stream.H2D),
+        "d2h_nbytes": compiled.runtime.moved_nbytes(Stream.D2H),
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         **compiled.counts_since_warm_up(),

@@ -33,6 +33,7 @@ class Executor:
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
         trace: set it to a list to record the text of every action launched.
+        step_number: of the step for which it ran forward last, as ``enter_step`` was told.
     """
 
     def __init__(
@@ -48,16 +49,22 @@ class Executor:
         self._graphs = {"forward": forward, "backward": backward}
         self._frame = Frame()
         self._events: dict[str, Event] = {}
-        self._is_stepped = True
+        self.step_number = -1
         self._counted: set[str] = set()
         binder = Binder(plan, store, device, self._graphs, self._frame)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
 
+    def enter_step(self, number: int) -> None:
+        """The next forward is one of step ``number``: with several micro-batches, bytes moved for it add up."""
+        if number != self.step_number:
+            self.step_number = number
+            self._counted.clear()
+
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation; with several
-        micro-batches, since the first forward of the latest step."""
+        micro-batches, in all programs since the latest step was entered."""
         names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
         return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
 
@@ -150,9 +157,6 @@ class Executor:
     def _count_from_zero(self, name: str) -> None:
         """Forget the bytes that a program moved, unless it runs again for the same step. Copies of the step before may
         still be under way, but none of a program that is about to run."""
-        if name == "forward" and self._is_stepped:
-            self._counted.clear()
-        self._is_stepped = name in ("step", "restore") or (self._is_stepped and name != "forward")
         if self.plan.accumulate == 1 or name not in self._counted:
             moved = self._frame.moved_nbytes
             moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0

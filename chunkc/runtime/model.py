@@ -21,6 +21,7 @@ from torch.autograd.graph import Node
 
 from chunkc._torch_compat import current_backward
 from chunkc.errors import AccumulationError, ChunkcError
+from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
@@ -62,6 +63,13 @@ class ModelRuntime(ModelMemory):
         """The executor of the latest compiled forward or backward."""
         return self._executor
 
+    def moved_nbytes(self, stream: Stream) -> int:
+        """Bytes that copies on ``stream`` moved by the latest executor; where micro-batches add up, by all executors
+        that ran forward for the same step."""
+        latest = self._running()
+        executors = self.executors.values() if self.accumulate > 1 else (latest,)
+        return sum(e.moved_nbytes(stream) for e in executors if e.step_number == latest.step_number)
+
     @property
     def can_evaluate(self) -> bool:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
@@ -101,6 +109,7 @@ class ModelRuntime(ModelMemory):
         self.to_cold()
         self._uncover()
         self._switch_to(executor)
+        executor.enter_step(self.accounting.steps.num_steps)
         is_first = executor.num_actions == 0
         self.accounting.start(held_nbytes, args)
         outputs = self._guarded(executor, lambda: executor.forward(args), keeps_gradients=self.accumulate > 1)

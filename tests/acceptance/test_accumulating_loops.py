@@ -128,6 +128,17 @@ def test_several_shapes_in_one_window(pair: Pair) -> None:
         pair.check()
 
 
+def test_bytes_moved_are_those_of_all_shapes_of_the_latest_step(pair: Pair) -> None:
+    """The plans of both shapes move as much. A shape that ended no window for a while has counted nothing meanwhile."""
+    for lengths in ((8, 8, 8), (8, 6, 6), (8, 8, 6), (8, 6, 6), (6, 6, 8)):
+        for number, length in enumerate(lengths):
+            pair.both(lambda model, _, n=number, length=length: add(model, n, length=length))
+        pair.both(finish)
+        stats = chunkc.stats(pair.model)
+        for stream in ("h2d", "d2h"):
+            assert stats[f"{stream}_nbytes"] == stats[f"planned_{stream}_nbytes"] > 0, lengths
+
+
 def test_two_forwards_and_their_backwards_in_either_order(pair: Pair) -> None:
     def step(model: nn.Module, optimizer: Optimizer) -> None:
         first, second = model(*batch(1)), model(*batch(2, 6))
