@@ -37,9 +37,9 @@ def build() -> nn.Module:
 
 
 def compiled(
-    hw: str, dtype: torch.dtype = torch.float32, wishes: Mapping[str, Any] | None = None
+    hw: str, dtype: torch.dtype = torch.float32, wishes: Mapping[str, Any] | None = None, accumulate: int = 1
 ) -> tuple[nn.Module, chunkc.AdamW]:
-    model = chunkc.compile(build(), hw, dtype=dtype, backend="eager", chunk_size=4160)
+    model = chunkc.compile(build(), hw, dtype=dtype, backend="eager", chunk_size=4160, accumulate=accumulate)
     made = model._compiled_call_impl.settings
     made.options = replace(made.options, **(wishes or {}))
     return model, chunkc.AdamW(model.parameters(), lr=1e-2)
@@ -56,12 +56,13 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
     devices.clear()
 
 
-def iterate(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int) -> list[float]:
+def iterate(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int, micro_batches: int = 1) -> list[float]:
     losses = []
     for step in range(num_steps):
         torch.manual_seed(step)
-        loss = model(torch.randn(4, 64)).square().sum()
-        loss.backward()
+        for _ in range(micro_batches):
+            loss = model(torch.randn(4, 64)).square().sum()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -73,9 +74,9 @@ def states(model: nn.Module, optimizer: chunkc.AdamW) -> list[torch.Tensor]:
     return [*model.state_dict().values(), *moments]
 
 
-def trained_on_host(nbytes: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype)
-    iterate(model, optimizer, STEPS)
+def trained_on_host(nbytes: int, dtype: torch.dtype = torch.float32, micro_batches: int = 1) -> list[torch.Tensor]:
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype, accumulate=micro_batches)
+    iterate(model, optimizer, STEPS, micro_batches)
     return states(model, optimizer)
 
 
@@ -170,6 +171,32 @@ def test_every_wait_of_the_plan_is_kept(
         (Stream.H2D, Stream.CPU),
     }
     assert found_faults(recorder, on_cuda[0], api) == []
+
+
+@pytest.mark.parametrize(("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED)], ids=["host", "mixed"])
+def test_every_wait_of_several_micro_batches_is_kept(
+    nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradient chunks come back for the next micro-batch; updates of the step before still read them at home."""
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, nbytes))
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", wishes=wishes, accumulate=3)
+    iterate(model, optimizer, 2, 3)
+    recorder = record(on_cuda[0], api, monkeypatch)
+    iterate(model, optimizer, 2, 3)
+    texts = [str(action) for _, _, action in chunkc.plan_of(model).labelled()]
+    assert [launch.label for launch in recorder.launches] == texts * 2
+    assert found_faults(recorder, on_cuda[0], api) == []
+
+
+def test_several_micro_batches_equal_the_emulated_devices_bits(on_cuda: list[CudaDevice]) -> None:
+    wanted = trained_on_host(EVICTED, torch.bfloat16, 3)
+    on_cuda.append(cuda_device(FakeCuda(), EVICTED, DebugSettings(poison=True, max_delay_ms=1, seed=5)))
+    model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m", torch.bfloat16, accumulate=3)
+    iterate(model, optimizer, STEPS, 3)
+    stats = chunkc.stats(model)
+    assert stats["h2d_nbytes"] == stats["planned_h2d_nbytes"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
 
 
 @pytest.mark.parametrize("pair", [("h2d", "cpu"), ("compute", "h2d"), ("d2h", "compute")])
