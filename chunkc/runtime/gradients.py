@@ -70,6 +70,9 @@ class Gradients:
             self.landed.discard(index)
             self.apart.pop(index, None)
             self._live.discard(index)
+            self._replaced.pop(index, None)
+        for index in self.zeroed:
+            self._replaced.pop(index, None)
         if not any(i not in self.zeroed for i in (*self.landed, *self.apart)):
             self.num_micro_batches = 0
 

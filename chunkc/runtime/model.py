@@ -112,11 +112,15 @@ class ModelRuntime(ModelMemory):
         executor.enter_step(self.accounting.steps.num_steps)
         is_first = executor.num_actions == 0
         self.accounting.start(held_nbytes, args)
-        outputs = self._guarded(executor, lambda: executor.forward(args), keeps_gradients=self.accumulate > 1)
-        self.accounting.end_forward(self.layout, outputs, is_first=is_first)
-        self._saved = True
-        self._count_forward(executor)
-        return outputs
+
+        def run() -> list[Any]:
+            outputs = executor.forward(args)
+            self.accounting.end_forward(self.layout, outputs, is_first=is_first)
+            self._saved = True
+            self._count_forward(executor)
+            return outputs
+
+        return self._guarded(executor, run, keeps_gradients=self.accumulate > 1)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
@@ -149,12 +153,16 @@ class ModelRuntime(ModelMemory):
         self._enter_backward(executor)
         self.accounting.begin_backward()
         added_to = frozenset(self.gradients.landed if self.accumulate > 1 else ())
-        outputs = self._guarded(executor, lambda: executor.backward(args, added_to))
-        self.accounting.end_backward(self.layout)
-        self._saved, self._consumed = False, False
-        self.gradients.land(executor.graded_params)
-        self.gradients.hand_out(executor, executor.graded_params)
-        return outputs
+
+        def run() -> list[Any]:
+            outputs = executor.backward(args, added_to)
+            self.accounting.end_backward(self.layout)
+            self._saved, self._consumed = False, False
+            self.gradients.land(executor.graded_params)
+            self.gradients.hand_out(executor, executor.graded_params)
+            return outputs
+
+        return self._guarded(executor, run)
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
@@ -163,14 +171,14 @@ class ModelRuntime(ModelMemory):
         self.accounting.begin_backward()
         try:
             outputs, made = graph.backward(args, self.read_param)
+            self.accounting.end_backward(self.layout)
+            for index, gradient in made.items():
+                self.gradients.add(index, gradient)
+            self._consumed = False
+            self.gradients.hand_out(graph, graph.graded_params)
         except BaseException:
             self._lose_gradients()
             raise
-        self.accounting.end_backward(self.layout)
-        for index, gradient in made.items():
-            self.gradients.add(index, gradient)
-        self._consumed = False
-        self.gradients.hand_out(graph, graph.graded_params)
         return outputs
 
     def _begin_backward(self, executor: Executor | UnplannedGraph) -> None:

@@ -225,15 +225,37 @@ def test_an_exception_in_a_forward_keeps_the_window(pair: Pair) -> None:
     pair.check()
 
 
-def test_an_exception_in_a_backward_gives_the_window_up(pair: Pair) -> None:
-    pair.both(lambda model, _: add(model, 1))
-    loss = pair.model(*batch(2))
-    executor = pair.model._compiled_call_impl.runtime.executor
+def interrupt_backward(pair: Pair, *, is_behind: bool = False) -> None:
+    """Before its first action, or behind its last."""
+    loss, runtime = pair.model(*batch(2)), pair.model._compiled_call_impl.runtime
     broken = pytest.MonkeyPatch()
-    broken.setattr(type(executor), "backward", _raise)
+    if is_behind:
+        broken.setattr(runtime.accounting, "end_backward", _raise)
+    else:
+        broken.setattr(type(runtime.executor), "backward", _raise)
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     broken.undo()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_an_exception_in_a_backward_brings_no_gradient_back_that_was_zeroed(pair: Pair, to_none: bool) -> None:
+    """One of the user's own, to which a window before the zeroing had added."""
+    param = next(pair.model.parameters())
+    param.grad = torch.full(param.shape, 0.5)
+    add(pair.model, 1)
+    pair.optimizer.zero_grad(set_to_none=to_none)
+    add(pair.model, 3)
+    interrupt_backward(pair)
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.train(4)
+    pair.check()
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+def test_an_exception_in_a_backward_gives_the_window_up(pair: Pair, is_behind: bool) -> None:
+    pair.both(lambda model, _: add(model, 1))
+    interrupt_backward(pair, is_behind=is_behind)
     assert all(p.grad is None for p in pair.model.parameters())
     pair.plain_optimizer.zero_grad()
     pair.train(3)

@@ -273,6 +273,27 @@ def test_an_interrupted_program_leaves_the_last_step(
     pair.check()
 
 
+@pytest.mark.parametrize("program", ["forward", "backward"])
+def test_an_interrupt_right_behind_a_program_leaves_the_last_step(
+    pair: Pair, program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients lie over parameters by then, and nobody has been told."""
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt("behind it")
+
+    loss = pair.model(*batch(2)) if program == "backward" else None
+    with monkeypatch.context() as patch:
+        patch.setattr(pair.model._compiled_call_impl.runtime.accounting, f"end_{program}", failing)
+        with pytest.raises(KeyboardInterrupt, match="behind it"):
+            pair.model(*batch(2)) if loss is None else loss.backward()
+    assert all(p.grad is None for p in pair.model.parameters())
+    pair.check()
+    pair.train(3)
+    pair.train(4)
+    pair.check()
+
+
 def test_two_compiled_models_do_not_meet() -> None:
     first, second = Pair(), Pair("emulated-900k-16m")
     for seed in range(3):
