@@ -139,9 +139,8 @@ class ActionCosts:
         nbytes = layout.chunks[first].nbytes
         if is_group:
             return all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1), 0
-        passes = (
-            1 if action.op is Op.REDUCE else 2
-        )  # as PatrickStar counts (section 7): a broadcast scatters and gathers
+        # As PatrickStar counts (section 7): a broadcast scatters and gathers.
+        passes = 1 if action.op is Op.REDUCE else 2
         moved = passes * nbytes * (layout.world_size - 1) // layout.world_size
         return broadcast_ms(nbytes, layout.world_size, links), moved, 0
 

@@ -129,17 +129,18 @@ def test_training_is_exact_in_a_small_budget(kind: type[Breaking]) -> None:
 def test_gradients_of_the_first_and_of_later_steps(backend: str) -> None:
     """The first backward runs without a plan, the second by one; a tied gradient has parts in two graphs.
 
-    Later ones are those of parameters that Adam has made differ by rounding.
+    The plain model takes over our parameters before each, so that no rounding of earlier updates is in the gradients.
     """
     pair = pair_of(Broken, backend=backend)
-    for seed, tolerance in enumerate((1e-6, 5e-6, 5e-6)):
+    for seed in range(3):
+        pair.plain.load_state_dict(pair.model.state_dict())
         pair.both(lambda model, _, seed=seed: model(*batch(seed)).backward())
         largest = max(p.grad.abs().max() for p in pair.plain.parameters() if p.grad is not None)
         for (name, ours), plain in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
             assert (ours.grad is None) == (plain.grad is None), name
             if plain.grad is not None:
                 found = ours.grad.clone()
-                torch.testing.assert_close(found, plain.grad, rtol=0, atol=tolerance * largest.item(), msg=name)
+                torch.testing.assert_close(found, plain.grad, rtol=0, atol=1e-6 * largest.item(), msg=name)
         pair.both(lambda _, optimizer: (optimizer.step(), optimizer.zero_grad()))
 
 
