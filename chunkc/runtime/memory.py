@@ -24,7 +24,7 @@ from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.params import inner_of, manage_all
-from chunkc.runtime.staging import StagingStore, keep_master
+from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import ChunkValues
 
@@ -136,14 +136,21 @@ class ModelMemory:
             return self.staging.value(index).detach().clone()
         return self._values.read_param(index).to(self.staging.dtypes[index])
 
-    def write_param(self, index: int, value: torch.Tensor) -> None:
-        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
+    def write_param(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
+        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd.
+
+        ``keep_finer``: what is merely param32 rounded leaves param32 as it is. Otherwise param32 becomes ``value``,
+        rounded to the dtype that the parameter was handed over in.
+        """
         self.drain()
         if self._values is None or self.staging.holds(index):
-            self.staging.write(index, value)
+            self.staging.write(index, value, keep_finer=keep_finer)
         else:
             self.to_cold()
-            exact = keep_master(self._values.read_param(index), value)
+            if keep_finer:
+                exact = keep_master(self._values.read_param(index), value)
+            else:
+                exact = round_to(value, self.staging.dtypes[index])
             self._values.write_param(index, exact, payload=index not in self._overlaid())
         self._raise_versions([index])
 

@@ -105,11 +105,11 @@ class StagingStore:
         """Bytes of all parameters that still stand here."""
         return sum(v.numel() * v.element_size() for v in self._values if v is not None and not v.is_meta)
 
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """Replace the parameter's elements."""
+    def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
+        """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
         state = self._states.get(index)
         if state is not None and state.param32 is not None:
-            state.param32 = keep_master(state.param32, value.to(self.dtypes[index]))
+            state.param32 = keep_master(state.param32, value.to(self.dtypes[index])) if keep_finer else None
         staged = self.empty(index) if self.is_blank(index) else self.value(index)
         self._values[index] = staged.copy_(value)
 
@@ -143,3 +143,8 @@ def keep_master(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.dtype == master.dtype:
         return value
     return torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))
+
+
+def round_to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` with no more precision than ``dtype`` has; itself where its own dtype has no more."""
+    return value if torch.promote_types(value.dtype, dtype) is dtype else value.to(dtype)
