@@ -19,6 +19,8 @@ from chunkc.observe import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 from chunkc.runtime.optimizer import Adam, AdamW
+from chunkc.weights.load import load_pretrained
+from chunkc.weights.save import save_safetensors
 
 __version__ = "0.1.0"
 
@@ -38,10 +40,12 @@ __all__ = [
     "ShapeLimitError",
     "compile",
     "full_params",
+    "load_pretrained",
     "metrics",
     "plan",
     "plan_of",
     "record_timeline",
+    "save_safetensors",
     "simulate",
     "stats",
 ]

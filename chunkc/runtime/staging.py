@@ -63,9 +63,9 @@ class StagingStore:
         if blank:
             more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
             raise ChunkcError(
-                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load a state "
-                "dict (`model.load_state_dict(state)`), initialise them in place (`torch.nn.init`, "
-                "`param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
+                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load them "
+                "(`chunkc.load_pretrained(model, path)`, `model.load_state_dict(state)`), initialise them in place "
+                "(`torch.nn.init`, `param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
             )
 
     def empty(self, index: int) -> torch.Tensor:

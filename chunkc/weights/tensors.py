@@ -84,7 +84,7 @@ class ModelTensors:
         param, buffer = (key[1], None) if is_param else (None, value)
         return Entry(names[0], tuple(names[1:]), shape, dtype, param, buffer)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
     def entry(self, name: str) -> Entry:
