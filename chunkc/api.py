@@ -35,6 +35,7 @@ from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 from chunkc.weights.initial import buffer_values
+from chunkc.weights.streamed import stream_saves
 
 logger = logging.getLogger("chunkc")
 
@@ -113,6 +114,7 @@ def compile(  # the name that torch.compile taught users
         module._buffers[name] = buffer
     compiled = CompiledModel(model, runtime, settings)
     attach(model)
+    stream_saves(model)
     model._compiled_call_impl = compiled
     weakref.finalize(model, device.call_from_host, runtime.close)
     return model

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.slab import map_private
+
+_MAPPED_NBYTES: Final = 2**16
+"""From this size on a value has its own mapping: malloc would keep the memory when chunks have taken the value."""
 
 
 @dataclass(slots=True)
@@ -75,7 +80,10 @@ class StagingStore:
             KeyError: when the parameter has left.
         """
         with torch.inference_mode(False):
-            return torch.empty_like(self._held(index), device="cpu")
+            like = torch.empty_like(self._held(index), device="meta")
+            if like.nbytes < _MAPPED_NBYTES:
+                return torch.empty_like(like, device="cpu")
+            return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
     def value(self, index: int) -> torch.Tensor:
         """The parameter in the dtype that it was handed over in; the staged tensor itself.

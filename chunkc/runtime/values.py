@@ -8,12 +8,17 @@ of the parameter are, in host memory or on the device; what is written may come 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.runtime.slab import return_freed_pages
 from chunkc.runtime.staging import StagingStore
 from chunkc.runtime.store import ChunkStore, Triple
+
+_KEPT_NBYTES: Final = 2**24
+"""How much of the staged parameters malloc may keep when chunks have taken them."""
 
 
 class ChunkValues:
@@ -28,6 +33,7 @@ class ChunkValues:
 
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
+        freed_nbytes = 0
         for index in range(len(self._layout.params)):
             if not staging.holds(index):
                 continue
@@ -35,7 +41,11 @@ class ChunkValues:
             state = staging.state(index)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+            freed_nbytes += staging.exact(index).nbytes
             staging.forget(index)
+            if freed_nbytes >= _KEPT_NBYTES:
+                freed_nbytes = 0
+                return_freed_pages()
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has an optimizer state."""

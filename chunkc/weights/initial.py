@@ -23,7 +23,7 @@ from torch import nn
 from chunkc.errors import ChunkcError
 
 _RESETS = ("reset_parameters", "_reset_parameters")
-_ON_INSTANCES = ("_apply", "_compiled_call_impl")
+_ON_INSTANCES = ("_apply", "_compiled_call_impl", "save_pretrained")
 """What compilation puts on a module object, which its double must not have."""
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,20 +103,29 @@ def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
             f"the state of {others[0]} ({len(others)} in all) is no tensor (get_extra_state), which safetensors cannot "
             "hold; save it beside the weights, for example with chunkc.save_checkpoint"
         )
-    entries = {name: entry for entry in tensors.entries if (name := _saved_name(model, entry)) not in ignored}
+    entries = {name: entry for entry in tensors.entries if (name := saved_name(model, entry)) not in ignored}
     wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in _NAMES]
     if wrong:
         raise ChunkcError(f"{', '.join(wrong[:5])} cannot be saved as safetensors, which has {', '.join(DTYPES)}")
+    check_values(tensors, entries)
+    return entries
+
+
+def check_values(tensors: ModelTensors, entries: Mapping[str, Entry]) -> None:
+    """Refuse to save parameters without a value.
+
+    Raises:
+        ChunkcError: with their names.
+    """
     blank = [name for name, entry in entries.items() if tensors.is_blank(entry)]
     if blank:
         raise ChunkcError(
             f"{', '.join(blank[:5])} ({len(blank)} in all) came on the meta device and have no value to be saved; "
             "give them one first (chunkc.load_pretrained, load_state_dict, torch.nn.init)"
         )
-    return entries
 
 
-def _saved_name(model: nn.Module, entry: Entry) -> str:
+def saved_name(model: nn.Module, entry: Entry) -> str:
     """The name of a tied parameter that is not tied *to* another in the eyes of transformers; else the first."""
     targets = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in entry.names if name not in targets), entry.name)
@@ -166,6 +175,7 @@ def _write_whole(path: Path, head: Iterable[bytes], values: Iterable[memoryview]
             file.write(part)
         for value in values:
             file.write(value)
+            del value  # before the next is gathered
         file.flush()
         os.fsync(file.fileno())
 

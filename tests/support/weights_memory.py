@@ -1,17 +1,18 @@
 """Anonymous memory that a process takes to load, train, load again and save a model; run as a script, prints JSON.
 
     python weights_memory.py SIZE WAY FOLDER    loads FOLDER/given, saves to FOLDER/saved
-    python weights_memory.py SIZE make FOLDER   writes random weights to FOLDER/given, shard by shard
 
-WAY is ``load`` (a model from the meta device and ``chunkc.load_pretrained``), ``consume`` (a model with values in
-memory handed to ``chunkc.compile``) or ``pretrained`` (one from transformers' ``from_pretrained``). Readings are
-RssAnon of /proc/self/status in bytes, sampled by a thread, so pages of mapped files do not count.
+`make` wrote FOLDER/given. WAY is ``load`` (a model from the meta device and ``chunkc.load_pretrained``), ``consume``
+(one with values in memory handed to ``chunkc.compile``) or ``pretrained`` (one from transformers' ``from_pretrained``).
+Readings are RssAnon of /proc/self/status in bytes, sampled by a thread, so pages of mapped files do not count.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +27,12 @@ from torch import nn
 import chunkc
 
 SIZES: dict[str, dict[str, Any]] = {
-    "50m": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "vocab_size": 24000},
+    "50m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 8000},
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 17, "vocab_size": 32000},
 }
-HW = {"50m": "emulated-192m-4g", "1b": "emulated-2g-20g"}
+HW = {"50m": "emulated-192m-4g", "1b": "emulated-1g-20g"}
+DTYPES = {"50m": torch.float32, "1b": torch.bfloat16}
+"""What is computed in; all are handed over in fp32."""
 SHARD_SIZE = {"50m": "80MB", "1b": "500MB"}
 NUM_TOKENS = 16
 
@@ -38,6 +41,14 @@ def anonymous_nbytes() -> int:
     """RssAnon of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def slab_nbytes() -> int:
+    """Resident bytes of the mappings that forks do not inherit (VmFlags ``dc``): homes of chunks, and the arena."""
+    found = re.findall(
+        r"^Anonymous: +(\d+) kB$(?:\n.*)*?\nVmFlags:(.*)$", Path("/proc/self/smaps").read_text(), re.MULTILINE
+    )
+    return sum(int(kib) << 10 for kib, flags in found if "dc" in flags.split())
 
 
 class Sampler:
@@ -74,16 +85,17 @@ def on_meta(size: str) -> nn.Module:
 
 
 def make(size: str, folder: Path) -> None:
-    """Random weights in fp32, one file for each few tensors, never all of them in memory."""
-    shapes = {name: value.shape for name, value in on_meta(size).state_dict().items()}
+    """Weights in fp32, one file for each few tensors, never all of them in memory."""
+    model = on_meta(size)
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
     folder.mkdir(parents=True, exist_ok=True)
-    on_meta(size).config.save_pretrained(folder)
+    model.config.save_pretrained(folder)
     names = list(shapes)
     groups = [names[i : i + 12] for i in range(0, len(names), 12)]
     weight_map = {}
     for number, group in enumerate(groups):
         file = f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors"
-        values = {n: torch.randn(shapes[n]) * 0.02 if len(shapes[n]) > 1 else torch.ones(shapes[n]) for n in group}
+        values = {n: torch.full(shapes[n], 0.01 if len(shapes[n]) > 1 else 1.0) for n in group}
         save_file(values, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(group, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
@@ -114,7 +126,16 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
         optimizer.zero_grad()
         chunkc.stats(model)
 
-    found["compile_peak"] = sampler.peak_nbytes(lambda: chunkc.compile(model, HW[size], backend="eager"))
+    def save(saver: Callable[..., object]) -> int:
+        nbytes = sampler.peak_nbytes(lambda: saver(folder / "saved", max_shard_size=SHARD_SIZE[size]))
+        found["shard"] = max(path.stat().st_size for path in (folder / "saved").glob("*.safetensors"))
+        shutil.rmtree(folder / "saved")
+        return nbytes
+
+    def compile() -> None:
+        chunkc.compile(model, HW[size], dtype=DTYPES[size], backend="eager")
+
+    found["compile_peak"] = sampler.peak_nbytes(compile)
     if way == "load":
         found["load_peak"] = sampler.peak_nbytes(load)
     found["loaded"] = anonymous_nbytes()
@@ -124,25 +145,25 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
     found["trained"] = anonymous_nbytes()
     found["load_again_peak"] = sampler.peak_nbytes(load)
     found["loaded_again"] = anonymous_nbytes()
-    found["save_peak"] = sampler.peak_nbytes(
-        lambda: chunkc.save_safetensors(model, folder / "saved", max_shard_size=SHARD_SIZE[size])
-    )
-    stats = chunkc.stats(model)
+    found["save_peak"] = save(lambda *args, **kwargs: chunkc.save_safetensors(model, *args, **kwargs))
+    found["saved"] = anonymous_nbytes()
+    found["save_pretrained_peak"] = save(model.save_pretrained)  # type: ignore[arg-type]
+    memory, stats = chunkc.plan_of(model).memory, chunkc.stats(model)
+    found["chunks"] = stats["host_nbytes"] + memory.arena_nbytes
     found["plan"] = stats["host_nbytes"] + stats["planned_peak_nbytes"]
+    found["slabs"] = slab_nbytes()
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=SIZES)
-    parser.add_argument("way", choices=("make", "load", "consume", "pretrained"))
+    parser.add_argument("way", choices=("load", "consume", "pretrained"))
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
-    if options.way == "make":
-        make(options.size, options.folder / "given")
-    else:
-        print(json.dumps(measure(options.size, options.way, options.folder)))
+    transformers.logging.disable_progress_bar()
+    print(json.dumps(measure(options.size, options.way, options.folder)))
 
 
 if __name__ == "__main__":

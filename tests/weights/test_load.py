@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,13 +21,12 @@ from torch import nn
 import chunkc
 from chunkc import ChunkcError
 
-FAMILIES = ("gpt2", "llama", "t5", "bert")
+FAMILIES = ("bert", "gpt2", "t5", "llama")
 DTYPES = (torch.float32, torch.bfloat16)
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "dtype"), [*zip(FAMILIES, DTYPES * 2, strict=True)])
 def test_a_loaded_model_is_transformers_own(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Bit-equal logits in the same dtype; trained, saved and loaded by transformers again, bit-equal still."""
     plain_class, batch = type(saved(name, tmp_path / "given", "20KB")), CASES[name].batches()[0]
@@ -44,12 +44,9 @@ def test_a_loaded_model_is_transformers_own(name: str, dtype: torch.dtype, tmp_p
         optimizer.zero_grad()
     trained = logits(model, batch)
     assert not torch.equal(trained, logits(plain, batch))
-    for save in (chunkc.save_safetensors, plain_class.save_pretrained):
-        folder = tmp_path / save.__name__
-        save(model, folder, max_shard_size="40KB")
-        model.config.save_pretrained(folder)
-        back = plain_class.from_pretrained(folder, dtype=dtype)
-        assert torch.equal(logits(back, batch), trained)
+    chunkc.save_safetensors(model, tmp_path / "saved", max_shard_size="40KB")
+    model.config.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(plain_class.from_pretrained(tmp_path / "saved", dtype=dtype), batch), trained)
     before = plain_class.from_pretrained(tmp_path / "given", dtype=dtype)
     assert_same(plain.state_dict(), before.state_dict())
 
@@ -221,20 +218,39 @@ FAULTS: dict[str, tuple[Damage, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_do_not_fit_are_refused_before_anything_changes(fault: str, tmp_path: Path) -> None:
-    plain = saved("llama", tmp_path, "20KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    model = chunkc.compile(copy.deepcopy(plain), HW, dtype=torch.float32, backend="eager")
+@pytest.fixture(scope="module")
+def half_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
+    """A model other than the one that is saved in shards, with gradients that wait for a step; and that folder."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = chunkc.compile(saved("llama", folder, "20KB"), HW, dtype=torch.float32, backend="eager")
     with torch.no_grad():
         model.lm_head.weight.fill_(0.5)
-    before = model.state_dict()
-    damage, message = FAULTS[fault]
-    damage(tmp_path)
-    with pytest.raises(ChunkcError, match=message):
-        chunkc.load_pretrained(model, tmp_path)
-    assert_same(model.state_dict(), before)
     loss_of(model(**CASES["llama"].batches()[0])).backward()
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return model, folder
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_files_that_do_not_fit_are_refused_before_anything_changes(
+    fault: str, half_step: tuple[nn.Module, Path], tmp_path: Path
+) -> None:
+    model, given = half_step
+    folder = shutil.copytree(given, tmp_path / "damaged")
+    before, gradient = model.state_dict(), model.lm_head.weight.grad.clone()
+    damage, message = FAULTS[fault]
+    damage(folder)
+    with pytest.raises(ChunkcError, match=message):
+        chunkc.load_pretrained(model, folder)
+    assert_same(model.state_dict(), before)
+    assert torch.equal(model.lm_head.weight.grad, gradient)
+
+
+def test_the_same_files_undamaged_load(half_step: tuple[nn.Module, Path]) -> None:
+    """Or the faults above would show nothing."""
+    model, given = half_step
+    before = model.state_dict()
+    chunkc.load_pretrained(model, given, strict=True)
+    assert not torch.equal(model.state_dict()["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_a_path_that_is_not_there_says_what_to_give() -> None:
@@ -267,7 +283,7 @@ def test_tied_parameters_take_either_name_and_refuse_two_values(tmp_path: Path) 
 def test_the_program_of_the_documentation_runs(tmp_path: Path) -> None:
     """docs/weights.md: from a folder to a compiled model, and from that to another folder."""
     plain, text = saved("llama", tmp_path / "given"), (ROOT / "docs" / "weights.md").read_text()
-    load, save = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    load, save, _ = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert '"v100-240g"' in load
     names = {"transformers": transformers, "torch": torch, "chunkc": chunkc, "folder": tmp_path / "given"}
     exec(load.replace('"v100-240g"', f'{HW!r}, backend="eager"'), names)
