@@ -65,7 +65,7 @@ GROUP_OF = {
                 "policy",
                 "programs",
             ),
-            *("segments", "shapes", "throttle", "whatif"),
+            *("segments", "shapes", "signals", "throttle", "whatif"),
         ),
         "api",
     ),
