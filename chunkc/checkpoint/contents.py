@@ -77,11 +77,12 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
     """What runs a compiled model whose state can be saved or replaced now: between whole steps.
 
     Raises:
-        ChunkcError: when it is not compiled, when gradients wait, or when an update has failed.
+        ChunkcError: when it is not compiled, in a forked child, when gradients wait, or when an update has failed.
     """
     runtime = memory_of(model)
     if not isinstance(runtime, ModelRuntime):
         raise TypeError(f"a compiled model has a {type(runtime).__name__}")
+    runtime.device.check_usable()
     if runtime.is_broken:
         raise ChunkcError(
             "an update failed halfway through the last step(), so parameters are of two steps and no checkpoint: load "

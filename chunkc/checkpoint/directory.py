@@ -119,23 +119,31 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: when there is no checkpoint, the manifest is damaged or of a later format.
     """
-    try:
-        found = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-        body, signature = found["manifest"], found["sha256"]
-    except FileNotFoundError:
-        raise damaged(path, {MANIFEST_NAME: "missing"}) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise damaged(path, {MANIFEST_NAME: f"not readable ({type(error).__name__})"}) from error
-    if _signed(body)["sha256"] != signature:
-        raise damaged(path, {MANIFEST_NAME: "changed since it was written"})
-    if body["format"] > FORMAT:
+    found, fault = _parse_manifest(path)
+    if found is None:
+        raise damaged(path, {MANIFEST_NAME: fault})
+    if found.format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {body['format']}, and this chunkc ({body['versions']['chunkc']} saved it) reads up to "
+            f"{path} has format {found.format}, and this chunkc ({found.versions['chunkc']} saved it) reads up to "
             f"{FORMAT}: load it with that version or a later one",
             path=path,
         )
-    files = {name: FileDigest(**digest) for name, digest in body["files"].items()}
-    return Manifest(body["format"], body["step"], body["versions"], files)
+    return found
+
+
+def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
+    """The manifest of any format, or what is wrong with it."""
+    try:
+        found = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
+        body, signature = found["manifest"], found["sha256"]
+        if _signed(body)["sha256"] != signature:
+            return None, "changed since it was written"
+        files = {name: FileDigest(**digest) for name, digest in body["files"].items()}
+        return Manifest(body["format"], body["step"], body["versions"], files), ""
+    except FileNotFoundError:
+        return None, "missing"
+    except (ValueError, KeyError, TypeError) as error:
+        return None, f"not readable ({type(error).__name__})"
 
 
 def verify(path: Path) -> Manifest:
@@ -173,11 +181,11 @@ def _fault(path: Path, wanted: FileDigest) -> str | None:
 
 
 def _is_complete(path: Path) -> bool:
-    try:
-        files = read_manifest(path).files
-    except CheckpointError:
+    manifest, _ = _parse_manifest(path)
+    if manifest is None:
         return False
-    return all((path / n).is_file() and (path / n).stat().st_size == d.nbytes for n, d in files.items())
+    files = manifest.files.items()
+    return all((path / name).is_file() and (path / name).stat().st_size == d.nbytes for name, d in files)
 
 
 def _signed(manifest: Mapping[str, Any]) -> dict[str, Any]:

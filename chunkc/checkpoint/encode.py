@@ -18,10 +18,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from chunkc.checkpoint.storage import DTYPE_NAMES
 from chunkc.errors import ChunkcError
 
 _KIND: Final = "#"
 _AS_THEY_ARE: Final = (bool, int, float, str, type(None))
+_ARRAY_DTYPES: Final = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
 _SEQUENCES: Final[Mapping[type, str]] = {tuple: "tuple", torch.Size: "size"}
 _MAPPINGS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 
@@ -63,14 +65,15 @@ class Encoder:
         return self._encode_array(value, path)
 
     def _encode_array(self, value: Any, path: str) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
             return {_KIND: "tensor", "key": self._keep(value)}
-        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biuf" and value.dtype.isnative:
+        if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in _ARRAY_DTYPES and value.dtype.isnative:
             kind = "scalar" if isinstance(value, np.generic) else "array"
             return {_KIND: kind, "key": self._keep(torch.from_numpy(np.array(value)))}
+        kind = f" of {value.dtype}" if isinstance(value, (torch.Tensor, np.ndarray, np.generic)) else ""
         raise ChunkcError(
-            f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint does not hold: it "
-            "takes numbers, strings, bytes, lists, tuples, dicts, tensors and NumPy arrays. Convert it, or keep it "
+            f"{path} is a {type(value).__module__}.{type(value).__qualname__}{kind}, which a checkpoint does not hold: "
+            "it takes numbers, strings, bytes, lists, tuples, dicts, tensors and NumPy arrays. Convert it, or keep it "
             "elsewhere"
         )
 

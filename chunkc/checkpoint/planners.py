@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
     """A tensor of this dtype and shape, whose elements are all one."""
-    return torch.empty((), dtype=dtype, device="cpu").expand(*shape)
+    return torch.empty((), dtype=dtype, device="cpu").expand(torch.Size(shape))
 
 
 class LazySavePlanner(DefaultSavePlanner):

@@ -108,7 +108,7 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
             f"{[len(names) for names in ours]}, or other ones in a group: make the optimizer as when it was saved"
         )
     for names, group in zip(ours, saved["groups"], strict=True):
-        check_options(group, type(optimizer).__name__ == "AdamW")
+        check_options(group, bool(optimizer.defaults["decoupled_weight_decay"]))
         groups.append({**group, "params": list(range(first, first + len(names)))})
         first += len(names)
     untrained = [name for name in saved["steps"] if not runtime.is_trained(fit.params[name])]

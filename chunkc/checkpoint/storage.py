@@ -116,15 +116,9 @@ class SafetensorsWriter(StorageWriter):
         by_dtype: dict[torch.dtype, list[WriteItem]] = {}
         for item in plan.items:
             by_dtype.setdefault(_data(item).properties.dtype, []).append(item)
-        results = []
         with ExitStack() as stack:
             files = {d: self._open(d, items, stack) for d, items in by_dtype.items()}
-            for item in plan.items:
-                file, value = files[_data(item).properties.dtype], planner.resolve_data(item)
-                if not isinstance(value, torch.Tensor):
-                    raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
-                nbytes = file.write(_bytes_of(value))
-                results.append(WriteResult(item.index, nbytes, Place(file.path.name, _name(item))))
+            results = [_write(files[_data(item).properties.dtype], item, planner) for item in plan.items]
             for file in files.values():
                 self.digests[file.path.name] = file.finish()
         future: Future[list[WriteResult]] = Future()
@@ -204,9 +198,7 @@ class SafetensorsReader(StorageReader):
                 place = self._places[item.storage_index]
                 if place.file not in files:
                     files[place.file] = stack.enter_context(safe_open(self._path / place.file, framework="pt"))
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(_part(files[place.file].get_tensor(place.name), item))
-                planner.commit_tensor(item, target)
+                _read(files[place.file], place.name, item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -258,6 +250,21 @@ def digest_of(path: Path) -> FileDigest:
             sha256.update(piece)
             nbytes += len(piece)
     return FileDigest(nbytes, sha256.hexdigest())
+
+
+def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    """Resolve one item, append it, and forget it."""
+    value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
+    return WriteResult(item.index, file.write(_bytes_of(value)), Place(file.path.name, _name(item)))
+
+
+def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copy what ``item`` asks for out of an opened file, and forget it."""
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(_part(file.get_tensor(name), item))
+    planner.commit_tensor(item, target)
 
 
 def _data(item: WriteItem) -> Any:
