@@ -86,7 +86,7 @@ class Run:
 
     def bits(self) -> Bits:
         """Parameters, buffers, fp32 masters, moments and learning rates."""
-        found = dict(self.model.state_dict())
+        found = {name: value.clone() for name, value in self.model.state_dict().items()}
         names = {id(p): n for n, p in self.model.named_parameters()}
         order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         for key, state in self.optimizer.state_dict()["state"].items():
@@ -243,7 +243,8 @@ def test_saving_does_not_change_the_run_and_the_next_save_waits_for_the_last(tmp
             tmp_path, run.model, run.optimizer, run.scheduler, asynchronous=k % 3 > 0, keep=2
         )
     assert found == losses
-    assert [p.name for p in sorted(tmp_path.glob("0*"))] == ["00000005-step-10", future.result().name]
+    last = future.result().name
+    assert [p.name for p in sorted(tmp_path.glob("0*"))] == ["00000005-step-10", last] and last == "00000006-step-12"
     check_equal(run.bits(), other.bits())
 
 
@@ -259,10 +260,10 @@ def test_staged_and_blank_models_are_saved_and_loaded(tmp_path: Path) -> None:
     check_equal(third.bits(), first.bits())
     with torch.device("meta"):
         blank = Small()
+    blank.offset = torch.zeros(4)
     torch.manual_seed(0)
     small = chunkc.compile(Small(), "emulated-96k-64m", dtype=torch.float32, backend="eager")
     chunkc.compile(blank, "emulated-96k-64m", dtype=torch.float32, backend="eager")
-    blank.offset = torch.zeros(4)
     optimizers = [chunkc.AdamW(m.parameters()) for m in (small, blank)]
     with pytest.raises(ChunkcError, match=r"first\.weight, .* came on the meta device and were never given a value"):
         chunkc.save_checkpoint(tmp_path / "small", blank, optimizers[1])
@@ -273,7 +274,6 @@ def test_staged_and_blank_models_are_saved_and_loaded(tmp_path: Path) -> None:
     assert chunkc.load_checkpoint(tmp_path / "small", blank, optimizers[1]).step == 1
     wanted = small.state_dict()
     check_equal(blank.state_dict(), wanted)
-    assert 4 in optimizers[0].step_counts or "unused" in wanted
     assert optimizers[1].step_counts == optimizers[0].step_counts
 
 

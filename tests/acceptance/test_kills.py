@@ -35,4 +35,4 @@ def test_killed_runs_go_on_as_if_they_had_not_been(tmp_path: Path, num_kills: in
         saved = 0 if run["restarted"] else max(saved, run["saved"])
     assert num_resumed >= num_kills // 2, "most runs go on from a checkpoint"
     assert sum(run["under_way"] for run in runs) >= num_kills // 10, "some were killed in the middle of a save"
-    assert len(list(tmp_path.glob("0*"))) <= KEEP + 1
+    assert len(list(tmp_path.glob("0*"))) <= KEEP + 3

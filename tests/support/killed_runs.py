@@ -1,6 +1,7 @@
 """Training runs that are killed at random moments: ``python killed_runs.py DIRECTORY NUM_KILLS SEED``.
 
-This process imports everything and then only forks, so that a run begins at once. Each run goes on from the newest
+This process only imports and forks, so that a run begins at once: the first run, which is left alone, says what it has
+imported on its way, and that is imported here before the others. Each of them goes on from the newest
 checkpoint, trains, and saves every second step, every other time beside training; it is killed (SIGKILL) some time
 after its start or, mostly, after its first step. What the runs said is printed as JSON at the end:
 
@@ -11,6 +12,7 @@ after its start or, mostly, after its first step. What the runs said is printed 
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import random
@@ -51,7 +53,8 @@ def say(pipe: int, *words: object) -> None:
 
 
 def train(directory: Path | None, pipe: int) -> None:
-    """One run; without a directory, one that is left alone and saves nothing."""
+    """One run; without a directory, one that saves nothing, and says which modules it has imported."""
+    imported = set(sys.modules)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = chunkc.compile(Tiny(), "emulated-96k-16m", dtype=torch.float32, backend="eager")
@@ -76,6 +79,8 @@ def train(directory: Path | None, pipe: int) -> None:
                 directory, model, optimizer, scheduler, extra, keep=KEEP, asynchronous=beside, max_copied_nbytes=20_000
             )
             future.add_done_callback(lambda _, reached=step + 1: say(pipe, "saved", reached))
+    if directory is None:
+        say(pipe, "imported", ",".join(sorted(set(sys.modules) - imported)))
 
 
 def fork(directory: Path | None) -> tuple[int, int]:
@@ -111,7 +116,7 @@ def listen(pipe: int, until_s: float, heard: bytearray, word: bytes | None = Non
 def told(heard: bytearray) -> dict[str, Any]:
     """What a run said, in whole lines."""
     lines = [line.split(" ", 2) for line in heard.decode().split("\n")[:-1]]
-    found: dict[str, Any] = {"begun": None, "losses": {}, "under_way": False, "saved": 0}
+    found: dict[str, Any] = {"begun": None, "losses": {}, "under_way": False, "saved": 0, "imported": []}
     for kind, value, *rest in lines:
         if kind == "failed":
             raise SystemExit(f"a run failed: {value} {rest}")
@@ -121,6 +126,8 @@ def told(heard: bytearray) -> dict[str, Any]:
             found["begun"] = int(value)
         elif kind == "saving":
             found["under_way"] = True
+        elif kind == "imported":
+            found["imported"] = value.split(",")
         else:
             found["under_way"], found["saved"] = False, int(value)
     return found
@@ -146,7 +153,10 @@ def main(directory: Path, num_kills: int, seed: int) -> None:
     heard = bytearray()
     listen(pipe, time.monotonic() + 120, heard)
     os.waitpid(pid, 0)
-    reference = told(heard)["losses"]
+    reference = told(heard)
+    for module in reference["imported"]:
+        if module.startswith("torch.") and importlib.util.find_spec(module) is not None:
+            importlib.import_module(module)
     generator, runs = random.Random(seed), []
     for _ in range(num_kills):
         runs.append(killed(directory, generator))
@@ -154,7 +164,7 @@ def main(directory: Path, num_kills: int, seed: int) -> None:
         if runs[-1]["restarted"]:
             shutil.rmtree(directory)
             directory.mkdir()
-    print(json.dumps({"reference": reference, "runs": runs}))
+    print(json.dumps({"reference": reference["losses"], "runs": runs}))
 
 
 if __name__ == "__main__":
