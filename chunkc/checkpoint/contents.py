@@ -88,7 +88,7 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
             "an update failed halfway through the last step(), so parameters are of two steps and no checkpoint: load "
             "an earlier one into a newly compiled model"
         )
-    if runtime.gradients.pending:
+    if runtime.gradients.pending and runtime.gradients.waiting():
         raise ChunkcError(
             "gradients wait to be stepped, and a checkpoint holds whole steps: call it after optimizer.step(), or "
             "discard them with zero_grad()"
