@@ -1,9 +1,9 @@
 """Training runs that are killed at random moments: ``python killed_runs.py DIRECTORY NUM_KILLS SEED``.
 
-This process only imports and forks, so that a run begins at once: the first run, which is left alone, says what it has
-imported on its way, and that is imported here before the others. Each of them goes on from the newest
-checkpoint, trains, and saves every second step, every other time beside training; it is killed (SIGKILL) some time
-after its start or, mostly, after its first step. What the runs said is printed as JSON at the end:
+This process trains a few steps, so that all that a run imports is here, lets go of the model, and forks: a run begins
+at once. Each goes on from the newest checkpoint, trains, and saves every second step, every other time beside training;
+it is killed (SIGKILL) some time after its start or, mostly, after its first step. What the runs said is printed as JSON
+at the end:
 
     reference   losses of a run that was left alone, as hexadecimal numbers
     runs        of each: where it began, its losses, whether a save was under way, the last step known to be saved, and
@@ -12,7 +12,7 @@ after its start or, mostly, after its first step. What the runs said is printed 
 
 from __future__ import annotations
 
-import importlib.util
+import gc
 import json
 import os
 import random
@@ -20,6 +20,7 @@ import select
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -52,9 +53,8 @@ def say(pipe: int, *words: object) -> None:
     os.write(pipe, (" ".join(map(str, words)) + "\n").encode())
 
 
-def train(directory: Path | None, pipe: int) -> None:
-    """One run; without a directory, one that saves nothing, and says which modules it has imported."""
-    imported = set(sys.modules)
+def train(directory: Path | None, pipe: int, num_steps: int = MAX_STEPS) -> None:
+    """One run; without a directory, one that saves nothing."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = chunkc.compile(Tiny(), "emulated-96k-16m", dtype=torch.float32, backend="eager")
@@ -64,7 +64,7 @@ def train(directory: Path | None, pipe: int) -> None:
     if directory is not None and any(directory.glob("0*")):
         first = chunkc.load_checkpoint(directory, model, optimizer, scheduler).extra["next"]
     say(pipe, "begun", first)
-    for step in range(first, MAX_STEPS):
+    for step in range(first, num_steps):
         rows = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
         loss = model(rows)
         loss.backward()
@@ -79,8 +79,19 @@ def train(directory: Path | None, pipe: int) -> None:
                 directory, model, optimizer, scheduler, extra, keep=KEEP, asynchronous=beside, max_copied_nbytes=20_000
             )
             future.add_done_callback(lambda _, reached=step + 1: say(pipe, "saved", reached))
-    if directory is None:
-        say(pipe, "imported", ",".join(sorted(set(sys.modules) - imported)))
+    if directory is not None:
+        future.result()
+
+
+def warm_up() -> None:
+    """Import and initialise all that a run does; nothing of it is alive afterwards."""
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory() as directory:
+        for num_steps in (4, 8):
+            train(Path(directory), write, num_steps)
+            gc.collect()
+    os.close(read)
+    os.close(write)
 
 
 def fork(directory: Path | None) -> tuple[int, int]:
@@ -116,7 +127,7 @@ def listen(pipe: int, until_s: float, heard: bytearray, word: bytes | None = Non
 def told(heard: bytearray) -> dict[str, Any]:
     """What a run said, in whole lines."""
     lines = [line.split(" ", 2) for line in heard.decode().split("\n")[:-1]]
-    found: dict[str, Any] = {"begun": None, "losses": {}, "under_way": False, "saved": 0, "imported": []}
+    found: dict[str, Any] = {"begun": None, "losses": {}, "under_way": False, "saved": 0}
     for kind, value, *rest in lines:
         if kind == "failed":
             raise SystemExit(f"a run failed: {value} {rest}")
@@ -126,8 +137,6 @@ def told(heard: bytearray) -> dict[str, Any]:
             found["begun"] = int(value)
         elif kind == "saving":
             found["under_way"] = True
-        elif kind == "imported":
-            found["imported"] = value.split(",")
         else:
             found["under_way"], found["saved"] = False, int(value)
     return found
@@ -138,7 +147,7 @@ def killed(directory: Path, generator: random.Random) -> dict[str, Any]:
     pid, pipe = fork(directory)
     heard = bytearray()
     if generator.random() < 0.2:
-        listen(pipe, time.monotonic() + generator.uniform(0, 1.0), heard)
+        listen(pipe, time.monotonic() + generator.uniform(0, 0.8), heard)
     elif listen(pipe, time.monotonic() + 60, heard, b"loss"):
         listen(pipe, time.monotonic() + generator.uniform(0, 0.3), heard)
     os.kill(pid, signal.SIGKILL)
@@ -149,14 +158,12 @@ def killed(directory: Path, generator: random.Random) -> dict[str, Any]:
 
 
 def main(directory: Path, num_kills: int, seed: int) -> None:
+    warm_up()
     pid, pipe = fork(None)
     heard = bytearray()
     listen(pipe, time.monotonic() + 120, heard)
     os.waitpid(pid, 0)
     reference = told(heard)
-    for module in reference["imported"]:
-        if module.startswith("torch.") and importlib.util.find_spec(module) is not None:
-            importlib.import_module(module)
     generator, runs = random.Random(seed), []
     for _ in range(num_kills):
         runs.append(killed(directory, generator))
