@@ -84,7 +84,7 @@ def train(directory: Path | None, pipe: int, num_steps: int = MAX_STEPS) -> None
 
 
 def warm_up() -> None:
-    """Import and initialise all that a run does; nothing of it is alive afterwards."""
+    """Import and initialise all that a run does; the models are gone afterwards."""
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as directory:
         for num_steps in (4, 8):
