@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from chunkc.api import compile, full_params, plan, plan_of, stats
+from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.errors import (
     AccumulationError,
     BudgetError,
     CaptureError,
+    CheckpointError,
     ChunkcError,
     DeviceMemoryError,
     HardwareError,
@@ -19,6 +21,9 @@ from chunkc.observe import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 from chunkc.runtime.optimizer import Adam, AdamW
+from chunkc.signals import graceful_exit
+from chunkc.weights.load import load_pretrained
+from chunkc.weights.save import save_safetensors
 
 __version__ = "0.1.0"
 
@@ -28,6 +33,7 @@ __all__ = [
     "AdamW",
     "BudgetError",
     "CaptureError",
+    "CheckpointError",
     "ChunkcError",
     "DeviceMemoryError",
     "Hardware",
@@ -38,10 +44,15 @@ __all__ = [
     "ShapeLimitError",
     "compile",
     "full_params",
+    "graceful_exit",
+    "load_checkpoint",
+    "load_pretrained",
     "metrics",
     "plan",
     "plan_of",
     "record_timeline",
+    "save_checkpoint",
+    "save_safetensors",
     "simulate",
     "stats",
 ]

@@ -34,6 +34,8 @@ from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
 from chunkc.segments import Backend, SegmentCompiler, backend_options
+from chunkc.weights.initial import buffer_values
+from chunkc.weights.streamed import stream_saves
 
 logger = logging.getLogger("chunkc")
 
@@ -61,7 +63,8 @@ def compile(  # the name that torch.compile taught users
 
     Args:
         model: any module with floating-point parameters, in host memory or on the meta device. Those from the meta
-            device must be given values (``load_state_dict``, ``torch.nn.init``, ``param.copy_``) before they are read.
+            device must be given values (``chunkc.load_pretrained``, ``load_state_dict``, ``torch.nn.init``) before they
+            are read. Buffers from there are computed by the modules' own initialisation.
         hw: a machine such as ``"v100-240g"`` or ``"emulated-64m-2g"``, a ``Hardware``, a profile's path, or ``"auto"``.
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
@@ -111,6 +114,7 @@ def compile(  # the name that torch.compile taught users
         module._buffers[name] = buffer
     compiled = CompiledModel(model, runtime, settings)
     attach(model)
+    stream_saves(model)
     model._compiled_call_impl = compiled
     weakref.finalize(model, device.call_from_host, runtime.close)
     return model
@@ -213,9 +217,14 @@ def stats(model: nn.Module) -> dict[str, int]:
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Where the buffers that are not on ``device`` stand, and what takes their place; shared ones stay shared."""
+    """Where the buffers that are not on ``device`` stand, and what takes their place; shared ones stay shared.
+
+    Raises:
+        ChunkcError: for buffers on the meta device whose values cannot be known.
+    """
     places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    moved = {b: b.to(device) for _, _, b in places if b.device != device}
+    made = buffer_values(model)
+    moved = {b: made.get(b, b).to(device) for _, _, b in places if b.device != device}
     return [(module, name, moved[b]) for module, name, b in places if b in moved]
 
 

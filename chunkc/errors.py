@@ -6,6 +6,8 @@ anything changes, so that the caller can go on with the model as it was.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class ChunkcError(RuntimeError):
     """Base of all errors that chunkc raises on purpose."""
@@ -37,6 +39,24 @@ class PlanError(ChunkcError):
 
 class DeviceMemoryError(ChunkcError):
     """The device ran out of memory while a plan ran: the message names the action and what stood on the device."""
+
+
+class CheckpointError(ChunkcError):
+    """A checkpoint that cannot be written, or one that is missing, damaged or of another model.
+
+    Attributes:
+        path: of the checkpoint.
+        damaged: names of its files that are missing or not what was written.
+        previous: the newest complete checkpoint saved before it, if there is one.
+    """
+
+    def __init__(
+        self, message: str, *, path: Path, damaged: tuple[str, ...] = (), previous: Path | None = None
+    ) -> None:
+        super().__init__(message)
+        self.path = path
+        self.damaged = damaged
+        self.previous = previous
 
 
 class BudgetError(ChunkcError):

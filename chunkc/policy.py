@@ -76,7 +76,6 @@ def check_model(model: nn.Module) -> None:
         "are neither in host memory nor on the meta device; hand the model over on the CPU",
         lambda p: p.device.type not in ("cpu", "meta"),
     )
-    _refuse_meta_buffers(model)
     _refuse(
         params,
         "have gradient hooks, which would never run",
@@ -96,17 +95,6 @@ def _refuse_modules(model: nn.Module) -> None:
             raise ChunkcError(f"{where} is not captured by torch.compile; write the recurrence with cells, nn.LSTMCell")
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ChunkcError(f"{where} makes sparse gradients, which do not land in chunks; use sparse=False")
-
-
-def _refuse_meta_buffers(model: nn.Module) -> None:
-    found = [f"{name} ({b.dtype}, {tuple(b.shape)})" for name, b in model.named_buffers() if b.is_meta]
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ChunkcError(
-            f"buffers {', '.join(found[:5])}{more} are on the meta device, where only parameters may be: nothing "
-            "would give them values. Assign real tensors (`module.name = tensor`) before chunkc.compile, for "
-            "example those of the same modules built on the CPU with fewer layers, or build the model on the CPU"
-        )
 
 
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:

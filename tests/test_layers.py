@@ -24,7 +24,7 @@ FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chu
 BOTTOM = {"errors"}
 FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
-UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines"}
+UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "errors": set(),
     "ir": BOTTOM,
@@ -39,7 +39,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "passes.lower": BOTTOM | {"ir", "hardware", "cost", "_torch_compat"},
     "report": MIDDLE,
     "memory": FOUNDATION | {"capture", "runtime"},
-    "checkpoint": MIDDLE,
+    "weights": FOUNDATION | {"runtime"},
+    "checkpoint": MIDDLE | {"weights"},
     "models": BOTTOM,
     "api": UPPER | {"models"},
     "": UPPER | {"api"},  # chunkc/__init__.py
@@ -64,7 +65,7 @@ GROUP_OF = {
                 "policy",
                 "programs",
             ),
-            *("segments", "shapes", "throttle", "whatif"),
+            *("segments", "shapes", "signals", "throttle", "whatif"),
         ),
         "api",
     ),

@@ -14,10 +14,11 @@ import torch
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import Chunk
+from chunkc.ir.layout import Chunk, Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.runtime.adam import Piece
 from chunkc.runtime.device import Device, Update
+from chunkc.runtime.step_inputs import StepInputs
 from chunkc.runtime.store import ChunkStore, Triple
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
@@ -80,6 +81,24 @@ class Bound:
     waits: tuple[str, ...]
     work: Callable[[], None]
     update: Update | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedUpdate:
+    """An update of a triple where it lives, which a snapshot may still need as it was."""
+
+    inner: Update
+    store: ChunkStore
+    chunk: int
+
+    def update(self, inputs: StepInputs) -> None:
+        """Say so first."""
+        self.store.before_write(self.chunk)
+        self.inner.update(inputs)
+
+    def restore(self) -> None:
+        """Triples stay as they are."""
+        self.inner.restore()
 
 
 @dataclass(slots=True)
@@ -169,9 +188,10 @@ class Binder:
         chunk, slot = self._chunk(action), self._slot(action)
         del self._resident[action.target]
         copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
-        memory, device = self.store.slot_bytes(slot), self.device
+        memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
 
         def store() -> None:
+            before_write(chunk.index)
             copy()
             device.freed(memory)
 
@@ -287,7 +307,9 @@ class Binder:
                 payload, triple = store.payload_slot(chunk, slots[0]), store.triple_slot(chunk, slots[1])
                 gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
             pieces = store.pieces(chunk.index)
-            self.updates[key] = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
+            update = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
+            writes_home = slots is None or chunk.os_home is Home.DEVICE
+            self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
 

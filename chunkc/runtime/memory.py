@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -24,7 +26,8 @@ from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.params import inner_of, manage_all
-from chunkc.runtime.staging import StagingStore, keep_master
+from chunkc.runtime.snapshot import SnapshotReader
+from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.values import ChunkValues
 
@@ -39,6 +42,7 @@ class ModelMemory:
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
         accounting: reservation on the device and what was measured of it.
+        saving: the latest checkpoint, done or under way (kept by what saves them).
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class ModelMemory:
         self.owners: dict[int, object] = {}
         self.device = device
         self.accounting = Accounting(device)
+        self.saving: Future[Path] | None = None
         self._consumed = False
         self._closed = False
         self._entered: set[int] = set()
@@ -136,14 +141,21 @@ class ModelMemory:
             return self.staging.value(index).detach().clone()
         return self._values.read_param(index).to(self.staging.dtypes[index])
 
-    def write_param(self, index: int, value: torch.Tensor) -> None:
-        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd."""
+    def write_param(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
+        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd.
+
+        ``keep_finer``: what is merely param32 rounded leaves param32 as it is. Otherwise param32 becomes ``value``,
+        rounded to the dtype that the parameter was handed over in.
+        """
         self.drain()
         if self._values is None or self.staging.holds(index):
-            self.staging.write(index, value)
+            self.staging.write(index, value, keep_finer=keep_finer)
         else:
             self.to_cold()
-            exact = keep_master(self._values.read_param(index), value)
+            if keep_finer:
+                exact = keep_master(self._values.read_param(index), value)
+            else:
+                exact = round_to(value, self.staging.dtypes[index])
             self._values.write_param(index, exact, payload=index not in self._overlaid())
         self._raise_versions([index])
 
@@ -221,7 +233,7 @@ class ModelMemory:
         """Copies of exp_avg, exp_avg_sq and param32 in host memory."""
         self.drain()
         if self._values is None:
-            value = self.staging.value(param)
+            value = self.staging.exact(param)
             state = self.staging.state(param)
             moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
             return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
@@ -246,6 +258,21 @@ class ModelMemory:
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has, or before the first plan may get, an optimizer state."""
         return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
+
+    def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
+        """All chunks as they are now, to be read while training goes on, until ``end_snapshot``; None before chunks.
+
+        ``max_copied_nbytes`` bounds what is copied aside; see `chunkc.runtime.snapshot`.
+        """
+        self.drain()
+        if self._values is None or self.staged_nbytes():
+            return None
+        return self._values.snapshot(max_copied_nbytes)
+
+    def end_snapshot(self) -> None:
+        """Nobody reads the snapshot any more."""
+        if self._store is not None:
+            self._store.end_snapshot()
 
     def _chunk_values(self) -> ChunkValues:
         if self._values is None:

@@ -71,6 +71,11 @@ class ModelRuntime(ModelMemory):
         return sum(e.moved_nbytes(stream) for e in executors if e.step_number == latest.step_number)
 
     @property
+    def is_broken(self) -> bool:
+        """Whether an update failed halfway, so that parameters are of two steps."""
+        return self._broken
+
+    @property
     def can_evaluate(self) -> bool:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
         return not (self._store is None or self._broken or self._overlaid() or self.staged_nbytes())

@@ -13,7 +13,7 @@ starts from zero moments, and the optimizer before it is refused from then on. `
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -154,6 +154,22 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         finally:
             for handle in handles:
                 handle.remove()
+
+    @property
+    def step_counts(self) -> dict[int, int]:
+        """Steps so far of every parameter that was ever stepped, by its index.
+
+        Raises:
+            ChunkcError: when another optimizer has begun to step them since.
+        """
+        self._check_owned(self._steps)
+        return dict(self._steps)
+
+    def continue_from(self, groups: Sequence[Mapping[str, Any]], steps: Mapping[int, int]) -> None:
+        """Go on from moments that the model was given: ``groups`` in torch's layout, step counts by index."""
+        self.load_state_dict({"state": {}, "param_groups": list(groups)})
+        self._require_runtime().owners.update(dict.fromkeys(steps, self._token))
+        self._steps = dict(steps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give loaded groups the options that older states lack; torch calls this when it loads."""

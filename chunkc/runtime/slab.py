@@ -61,6 +61,29 @@ def allocate_slab(
     return tensor, Slab(pages, nbytes, mapped_nbytes, on_free)
 
 
+def map_private(nbytes: int) -> torch.Tensor:
+    """Zeroed host memory with a mapping of its own, as uint8; forks inherit it, and it goes with its last view.
+
+    Raises:
+        OSError: when the system refuses the mapping.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def return_freed_pages() -> None:
+    """Make malloc give pages that it has only kept for later back to the system; without glibc nothing happens.
+
+    glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed, unless they lie at its end
+    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved elsewhere stay resident.
+    """
+    trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
+    if trim is not None:
+        trim(0)
+
+
 class Slab:
     """Handle of one slab; it does not keep the memory alive.
 

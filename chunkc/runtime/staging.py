@@ -12,10 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.slab import map_private
+
+_MAPPED_NBYTES: Final = 2**16
+"""From this size on a value has its own mapping: malloc would keep the memory when chunks have taken the value."""
 
 
 @dataclass(slots=True)
@@ -63,9 +68,9 @@ class StagingStore:
         if blank:
             more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
             raise ChunkcError(
-                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load a state "
-                "dict (`model.load_state_dict(state)`), initialise them in place (`torch.nn.init`, "
-                "`param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
+                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load them "
+                "(`chunkc.load_pretrained(model, path)`, `model.load_state_dict(state)`), initialise them in place "
+                "(`torch.nn.init`, `param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
             )
 
     def empty(self, index: int) -> torch.Tensor:
@@ -75,7 +80,10 @@ class StagingStore:
             KeyError: when the parameter has left.
         """
         with torch.inference_mode(False):
-            return torch.empty_like(self._held(index), device="cpu")
+            like = torch.empty_like(self._held(index), device="meta")
+            if like.nbytes < _MAPPED_NBYTES:
+                return torch.empty_like(like, device="cpu")
+            return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
     def value(self, index: int) -> torch.Tensor:
         """The parameter in the dtype that it was handed over in; the staged tensor itself.
@@ -105,11 +113,11 @@ class StagingStore:
         """Bytes of all parameters that still stand here."""
         return sum(v.numel() * v.element_size() for v in self._values if v is not None and not v.is_meta)
 
-    def write(self, index: int, value: torch.Tensor) -> None:
-        """Replace the parameter's elements."""
+    def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
+        """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
         state = self._states.get(index)
         if state is not None and state.param32 is not None:
-            state.param32 = keep_master(state.param32, value.to(self.dtypes[index]))
+            state.param32 = keep_master(state.param32, value.to(self.dtypes[index])) if keep_finer else None
         staged = self.empty(index) if self.is_blank(index) else self.value(index)
         self._values[index] = staged.copy_(value)
 
@@ -143,3 +151,8 @@ def keep_master(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if value.dtype == master.dtype:
         return value
     return torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))
+
+
+def round_to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` with no more precision than ``dtype`` has; itself where its own dtype has no more."""
+    return value if torch.promote_types(value.dtype, dtype) is dtype else value.to(dtype)

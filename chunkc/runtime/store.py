@@ -15,6 +15,7 @@ from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.adam import Piece
 from chunkc.runtime.device import Device
+from chunkc.runtime.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,15 @@ class Part:
 
 
 class ChunkStore:
-    """Arena and homes of one layout. Memory is taken when the store is made and given back by ``close``."""
+    """Arena and homes of one layout. Memory is taken when the store is made and given back by ``close``.
+
+    Attributes:
+        snapshot: of an earlier moment, as long as somebody reads it.
+    """
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout = layout
+        self.snapshot: Snapshot | None = None
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         payloads = [c for c in layout.owned() if c.home is Home.HOST]
@@ -69,11 +75,27 @@ class ChunkStore:
 
         The garbage collector may call this while torch traces something else, so no operator runs here.
         """
+        self.end_snapshot()
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
                 self._device.free_home(slab)
         self._device.free_arena(self.arena)
         self.arena = self._payload_slab = self._triple_slab = self._nothing
+
+    def before_write(self, chunk: int) -> None:
+        """Called before param32 or moments of a chunk change where they live, or the payload of an untrained one does.
+
+        Returns when no snapshot needs what stands there now; see `chunkc.runtime.snapshot`.
+        """
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.before_write(chunk)
+
+    def end_snapshot(self) -> None:
+        """Nobody reads the snapshot any more."""
+        snapshot, self.snapshot = self.snapshot, None
+        if snapshot is not None:
+            snapshot.close()
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:
         place = self.layout.placements[index]

@@ -8,12 +8,18 @@ of the parameter are, in host memory or on the device; what is written may come 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.runtime.slab import return_freed_pages
+from chunkc.runtime.snapshot import Snapshot, SnapshotReader
 from chunkc.runtime.staging import StagingStore
 from chunkc.runtime.store import ChunkStore, Triple
+
+_KEPT_NBYTES: Final = 2**24
+"""How much of the staged parameters malloc may keep when chunks have taken them."""
 
 
 class ChunkValues:
@@ -28,6 +34,7 @@ class ChunkValues:
 
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
+        freed_nbytes = 0
         for index in range(len(self._layout.params)):
             if not staging.holds(index):
                 continue
@@ -35,7 +42,11 @@ class ChunkValues:
             state = staging.state(index)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+            freed_nbytes += staging.exact(index).nbytes
             staging.forget(index)
+            if freed_nbytes >= _KEPT_NBYTES:
+                freed_nbytes = 0
+                return_freed_pages()
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has an optimizer state."""
@@ -49,6 +60,7 @@ class ChunkValues:
 
     def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
         """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
+        self._before_write(index)
         if self.is_trained(index):
             self._scatter(index, lambda chunk: self._triple(chunk).param32, value)
         if payload or not self.is_trained(index):
@@ -75,8 +87,27 @@ class ChunkValues:
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Replace both moments."""
+        self._before_write(index)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
+
+    def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
+        """All parameters and moments as they are now, to be read while training goes on; one at a time.
+
+        What is read last must be followed by ``end_snapshot`` of the store.
+        """
+        used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
+        snapshot = self._store.snapshot = Snapshot(self._masters, used, max_copied_nbytes)
+        return SnapshotReader(snapshot, self._store.parts, self._gather)
+
+    def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
+        """What holds the values of a chunk's parameters: its triple, or the payload of an untrained one."""
+        found = self._layout.chunks[chunk]
+        return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
+
+    def _before_write(self, index: int) -> None:
+        for part in self._store.parts(index):
+            self._store.before_write(part.chunk)
 
     def _chunk_of(self, index: int) -> Chunk:
         return self._layout.chunks[self._layout.placements[index].chunk]

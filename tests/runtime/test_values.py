@@ -6,23 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import CHUNK_NUMEL, layout_of
+from layouts import CHUNK_NUMEL, layout_of, values_of
 
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.staging import StagingStore
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.values import ChunkValues
-
-
-def values_of(layout: Layout) -> ChunkValues:
-    device = EmulatedDevice("emulated-1m-1m", 1 << 20, 1 << 20)
-    device.reserve(layout.arena_nbytes)
-    count = len(layout.chunks)
-    static = {f"c{i}": i for i in range(count)} | {f"os{i}": count + i for i in range(count)}
-    return ChunkValues(ChunkStore(layout, device), static if layout.slots else {})
-
 
 shapes = st.lists(
     st.sampled_from([(1,), (53,), (13, 7), (0, 3), (64,), (65,), (200,), (3, 50), ()]), min_size=1, max_size=6

@@ -6,6 +6,9 @@ import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
 from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.values import ChunkValues
 
 CHUNK_NUMEL = 64
 
@@ -31,3 +34,12 @@ def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = Fa
     slots = tuple(Slot(i, sum(sizes[:i]), n) for i, n in enumerate(sizes))
     groups = tuple(Group(i, i, 1) for i in range(len(chunks)))
     return Layout(infos, tuple(places), chunks, groups, CHUNK_NUMEL, slots, sum(sizes))
+
+
+def values_of(layout: Layout) -> ChunkValues:
+    """Access to a new store of ``layout`` on a device of its own."""
+    device = EmulatedDevice("emulated-1m-1m", 1 << 20, 1 << 20)
+    device.reserve(layout.arena_nbytes)
+    count = len(layout.chunks)
+    static = {f"c{i}": i for i in range(count)} | {f"os{i}": count + i for i in range(count)}
+    return ChunkValues(ChunkStore(layout, device), static if layout.slots else {})

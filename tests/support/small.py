@@ -91,14 +91,18 @@ class Twins:
 
 
 def twins_at(
-    phase: str, dtype: torch.dtype = torch.float32, hw: str | chunkc.Hardware = HW, machine: Machine = EMULATED
+    phase: str,
+    dtype: torch.dtype = torch.float32,
+    hw: str | chunkc.Hardware = HW,
+    machine: Machine = EMULATED,
+    accumulate: int = 1,
 ) -> Twins:
     """New twins in ``phase``; ``hw`` is one of ``machine``."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         plain = Small()
         x = torch.randn(4, 8)
-    model = chunkc.compile(copy.deepcopy(plain), hw, dtype=dtype, backend="eager")
+    model = chunkc.compile(copy.deepcopy(plain), hw, dtype=dtype, backend="eager", accumulate=accumulate)
     plain, x = plain.to(machine.torch_device), machine.put(x)
     plain_optimizer = torch.optim.AdamW(plain.parameters(), **OPTIONS)
     twins = Twins(model, plain, chunkc.AdamW(model.parameters(), **OPTIONS), plain_optimizer, x)

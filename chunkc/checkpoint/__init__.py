@@ -1,0 +1,217 @@
+"""Checkpoints of a training run: saved whole or not at all, beside training if asked to, checked, resumed to the bit.
+
+`directory` makes saves atomic, `storage` and `planners` are the two ends of torch.distributed.checkpoint, `contents`
+says what is saved, `encode` how values that are no tensors are, and `restore` puts all of it back.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc.checkpoint import directory as folders
+from chunkc.checkpoint.contents import (
+    OBJECTS_NAME,
+    Contents,
+    Optimizer,
+    Stateful,
+    check_optimizer,
+    decode_all,
+    gather,
+    is_object,
+    read_objects,
+    runtime_of,
+)
+from chunkc.checkpoint.directory import Manifest
+from chunkc.checkpoint.planners import load, save
+from chunkc.checkpoint.restore import check_optimizer_fits, fit_model, resume, stored_shapes, write_model
+from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter, write_json
+from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.runtime.model import ModelRuntime
+
+logger = logging.getLogger("chunkc")
+
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What was loaded.
+
+    Attributes:
+        path: of the checkpoint itself.
+        step: optimizer steps that the run had taken.
+        extra: what ``save_checkpoint`` was given.
+        versions: of chunkc, torch and Python when it was saved.
+    """
+
+    path: Path
+    step: int
+    extra: Any
+    versions: Mapping[str, str]
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Stateful | None = None,
+    extra: Any = None,
+    *,
+    asynchronous: bool = False,
+    keep: int | None = None,
+    max_copied_nbytes: int = 2**30,
+) -> Future[Path]:
+    """Save all that a run needs to go on exactly: a new checkpoint in ``directory``, which may hold earlier ones.
+
+    Saved are parameters (fp32 masters where there are any), buffers, moments and step counts by the names of the
+    parameters, the optimizer's groups, the scheduler, the states of all global random number generators, and ``extra``.
+    A checkpoint appears under its name when all of it is on disk, so whatever happens meanwhile, the one before stays
+    what ``load_checkpoint`` finds. One process at a time saves into a directory.
+
+    Args:
+        scheduler: whatever has ``state_dict`` and ``load_state_dict`` over plain values and tensors.
+        extra: what else the run needs, for example the position in the data: numbers, strings, bytes, lists, tuples,
+            dicts, tensors and NumPy arrays, nested as you like.
+        asynchronous: return when the moment is fixed, and write while training goes on. Each chunk is read before the
+            next update of it, or copied aside by that update; the checkpoint is that of this call, to the bit. A model
+            that has not been trained yet is written before this returns. A save under way is waited for by the next.
+        keep: remove all but the last ``keep`` complete checkpoints of the directory afterwards; default: none goes.
+        max_copied_nbytes: host memory for chunks copied aside. When it is full, updates wait for the disk.
+
+    Returns:
+        a future of the checkpoint's path, done unless ``asynchronous``. The process does not exit before it is.
+
+    Raises:
+        ChunkcError: when gradients wait to be stepped, an update has failed, or a value is of a kind that a checkpoint
+            does not hold; nothing is written then.
+        CheckpointError: when it cannot be written (of an asynchronous save: by the future, and by the next call).
+    """
+    if keep is not None and keep < 1:
+        raise ChunkcError(f"keep={keep}: give the number of checkpoints to keep, 1 or more")
+    runtime = runtime_of(model)
+    _finish_last(runtime)
+    contents = gather(model, runtime, check_optimizer(optimizer, runtime), scheduler, extra, max_copied_nbytes)
+    work = partial(_save, Path(directory), model, runtime, contents, keep)
+    if not (asynchronous and contents.is_lasting):
+        done: Future[Path] = Future()
+        done.set_result(work())
+        return done
+    executor = ThreadPoolExecutor(1, "chunkc-checkpoint")
+    runtime.saving = executor.submit(work)
+    executor.shutdown(wait=False)
+    return runtime.saving
+
+
+def load_checkpoint(
+    directory: str | Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Stateful | None = None
+) -> Checkpoint:
+    """Go on from the newest checkpoint in ``directory``, or from the one that ``directory`` is.
+
+    Every file is compared with its checksum first, and everything with the model; nothing has changed when this raises
+    for either. Budget, chunk size, compute dtype, the dtype that the model was handed over in and the machine may
+    differ from the run that saved it; names, shapes, tied parameters and the optimizer's groups may not. On the same
+    machine, with the same options, training goes on to the bit as if it had never stopped. No file is unpickled.
+
+    Args:
+        model: compiled; before its first step, or after any.
+        optimizer: takes over groups, moments and step counts. Without one only the model is loaded: no moments, no
+            generators of random numbers.
+        scheduler: of the kind that was saved; needed with an optimizer if there was one.
+
+    Raises:
+        CheckpointError: when there is none, a file is damaged (it is named, and the complete checkpoint before it is
+            offered), or it does not fit the model.
+        ChunkcError: when gradients wait to be stepped, or the model is not compiled.
+    """
+    runtime, started_s = runtime_of(model), time.perf_counter()
+    _finish_last(runtime)
+    path = _find(Path(directory))
+    manifest = folders.verify(path)
+    encoded, tensors = read_objects(path), dict[str, torch.Tensor]()
+    shapes = {key: shape for key, shape in stored_shapes(path).items() if is_object(key)}
+    load(SafetensorsReader(path), shapes, tensors.__setitem__)
+    objects = decode_all(encoded, tensors)
+    fit = fit_model(path, model, runtime, objects)
+    if optimizer is None:
+        write_model(fit, objects, model, with_moments=False)
+    else:
+        groups = check_optimizer_fits(fit, check_optimizer(optimizer, runtime), objects["optimizer"])
+        if (scheduler is None) != (objects["scheduler"] is None):
+            there, here = ("no", "one") if objects["scheduler"] is None else ("a", "none")
+            raise fit.refuse(f"it holds {there} scheduler and {here} was given")
+        write_model(fit, objects, model, with_moments=True)
+        resume(fit, objects, optimizer, scheduler, groups)
+    logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
+    return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)
+
+
+def _find(directory: Path) -> Path:
+    if (directory / folders.MANIFEST_NAME).is_file():
+        return directory
+    path = folders.newest(directory)
+    if path is None:
+        raise CheckpointError(f"{directory} holds no complete checkpoint", path=directory)
+    return path
+
+
+def _finish_last(runtime: ModelRuntime) -> None:
+    """Wait for a save under way; what stopped it is said once more, since nobody may have asked its future."""
+    last, runtime.saving = runtime.saving, None
+    if last is None:
+        return
+    wait([last])
+    error = last.exception()
+    if error is not None:
+        raise error
+
+
+def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Contents, keep: int | None) -> Path:
+    """Write a checkpoint and let go of the snapshot. ``model`` is held so that its memory stays."""
+    started_s = time.perf_counter()
+    try:
+        path = _write_files(root, contents)
+    except OSError as error:
+        raise CheckpointError(
+            f"no checkpoint of step {contents.step} was written into {root}: {error}. Earlier ones are as they were",
+            path=root,
+        ) from error
+    finally:
+        runtime.end_snapshot()
+    if keep is not None:
+        folders.prune(root, keep)
+    logger.info("saved %s, %.1f MB, in %.1f s", path, contents.nbytes / 1e6, time.perf_counter() - started_s)
+    return path
+
+
+def _write_files(root: Path, contents: Contents) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    free_nbytes = shutil.disk_usage(root).free
+    if free_nbytes < contents.nbytes:
+        raise CheckpointError(
+            f"a checkpoint of {contents.nbytes} bytes does not fit into {root}, where {free_nbytes} are free: make "
+            "room, or keep fewer (`keep=`)",
+            path=root,
+        )
+    path = folders.begin(root, contents.step)
+    try:
+        writer = SafetensorsWriter(path)
+        save(writer, contents.stand_ins, contents.read)
+        digests = {**writer.digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}
+        versions = {"chunkc": version("chunkc"), "torch": torch.__version__, "python": platform.python_version()}
+        return folders.commit(path, Manifest(folders.FORMAT, contents.step, versions, digests))
+    except BaseException:
+        folders.give_up(path)
+        raise

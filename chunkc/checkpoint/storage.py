@@ -1,0 +1,315 @@
+"""Storage for torch.distributed.checkpoint in safetensors and JSON: nothing that is loaded can run code.
+
+DCP's own file storage keeps its metadata as a pickle, and `HuggingFaceStorageWriter` holds a whole file in memory
+before it writes. The two classes here are DCP's public interfaces, `StorageWriter` and `StorageReader`, so that its
+planners do the resharding. In the folder of a checkpoint:
+
+    rank-00000.float32.safetensors   tensors of one rank and dtype, each written as soon as it is resolved
+    index.json                       DCP's metadata: of each tensor its dtype, shape, and the parts with their places
+
+Files of one dtype keep every tensor aligned in whatever order the tensors come. The files are plain safetensors, so
+DCP's `HuggingFaceStorageReader` reads them too. A checksum (SHA-256) is taken of what goes to each file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from chunkc.errors import ChunkcError
+
+INDEX_NAME: Final = "index.json"
+DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What safetensors calls each dtype that can be stored."""
+
+_PIECE_NBYTES: Final = 2**24
+
+
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What a file must be."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part of a tensor is: a name in a file."""
+
+    file: str
+    name: str
+
+
+class SafetensorsWriter(StorageWriter):
+    """Writes the tensors of one rank into files of the folder ``path``, one tensor at a time.
+
+    Attributes:
+        digests: of the files of this rank, once they are written, and of the index on the coordinator.
+    """
+
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        self.digests: dict[str, FileDigest] = {}
+        self._path = path
+        self._rank = rank
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save; ``checkpoint_id`` may name another folder."""
+        self.digests.clear()
+        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on the role."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuse what safetensors cannot hold.
+
+        Raises:
+            ChunkcError: naming it.
+        """
+        for item in plan.items:
+            if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPE_NAMES:
+                kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
+                raise ChunkcError(f"{item.index.fqn} is {kind}, which a checkpoint cannot hold: keep it in `extra`")
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Every rank has files of its own: nothing to agree on."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the items in the order of the plan, and wait until they are on disk."""
+        by_dtype: dict[torch.dtype, list[WriteItem]] = {}
+        for item in plan.items:
+            by_dtype.setdefault(_data(item).properties.dtype, []).append(item)
+        with ExitStack() as stack:
+            files = {d: self._open(d, items, stack) for d, items in by_dtype.items()}
+            results = [_write(files[_data(item).properties.dtype], item, planner) for item in plan.items]
+            for file in files.values():
+                self.digests[file.path.name] = file.finish()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _open(self, dtype: torch.dtype, items: Sequence[WriteItem], stack: ExitStack) -> DigestedFile:
+        path = self._path / f"rank-{self._rank:05d}.{str(dtype).removeprefix('torch.')}.safetensors"
+        file = DigestedFile(path, stack.enter_context(path.open("wb")))
+        for part in _header(dtype, items):
+            file.write(memoryview(part))
+        return file
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index."""
+        places = {result.index: asdict(result.storage_data) for per_rank in results for result in per_rank}
+        index = {
+            fqn: {
+                "dtype": str(found.properties.dtype).removeprefix("torch."),
+                "shape": list(found.size),
+                "parts": [
+                    {"offsets": list(c.offsets), "sizes": list(c.sizes), **places[MetadataIndex(fqn, c.offsets)]}
+                    for c in found.chunks
+                ],
+            }
+            for fqn, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        self.digests[INDEX_NAME] = write_json(self._path / INDEX_NAME, index)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
+        return (Path(checkpoint_id) / INDEX_NAME).is_file()
+
+
+class SafetensorsReader(StorageReader):
+    """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._places: dict[MetadataIndex, Place] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new load; ``checkpoint_id`` may name another folder."""
+        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """DCP's metadata, from the index."""
+        index = json.loads((self._path / INDEX_NAME).read_text(encoding="utf-8"))
+        outside = [p["file"] for found in index.values() for p in found["parts"] if Path(p["file"]).name != p["file"]]
+        if outside:
+            raise ChunkcError(f"{self._path / INDEX_NAME} names {outside[0]!r}, which is no file of the checkpoint")
+        self._places = {
+            MetadataIndex(fqn, part["offsets"]): Place(part["file"], part["name"])
+            for fqn, found in index.items()
+            for part in found["parts"]
+        }
+        return Metadata({fqn: _tensor_metadata(found) for fqn, found in index.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing to add to what `read_metadata` read."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The planner's."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The planner's."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items in the order of the plan into the tensors that the planner names."""
+        with ExitStack() as stack:
+            files: dict[str, Any] = {}
+            for item in plan.items:
+                place = self._places[item.storage_index]
+                if place.file not in files:
+                    files[place.file] = stack.enter_context(safe_open(self._path / place.file, framework="pt"))
+                _read(files[place.file], place.name, item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
+        return (Path(checkpoint_id) / INDEX_NAME).is_file()
+
+
+class DigestedFile:
+    """A file under way, with the checksum of what went into it."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._nbytes = 0
+
+    def write(self, data: memoryview) -> int:
+        """Append ``data``; how many bytes that were."""
+        for start in range(0, len(data), _PIECE_NBYTES):
+            piece = data[start : start + _PIECE_NBYTES]
+            self._file.write(piece)
+            self._sha256.update(piece)
+        self._nbytes += len(data)
+        return len(data)
+
+    def finish(self) -> FileDigest:
+        """Wait until all of it is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileDigest(self._nbytes, self._sha256.hexdigest())
+
+
+def write_json(path: Path, value: object) -> FileDigest:
+    """Write a file of JSON and wait until it is on disk."""
+    with path.open("wb") as file:
+        digested = DigestedFile(path, file)
+        digested.write(memoryview(json.dumps(value, separators=(",", ":")).encode()))
+        return digested.finish()
+
+
+def digest_of(path: Path) -> FileDigest:
+    """The checksum of a file as it is now."""
+    sha256, nbytes = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_NBYTES):
+            sha256.update(piece)
+            nbytes += len(piece)
+    return FileDigest(nbytes, sha256.hexdigest())
+
+
+def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
+    """Resolve one item, append it, and forget it."""
+    value = planner.resolve_data(item)
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
+    return WriteResult(item.index, file.write(_bytes_of(value)), Place(file.path.name, _name(item)))
+
+
+def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
+    """Copy what ``item`` asks for out of an opened file, and forget it."""
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(_part(file.get_tensor(name), item))
+    planner.commit_tensor(item, target)
+
+
+def _data(item: WriteItem) -> Any:
+    return item.tensor_data
+
+
+def _name(item: WriteItem) -> str:
+    """The key, followed by its place in the tensor where the item is a part of one."""
+    data = _data(item)
+    whole = tuple(data.chunk.sizes) == tuple(data.size)
+    return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
+
+
+def _header(dtype: torch.dtype, items: Sequence[WriteItem]) -> Iterator[bytes]:
+    """Names, shapes and byte ranges of the tensors of a file, which follow without gaps in the order of ``items``.
+
+    The format: the header's length in 8 bytes, little-endian, then the header as JSON, padded with spaces so that the
+    data begin at a multiple of 8 (README of safetensors, "Format").
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for item in items:
+        shape = list(_data(item).chunk.sizes)
+        end = start + math.prod(shape) * dtype.itemsize
+        header[_name(item)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+
+
+def _bytes_of(value: torch.Tensor) -> memoryview:
+    """The elements in row-major order, in host memory."""
+    flat: Any = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def _tensor_metadata(found: Mapping[str, Any]) -> TensorStorageMetadata:
+    parts = [ChunkStorageMetadata(torch.Size(p["offsets"]), torch.Size(p["sizes"])) for p in found["parts"]]
+    return TensorStorageMetadata(TensorProperties(getattr(torch, found["dtype"])), torch.Size(found["shape"]), parts)
+
+
+def _part(stored: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    """The elements of a stored part that ``item`` asks for."""
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(dim, start, length)
+    return stored

@@ -1,0 +1,154 @@
+"""Safetensors files: found, their headers read and checked, their tensors mapped one at a time.
+
+A model's weights are one file, or several *shards* with an index that says which tensor stands in which. Opening reads
+headers only; safetensors then maps a file, so that the data of a tensor is pages of the file until it is copied.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from chunkc.errors import ChunkcError
+
+WEIGHTS_NAME: Final = "model.safetensors"
+INDEX_NAME: Final = "model.safetensors.index.json"
+
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""What safetensors calls the dtypes that a model's parameters and buffers have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor in a file, as its header has it; ``dtype`` is safetensors' word."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """The tensors of one saved model.
+
+    Attributes:
+        path: of the file or the folder that was asked for.
+        stored: every tensor by name.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """
+        Args:
+            path: a safetensors file, an index file, or the folder of either.
+
+        Raises:
+            ChunkcError: naming the file that is missing, damaged or of another kind. Headers alone are checked:
+                safetensors keeps no checksums of data.
+        """
+        self.path = Path(path)
+        self.stored: dict[str, Stored] = {}
+        files, weight_map = _find(self.path)
+        for file in files:
+            for found in _read_header(file):
+                other = self.stored.setdefault(found.name, found)
+                if other is not found:
+                    raise ChunkcError(f"{found.name} stands both in {other.file} and in {file}; save the model again")
+        for name, file in weight_map.items():
+            if name not in self.stored or self.stored[name].file != file:
+                raise ChunkcError(
+                    f"the index of {self.path} says that {name} stands in {file}, which has no such tensor: index and "
+                    "shards are not of one model. Copy or download them again"
+                )
+
+    def values(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those of ``names``, file by file; each is a map of its part of the file, not to be written to."""
+        for file in dict.fromkeys(stored.file for stored in self.stored.values()):
+            wanted = [name for name, stored in self.stored.items() if stored.file == file and name in names]
+            if wanted:
+                with safe_open(file, framework="pt") as opened:
+                    for name in wanted:
+                        yield name, opened.get_tensor(name)
+
+    def value(self, name: str) -> torch.Tensor:
+        """One tensor, as in `values`."""
+        with safe_open(self.stored[name].file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(name)
+            return found
+
+
+def _find(path: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files to read, and what an index says of them."""
+    if path.is_dir():
+        for candidate in (path / WEIGHTS_NAME, path / INDEX_NAME):
+            if candidate.is_file():
+                return _find(candidate)
+        single = sorted(path.glob("*.safetensors"))
+        if len(single) == 1:
+            return single, {}
+        raise ChunkcError(_nothing_found(path, single))
+    if not path.is_file():
+        raise ChunkcError(
+            f"there is no file or folder {path}. Give the folder that save_pretrained wrote, or a safetensors file; "
+            "for a model of the Hugging Face hub, the folder that huggingface_hub.snapshot_download(name) returns"
+        )
+    if path.name.endswith(".json"):
+        weight_map = _read_index(path)
+        return list(dict.fromkeys(weight_map.values())), weight_map
+    return [path], {}
+
+
+def _nothing_found(path: Path, several: list[Path]) -> str:
+    if several:
+        return f"{path} holds {len(several)} safetensors files and no {INDEX_NAME}: give one of the files, or the index"
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        return (
+            f"{path} holds {pickles[0]}, which is pickled, and no safetensors. Convert it once: `AutoModel."
+            f"from_pretrained({str(path)!r}).save_pretrained(folder)` with the model's own class"
+        )
+    return f"{path} holds neither {WEIGHTS_NAME} nor {INDEX_NAME}: give the folder that save_pretrained wrote"
+
+
+def _read_index(path: Path) -> dict[str, Path]:
+    """The file of each tensor, all of which exist."""
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        found = {str(name): path.parent / str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ChunkcError(
+            f"{path} is no index of safetensors shards ({type(error).__name__}: {error}); it must be JSON with a "
+            "`weight_map` from names to files. Copy or download it again"
+        ) from error
+    missing = sorted({str(file) for file in found.values() if not file.is_file()})
+    if missing:
+        raise ChunkcError(f"{path} names {missing[0]}, which is missing ({len(missing)} in all); copy or download it")
+    return found
+
+
+def _read_header(file: Path) -> list[Stored]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            parts = {name: opened.get_slice(name) for name in opened.keys()}
+            return [Stored(n, file, tuple(part.get_shape()), part.get_dtype()) for n, part in parts.items()]
+    except (SafetensorError, OSError) as error:
+        raise ChunkcError(
+            f"{file} is no whole safetensors file ({error}): it was cut off, damaged or is of another kind. Copy or "
+            "download it again"
+        ) from error

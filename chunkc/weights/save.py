@@ -1,0 +1,215 @@
+"""Weights of a compiled model as safetensors, in the layout of Hugging Face: one file, or shards and an index.
+
+``safetensors.torch.save_file`` wants all tensors of a file at once. Its format allows better: a header with the names,
+dtypes, shapes and byte ranges of all tensors, known before any value is, then the values one behind the other. So each
+value is gathered, written and forgotten, and saving takes the memory of one tensor.
+
+The format: 8 bytes with the length of the header (little-endian), the header as JSON padded with spaces to a multiple
+of 8 bytes, and the data without gaps; wider dtypes come first, so that every tensor is aligned. (The safetensors
+project's README, "Format".)
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from chunkc.errors import ChunkcError
+from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME
+from chunkc.weights.tensors import Entry, ModelTensors
+
+logger = logging.getLogger("chunkc")
+
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+_UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SHARD_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@dataclass(slots=True)
+class Shard:
+    """What one file holds: entries, by the name that each is saved under."""
+
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
+
+def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
+    """Write the weights of a compiled model into ``directory``, gathering one tensor at a time.
+
+    Values are those of ``model.state_dict()``: real, in the dtype that each parameter was handed over in. Tied
+    parameters are written once, under the name that transformers expects; the header names the others, as
+    ``safetensors.torch.save_model`` does. The files load with ``chunkc.load_pretrained``, with ``from_pretrained``
+    (which wants the configuration too: ``model.config.save_pretrained(directory)``), and with
+    ``safetensors.torch.load_model``.
+
+    New files take their names when all are written whole; those of an earlier save that are not replaced go then.
+
+    Args:
+        max_shard_size: most bytes of values in a file, as a number or like ``"5GB"`` (powers of 1000). A larger tensor
+            has a file of its own.
+
+    Returns:
+        the files written; the index, if there is one, comes last.
+
+    Raises:
+        ChunkcError: for parameters without a value, and for state that is no tensor or has a dtype that safetensors
+            cannot hold; nothing is written then.
+        OSError: when the files cannot be written; those of an earlier save are still there.
+    """
+    started_s = time.perf_counter()
+    tensors, folder, limit_nbytes = ModelTensors(model), Path(directory), _parse_size(max_shard_size)
+    entries = _saved_entries(model, tensors)
+    shards = _split(entries, limit_nbytes)
+    names = [WEIGHTS_NAME] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as cleanup:
+        written = []
+        for name, shard in zip(names, shards, strict=True):
+            written.append(_temporary(folder / name, cleanup))
+            _write_shard(written[-1], shard, tensors)
+        if len(shards) > 1:
+            names.append(INDEX_NAME)
+            written.append(_temporary(folder / INDEX_NAME, cleanup))
+            _write_whole(written[-1], [_index(shards, names).encode()])
+        for name, file in zip(names, written, strict=True):
+            os.replace(file, folder / name)
+    _remove_others(folder, names)
+    nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
+    logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
+    return tuple(folder / name for name in names)
+
+
+def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
+    """The entries by the name that each is saved under, all of which can be saved."""
+    ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    others = [name for name in tensors.others if name not in ignored]
+    if others:
+        raise ChunkcError(
+            f"the state of {others[0]} ({len(others)} in all) is no tensor (get_extra_state), which safetensors cannot "
+            "hold; save it beside the weights, for example with chunkc.save_checkpoint"
+        )
+    entries = {name: entry for entry in tensors.entries if (name := saved_name(model, entry)) not in ignored}
+    wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in _NAMES]
+    if wrong:
+        raise ChunkcError(f"{', '.join(wrong[:5])} cannot be saved as safetensors, which has {', '.join(DTYPES)}")
+    check_values(tensors, entries)
+    return entries
+
+
+def check_values(tensors: ModelTensors, entries: Mapping[str, Entry]) -> None:
+    """Refuse to save parameters without a value.
+
+    Raises:
+        ChunkcError: with their names.
+    """
+    blank = [name for name, entry in entries.items() if tensors.is_blank(entry)]
+    if blank:
+        raise ChunkcError(
+            f"{', '.join(blank[:5])} ({len(blank)} in all) came on the meta device and have no value to be saved; "
+            "give them one first (chunkc.load_pretrained, load_state_dict, torch.nn.init)"
+        )
+
+
+def saved_name(model: nn.Module, entry: Entry) -> str:
+    """The name of a tied parameter that is not tied *to* another in the eyes of transformers; else the first."""
+    targets = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((name for name in entry.names if name not in targets), entry.name)
+
+
+def _split(entries: dict[str, Entry], limit_nbytes: int) -> list[Shard]:
+    """Shards of at most ``limit_nbytes``, in order, but for tensors that are larger."""
+    shards, fill_nbytes = [Shard()], 0
+    for name, entry in entries.items():
+        if shards[-1].entries and fill_nbytes + entry.nbytes > limit_nbytes:
+            shards.append(Shard())
+            fill_nbytes = 0
+        shards[-1].entries[name] = entry
+        fill_nbytes += entry.nbytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _write_shard(path: Path, shard: Shard, tensors: ModelTensors) -> None:
+    """Header and values, each value gathered when it is its turn."""
+    ordered = sorted(shard.entries.items(), key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, entry in ordered:
+        header["__metadata__"] |= {alias: name for alias in entry.names if alias != name}
+        place = [offset, offset + entry.nbytes]
+        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
+        offset += entry.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    values = (_bytes_of(tensors.read(entry)) for _, entry in ordered)
+    _write_whole(path, [len(text).to_bytes(8, "little"), text], values)
+
+
+def _bytes_of(value: torch.Tensor) -> memoryview:
+    """The elements in row-major order."""
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _write_whole(path: Path, head: Iterable[bytes], values: Iterable[memoryview] = ()) -> None:
+    """Write and wait until it is on disk."""
+    with path.open("wb") as file:
+        for part in head:
+            file.write(part)
+        for value in values:
+            file.write(value)
+            del value  # before the next is gathered
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _temporary(path: Path, cleanup: ExitStack) -> Path:
+    """The name that a file has until it is whole; it does not outlive ``cleanup``."""
+    temporary = path.with_name(f".{path.name}.partial")
+    cleanup.callback(temporary.unlink, missing_ok=True)
+    return temporary
+
+
+def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
+    """The index of shards, as JSON."""
+    places = {entry: file for shard, file in zip(shards, names, strict=False) for entry in shard.entries}
+    params = {name: e for s in shards for name, e in s.entries.items() if e.param is not None}
+    metadata = {
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in params.values()),
+        "total_size": sum(shard.nbytes for shard in shards),
+    }
+    return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
+
+
+def _remove_others(folder: Path, names: Sequence[str]) -> None:
+    """Files of an earlier save that this one did not replace would be loaded instead, or take room for nothing."""
+    for path in list(folder.iterdir()):
+        is_weights = path.name == INDEX_NAME or _SHARD_NAME.fullmatch(path.name) is not None
+        if is_weights and path.name not in names:
+            path.unlink()
+
+
+def _parse_size(size: int | str) -> int:
+    """Bytes of a number, or of text like ``5GB``."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(found[1]) * _UNITS.get((found[2] or "").upper(), 1)) if found else 0
+    if nbytes < 1:
+        raise ChunkcError(f"max_shard_size={size!r}: give a number of bytes, or one with KB, MB, GB or TB like '5GB'")
+    return nbytes

@@ -1,0 +1,136 @@
+"""``model.save_pretrained`` of a compiled transformers model, with one shard in memory at a time.
+
+transformers' method begins with ``self.state_dict()``, which is a copy of all values; then it takes them out of that
+dict shard by shard. It also takes a ``state_dict=``, and has a way for tensors without memory (models that accelerate
+left on disk): those on the meta device are told apart by name, counted by their shape, and asked for values
+(``contiguous()``) only when their shard is written. `StreamedTensor` is such a tensor, which then answers with the
+value. Conversions that have to see values (experts that transformers keeps fused and saves one by one) gather what they
+convert, and hold all of it, as they do for any model.
+
+Seen on transformers 5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from chunkc._torch_compat import pytree
+from chunkc.errors import ChunkcError
+from chunkc.runtime.params import ManagedTensor
+from chunkc.weights.save import check_values, saved_name
+from chunkc.weights.tensors import ModelTensors
+
+_SHAPES: Final = frozenset(
+    {
+        *(getattr(torch.Tensor, name) for name in ("size", "dim", "stride", "numel", "nelement", "element_size")),
+        *(getattr(torch.Tensor, name) for name in ("untyped_storage", "is_floating_point", "__hash__")),
+        *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes")),
+        *(getattr(torch.Tensor, name).__get__ for name in ("is_meta", "requires_grad")),
+    }
+)
+"""What is answered without the value."""
+
+
+class StreamedTensor(torch.Tensor):
+    """A value that is gathered anew by every operator that needs it; until then a tensor on the meta device."""
+
+    _gather: Callable[[], torch.Tensor]
+
+    @staticmethod
+    def of(gather: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> StreamedTensor:
+        """What ``gather`` returns, when it is needed."""
+        made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(StreamedTensor)
+        made._gather = gather
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _SHAPES:
+            answer: Callable[..., Any] = super().__torch_function__
+            return answer(func, types, args, kwargs)
+        given = args, dict(kwargs or {})
+        plain_args, plain_kwargs = pytree.tree_map_only(StreamedTensor, lambda tensor: tensor._gather(), given)
+        return func(*plain_args, **plain_kwargs)
+
+
+def streamed_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a compiled model with parameters that are gathered when they are needed; tied ones once.
+
+    Raises:
+        ChunkcError: when ``model`` is not compiled, or has parameters without a value.
+    """
+    tensors = ModelTensors(model)
+    check_values(tensors, {entry.name: entry for entry in tensors.entries})
+    return {
+        saved_name(model, entry): StreamedTensor.of(partial(tensors.read, entry), entry.shape, entry.dtype)
+        if entry.buffer is None
+        else entry.buffer
+        for entry in tensors.entries
+    }
+
+
+class SavePretrained:
+    """Stands in for ``PreTrainedModel.save_pretrained`` and calls it with a state dict that is streamed.
+
+    The configuration that is saved with them has the dtype of the values (transformers takes that of the first
+    parameter, which in a compiled model is the compute dtype).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model: Any = self._model()
+        if model is None:
+            raise ReferenceError("the model that was to be saved is gone")
+        save = type(model).save_pretrained
+        call = inspect.signature(save).bind(model, *args, **kwargs)
+        if call.arguments.get("state_dict") is not None or not _is_compiled(model):
+            return save(*call.args, **call.kwargs)
+        call.arguments["state_dict"] = streamed_state(model)
+        handed = _dtype(model)
+        if handed is not model.dtype and call.arguments.get("push_to_hub"):
+            raise ChunkcError(
+                f"save_pretrained(push_to_hub=True) would say that weights in {handed} are in {model.dtype}, the dtype "
+                "that the model computes in. Call model.push_to_hub(name) instead"
+            )
+        result = save(*call.args, **call.kwargs)
+        if handed is not model.dtype:
+            model.config.dtype = handed
+            model.config.save_pretrained(call.arguments["save_directory"])
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SavePretrained:
+        return SavePretrained(memo[id(self._model())])
+
+    def __reduce__(self) -> tuple[type[SavePretrained], tuple[Any]]:
+        return SavePretrained, (self._model(),)
+
+
+def stream_saves(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of ``model`` and of the transformers models in it gather one shard at a time."""
+    modeling: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        for module in model.modules():
+            if isinstance(module, modeling.PreTrainedModel):
+                module.__dict__["save_pretrained"] = SavePretrained(module)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(isinstance(param, ManagedTensor) for param in model.parameters())
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """What ``model.dtype`` would be of the values that are saved."""
+    found = ModelTensors(model).entries
+    return next((e.dtype for e in found if e.param is not None and e.dtype.is_floating_point), torch.float32)

@@ -1,0 +1,157 @@
+"""What a checkpoint does not take is refused by name, and nothing has changed then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+from chunkc import CheckpointError, ChunkcError
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 8, *, tied: bool = False, extra: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.second = nn.Linear(width, width)
+        self.third = nn.Linear(width, width)
+        if tied:
+            self.third.weight = self.second.weight
+        if extra:
+            self.fourth = nn.Linear(width, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x))).square().mean()
+
+
+def run_of(model: nn.Module, make: Any = chunkc.AdamW, **options: Any) -> tuple[nn.Module, Any]:
+    chunkc.compile(model, "emulated-96k-16m", dtype=torch.float32, backend="eager")
+    return model, make(model.parameters(), **options)
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    model(torch.ones(2, 4)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    model, optimizer = run_of(Net())
+    for _ in range(2):
+        step(model, optimizer)
+        chunkc.save_checkpoint(tmp_path, model, optimizer)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Net(width=6), r"model\.first\.weight is \(8, 4\) there and \(6, 4\) here"),
+        (lambda: Net(tied=True), r"parameters are tied in another way|are missing here"),
+        (
+            lambda: Net(extra=True),
+            r"parameters none are missing here, and fourth\.bias, fourth\.weight here are",
+        ),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 1)),
+            r"first\.bias, .* and 1 more are missing here, and 0\.bias, 0\.weight",
+        ),
+        (lambda: nn.Sequential(nn.BatchNorm1d(4)), "does not fit the model"),
+    ],
+    ids=["shape", "tied", "more", "other", "buffers"],
+)
+def test_another_architecture(saved: Path, make: Callable[[], nn.Module], said: str) -> None:
+    model, optimizer = run_of(make())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=said):
+        chunkc.load_checkpoint(saved, model, optimizer)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_another_optimizer_or_scheduler(saved: Path) -> None:
+    model, _ = run_of(Net())
+    parts = ([model.first], [model.second, model.third])
+    groups = [{"params": [p for layer in layers for p in layer.parameters()]} for layers in parts]
+    with pytest.raises(CheckpointError, match=r"groups of \[6\] parameters and the one here of \[2, 4\]"):
+        chunkc.load_checkpoint(saved, model, chunkc.AdamW(groups))
+    with pytest.raises(ChunkcError, match=r"use chunkc\.AdamW"):
+        chunkc.load_checkpoint(saved, model, chunkc.Adam(model.parameters()))
+    optimizer = chunkc.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(CheckpointError, match="it holds no scheduler and one was given"):
+        chunkc.load_checkpoint(saved, model, optimizer, scheduler)
+    with pytest.raises(ChunkcError, match="takes chunkc's AdamW or Adam, not torch"):
+        chunkc.load_checkpoint(saved, model, torch.optim.AdamW(model.parameters()))
+    _, stranger = run_of(Net())
+    with pytest.raises(ChunkcError, match="the optimizer steps another model"):
+        chunkc.load_checkpoint(saved, model, stranger)
+    chunkc.save_checkpoint(saved, model, optimizer, scheduler)
+    with pytest.raises(CheckpointError, match="it holds a scheduler and none was given"):
+        chunkc.load_checkpoint(saved, model, optimizer)
+
+
+def test_damage_is_named_and_the_checkpoint_before_loads(saved: Path) -> None:
+    model, optimizer = run_of(Net())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    newest = max(saved.glob("0*"))
+    file = newest / "rank-00000.float32.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"float32\.safetensors is changed since it was written") as error:
+        chunkc.load_checkpoint(saved, model, optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert error.value.damaged == (file.name,) and error.value.previous is not None
+    assert chunkc.load_checkpoint(error.value.previous, model, optimizer).step == 1
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        chunkc.load_checkpoint(saved / "nothing", model, optimizer)
+
+
+def test_gradients_that_wait(tmp_path: Path) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    chunkc.save_checkpoint(tmp_path, model, optimizer)
+    model(torch.ones(2, 4)).backward()
+    for call in (chunkc.save_checkpoint, chunkc.load_checkpoint):
+        with pytest.raises(ChunkcError, match=r"call it after optimizer\.step\(\), or discard them with zero_grad\(\)"):
+            call(tmp_path, model, optimizer)
+    optimizer.step()
+    chunkc.save_checkpoint(tmp_path, model, optimizer)
+    with chunkc.full_params(model), pytest.raises(ChunkcError, match="do not stand in one compiled model"):
+        chunkc.save_checkpoint(tmp_path, model, optimizer)
+    with pytest.raises(ChunkcError, match="do not stand in one compiled model"):
+        chunkc.save_checkpoint(tmp_path, Net(), optimizer)
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    with pytest.raises(ChunkcError, match=r"extra\['rows'\] is a builtins\.set"):
+        chunkc.save_checkpoint(tmp_path, model, optimizer, extra={"rows": {1}})
+    with pytest.raises(ChunkcError, match="keep=0: give the number"):
+        chunkc.save_checkpoint(tmp_path, model, optimizer, keep=0)
+    assert not list(tmp_path.iterdir())
+    step(model, optimizer)
+
+
+def test_a_save_that_fails_is_told_by_its_future_and_by_the_next_call(tmp_path: Path) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1 was written into"):
+        chunkc.save_checkpoint(blocked, model, optimizer)
+    future = chunkc.save_checkpoint(blocked, model, optimizer, asynchronous=True)
+    step(model, optimizer)
+    assert isinstance(future.exception(), CheckpointError)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1 was written into"):
+        chunkc.save_checkpoint(tmp_path / "good", model, optimizer)
+    step(model, optimizer)
+    assert chunkc.save_checkpoint(tmp_path / "good", model, optimizer).result().name == "00000001-step-3"

@@ -1,0 +1,127 @@
+"""A directory of checkpoints after every kind of end: what is named is whole, damage is named, old ones go."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from chunkc import CheckpointError
+from chunkc.checkpoint import directory as folders
+from chunkc.checkpoint.directory import Manifest
+from chunkc.checkpoint.storage import write_json
+
+VERSIONS = {"chunkc": "9.9", "torch": "2.13"}
+
+
+def add(root: Path, step: int) -> Path:
+    """One more checkpoint, of two files."""
+    path = folders.begin(root, step)
+    files = {name: write_json(path / name, [name, step] * 50) for name in ("a.json", "b.json")}
+    return folders.commit(path, Manifest(folders.FORMAT, step, VERSIONS, files))
+
+
+def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path: Path) -> None:
+    assert folders.newest(tmp_path / "nowhere") is None and folders.newest(tmp_path) is None
+    paths = [add(tmp_path, step) for step in (50, 100, 60, 60)]
+    assert [p.name for p in paths] == [f"0000000{i}-step-{s}" for i, s in ((1, 50), (2, 100), (3, 60), (4, 60))]
+    assert folders.checkpoints(tmp_path) == paths and folders.newest(tmp_path) == paths[-1]
+    assert folders.before(paths[-1]) == paths[2] and folders.before(paths[0]) is None
+    assert folders.verify(paths[1]).step == 100
+
+
+def test_what_is_not_committed_is_not_there(tmp_path: Path) -> None:
+    first = add(tmp_path, 1)
+    under_way = folders.begin(tmp_path, 2)
+    write_json(under_way / "a.json", [])
+    assert folders.checkpoints(tmp_path) == [first] and folders.newest(tmp_path) == first
+    folders.give_up(under_way)
+    assert not under_way.exists()
+
+
+def test_a_kill_between_renaming_and_pointing_leaves_the_one_before(tmp_path: Path) -> None:
+    first, second = add(tmp_path, 1), add(tmp_path, 2)
+    (tmp_path / folders.LATEST_NAME).write_text(first.name)
+    assert folders.newest(tmp_path) == first and folders.checkpoints(tmp_path) == [first, second]
+    (tmp_path / folders.LATEST_NAME).unlink()
+    assert folders.newest(tmp_path) == second, "without a pointer, the newest that is complete"
+    assert add(tmp_path, 3).name.startswith("00000003"), "numbers go on"
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "said"),
+    [
+        ("a.json", cut, r"a\.json is \d+ bytes long instead of \d+"),
+        ("b.json", flip, r"b\.json is changed since it was written \(its checksum differs\)"),
+        ("b.json", Path.unlink, r"b\.json is missing"),
+        ("manifest.json", cut, r"manifest\.json is not readable"),
+        ("manifest.json", Path.unlink, r"manifest\.json is missing"),
+    ],
+)
+def test_damage_is_named_and_the_complete_one_before_is_offered(
+    tmp_path: Path, name: str, damage: Callable[[Path], None], said: str
+) -> None:
+    add(tmp_path, 1)
+    second, third = add(tmp_path, 2), add(tmp_path, 3)
+    damage(third / name)
+    with pytest.raises(CheckpointError, match=said) as error:
+        folders.verify(third)
+    assert error.value.damaged == (name,) and error.value.path == third
+    assert error.value.previous == second and str(second) in str(error.value)
+    shutil.rmtree(second)
+    (tmp_path / "00000001-step-1" / "a.json").unlink()
+    with pytest.raises(CheckpointError, match="no complete checkpoint was saved before it"):
+        folders.verify(third)
+
+
+def test_a_manifest_that_was_edited_is_damaged_and_a_later_format_is_refused(tmp_path: Path) -> None:
+    path = add(tmp_path, 1)
+    found = json.loads((path / "manifest.json").read_text())
+    found["manifest"]["step"] = 2
+    (path / "manifest.json").write_text(json.dumps(found))
+    with pytest.raises(CheckpointError, match=r"manifest\.json is changed since it was written"):
+        folders.read_manifest(path)
+    later = folders.begin(tmp_path, 1)
+    later = folders.commit(later, Manifest(folders.FORMAT + 1, 1, VERSIONS, {}))
+    with pytest.raises(CheckpointError, match=r"has format 2, and this chunkc \(9\.9 saved it\) reads up to 1"):
+        folders.verify(later)
+
+
+def test_old_ones_go_and_the_newest_complete_never(tmp_path: Path) -> None:
+    paths = [add(tmp_path, step) for step in range(5)]
+    cut(paths[4] / "a.json")
+    folders.prune(tmp_path, 2)
+    assert folders.checkpoints(tmp_path) == paths[2:4], "a damaged one does not count"
+    folders.prune(tmp_path, 1)
+    assert folders.checkpoints(tmp_path) == paths[3:4]
+    assert not list(tmp_path.glob(".removing*"))
+
+
+def test_what_killed_saves_left_goes_and_what_others_do_stays(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    host = os.uname().nodename
+    left = tmp_path / f".saving-{host}-{int(dead.stdout)}-00000001-step-5"
+    half_removed = tmp_path / f".removing-{host}-{os.getpid()}-00000001-step-5"
+    at_work = tmp_path / f".saving-{host}-{os.getppid()}-00000001-step-5"
+    elsewhere = tmp_path / f".saving-other-host-{int(dead.stdout)}-00000001-step-5"
+    for path in (left, half_removed, at_work, elsewhere):
+        path.mkdir()
+    add(tmp_path, 1)
+    assert not left.exists() and not half_removed.exists()
+    assert at_work.exists() and elsewhere.exists()

@@ -1,0 +1,92 @@
+"""Signals between two steps: noted, never in the middle of anything, and everything as before afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import chunkc
+
+
+@pytest.fixture(autouse=True)
+def handlers_stay() -> Iterator[None]:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_the_step_is_finished_and_the_code_is_that_of_the_signal() -> None:
+    done = []
+    with pytest.raises(SystemExit) as ended, chunkc.graceful_exit() as stop:
+        for step in range(5):
+            assert not stop
+            if step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            done.append(step)
+            if stop:
+                break
+    assert done == [0, 1, 2] and ended.value.code == 143 == stop.exit_code
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with chunkc.graceful_exit() as stop:
+        assert not stop and stop.exit_code == 0
+
+
+def test_the_first_of_several_signals_counts() -> None:
+    with pytest.raises(SystemExit) as ended, chunkc.graceful_exit(signal.SIGUSR1, signal.SIGTERM) as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_number == signal.SIGUSR1
+    assert ended.value.code == 128 + signal.SIGUSR1
+
+
+def test_an_exception_goes_on_and_a_block_may_nest() -> None:
+    with pytest.raises(ZeroDivisionError), chunkc.graceful_exit() as outer:
+        with pytest.raises(SystemExit), chunkc.graceful_exit() as inner:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert inner and not outer
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise ZeroDivisionError
+
+
+def test_it_belongs_to_the_main_thread() -> None:
+    found: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with chunkc.graceful_exit():
+                pass
+        except chunkc.ChunkcError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread only" in str(found[0])
+
+
+def test_a_forked_child_ends_as_usual() -> None:
+    """A worker that the handler would keep alive could not be terminated."""
+    with chunkc.graceful_exit() as stop:
+        pid = os.fork()
+        if pid == 0:
+            signal.pause()
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        _, status = os.waitpid(pid, 0)
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
+        assert not stop
+
+
+def test_the_exit_code_of_a_process() -> None:
+    code = "import os, signal, chunkc\nwith chunkc.graceful_exit():\n    os.kill(os.getpid(), signal.SIGTERM)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False)
+    assert done.returncode == 143
