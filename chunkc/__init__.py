@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkc.api import compile, full_params, plan, plan_of, stats
+from chunkc.api import clip_grad_norm_, compile, full_params, plan, plan_of, stats
 from chunkc.errors import (
     AccumulationError,
     BudgetError,
@@ -36,6 +36,7 @@ __all__ = [
     "PlanError",
     "PlanNotReadyError",
     "ShapeLimitError",
+    "clip_grad_norm_",
     "compile",
     "full_params",
     "metrics",

@@ -212,6 +212,32 @@ def stats(model: nn.Module) -> dict[str, int]:
     }
 
 
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a compiled model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Call it between ``backward()`` and ``step()``. The norm is that over all parameters of the model that have a
+    gradient, whichever optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1,
+    and ``param.grad`` shows them so from now on; a later backward or ``zero_grad()`` begins anew.
+
+    From the forward after the first call on, gradients are measured on the device as they land, and nothing waits;
+    so does ``max_grad_norm=`` of an optimizer from its first step on. The first call, norms of another type than 2,
+    gradients that were written to or set to None, and models whose forward breaks into several graphs read all
+    gradients instead, which waits for them.
+
+    Args:
+        model: from `compile`.
+        max_norm: of all gradients together.
+        norm_type: of the norm; any that ``torch.linalg.vector_norm`` knows.
+
+    Returns:
+        The norm before clipping: float32 [], on the model's device. To read it waits for backward.
+
+    Raises:
+        ChunkcError: when the gradients were already stepped.
+    """
+    return _compiled(model).runtime.clip(float(max_norm), float(norm_type))
+
+
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Where the buffers that are not on ``device`` stand, and what takes their place; shared ones stay shared."""
     places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
@@ -315,4 +341,4 @@ def _chunk_numel(chunk_size: int | str) -> int | None:
     return chunk_size
 
 
-__all__ = ["compile", "full_params", "plan", "plan_of", "stats"]
+__all__ = ["clip_grad_norm_", "compile", "full_params", "plan", "plan_of", "stats"]

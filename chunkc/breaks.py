@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
@@ -20,7 +21,7 @@ from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes import make_plan
 from chunkc.passes.lower import lower
-from chunkc.planning import Built, Request, build
+from chunkc.planning import Built, Request, build, measuring
 from chunkc.programs import GraphSlot, callables, frozen_callable, install, slot_of
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.model import ModelRuntime
@@ -113,6 +114,7 @@ class BrokenForwards:
 
     def _planned(self, slot: GraphSlot, built: Built) -> None:
         slot.plan, slot.graphs = built.planned.plan, built.graphs
+        slot.measuring = partial(measuring, built, self._request().passes)
         self._on_built(built)
 
 

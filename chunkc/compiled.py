@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -33,7 +34,7 @@ from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
 from chunkc.passes import Options, Planned, Target
-from chunkc.planning import Built, Request, budget_chooser, build
+from chunkc.planning import Built, Request, budget_chooser, build, measuring
 from chunkc.policy import buffer_test, check_trainable_dtypes
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
@@ -268,7 +269,8 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
-        return Request(target, settings.options, settings.passes, layout, held_nbytes, is_host)
+        options = replace(settings.options, measures=settings.options.measures or self.runtime.measures)
+        return Request(target, options, settings.passes, layout, held_nbytes, is_host)
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
@@ -278,6 +280,7 @@ class CompiledModel:
         self._on_built(built)
         slot = slot_of(captured)
         slot.plan, slot.graphs = built.planned.plan, built.graphs
+        slot.measuring = partial(measuring, built, self.settings.passes)
         return callables(slot, self.runtime)
 
     def _on_part(self, captured: Captured) -> Compiled:

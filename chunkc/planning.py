@@ -30,7 +30,16 @@ from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.memory.correct import corrected, stated
 from chunkc.memory.iteration import SegmentBytes, iteration_bytes
-from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_fastest_plan, make_plan
+from chunkc.passes import (
+    Options,
+    Pass,
+    Planned,
+    Target,
+    make_evaluation_plan,
+    make_fastest_plan,
+    make_plan,
+    measuring_plan,
+)
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
@@ -97,6 +106,17 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
     code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
     return Built(found.planned, graphs, code)
+
+
+def measuring(built: Built, passes: Sequence[Pass] | None) -> Plan:
+    """The plan of ``built``, verified, with programs that measure gradients as they land; its graphs serve as well.
+
+    Raises:
+        PlanError: when the verifier refuses it.
+    """
+    plan = measuring_plan(built.planned, passes)
+    verify(plan)
+    return plan
 
 
 def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:

@@ -24,6 +24,7 @@ NAMES = frozenset(
         "PlanError",
         "PlanNotReadyError",
         "ShapeLimitError",
+        "clip_grad_norm_",
         "compile",
         "full_params",
         "metrics",
@@ -42,6 +43,7 @@ SIGNATURES = {
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
     "chunk_size='auto', accumulate=1, passes=None, reserve=0",
     "plan_of": "model",
+    "clip_grad_norm_": "model, max_norm, norm_type=2.0",
     "simulate": "plan, hw=None",
     "stats": "model",
     "metrics": "model",

@@ -36,6 +36,7 @@ from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch, Update
+from chunkc.runtime.gpu_norm import GpuNorm
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
 
@@ -282,9 +283,16 @@ class CudaDevice:
         if stream is Stream.CPU:
             param32, exp_avg, exp_avg_sq = triple
             return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
+        return GpuUpdate(self._chunk_kernels(), self._tables, payload, triple, pieces, gradient)
+
+    def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> GpuNorm:
+        """Kernels on the compute stream."""
+        return GpuNorm(self._chunk_kernels(), gradient, pieces, out)
+
+    def _chunk_kernels(self) -> ChunkKernels:
         if self._kernels is None:
             self._kernels = self._api.kernels()
-        return GpuUpdate(self._kernels, self._tables, payload, triple, pieces, gradient)
+        return self._kernels
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; see `chunkc.runtime.cuda_streams`.

@@ -19,6 +19,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
+from chunkc.runtime.gauge import Gauge
 from chunkc.runtime.live_set import live_set
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
@@ -32,6 +33,7 @@ class Executor:
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
+        gauge: what its backward measures of gradients, and the decision of its step; None where the plan has none.
         trace: set it to a list to record the text of every action launched.
         step_number: of the step for which it ran forward last, as ``enter_step`` was told.
     """
@@ -44,6 +46,7 @@ class Executor:
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
+        self.gauge = Gauge(len(plan.layout.chunks), device.torch_device) if plan.measures else None
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = {"forward": forward, "backward": backward}
@@ -51,7 +54,7 @@ class Executor:
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame)
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
@@ -87,9 +90,16 @@ class Executor:
         self._frame.accumulated = accumulated
         return self._run_graph("accumulate" if accumulated else "backward", "backward", args)
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
-        self._launch("step", StepInputs(hypers, steps, len(self.plan.layout.params)))
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int], factor: torch.Tensor | None = None) -> None:
+        """Launch the step program with these hyperparameters; host updates run while the caller goes on.
+
+        ``factor`` (float32 [], on the device) multiplies every gradient; only a plan that measures takes one.
+        """
+        gauge, num_params = self.gauge, len(self.plan.layout.params)
+        if gauge is None:
+            self._launch("step", StepInputs(hypers, steps, num_params))
+        else:
+            self._launch("step", StepInputs(hypers, steps, num_params, factor, gauge.control, gauge.seen))
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""

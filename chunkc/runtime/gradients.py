@@ -29,6 +29,10 @@ class Gradients:
         zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
         num_micro_batches: backwards whose gradients add up since the last step.
+        factor: what clipping has multiplied all of them by, float32 [] on the model's device; they themselves stand
+            as they landed until the step, or until somebody writes one. None for 1.
+        measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
+            there are and nobody has written one since; else None.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
@@ -37,6 +41,8 @@ class Gradients:
         self.zeroed: set[int] = set()
         self.stamp = 0
         self.num_micro_batches = 0
+        self.factor: torch.Tensor | None = None
+        self.measured: frozenset[int] | None = None
         self._params, self._store = params, store
         self._handles: dict[int, ManagedTensor] = {}
         self._stamps: dict[int, int] = {}
@@ -96,6 +102,7 @@ class Gradients:
         """A new backward, or one more micro-batch."""
         self.stamp += 1
         self.num_micro_batches += 1
+        self.factor = self.measured = None
         self._ran.clear()
         self._backward, self._call = backward, call
 
@@ -131,6 +138,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
+        self.factor = self.measured = None
         self.landed.clear()
         self.apart.clear()
         self._replaced.clear()

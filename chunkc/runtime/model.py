@@ -27,18 +27,19 @@ from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.interrupt import deferred_interrupt
-from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
-class ModelRuntime(ModelMemory):
+class ModelRuntime(ScaledGradients):
     """State machine over the executors of one model; see the module docstring.
 
     Attributes:
         num_forwards: compiled forwards so far.
         executors: of every captured graph, by a key of its own.
         ran: what has run forward in the latest call.
+        measures: ``wants_norms`` as the call under way found it.
         plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
     """
 
@@ -57,6 +58,7 @@ class ModelRuntime(ModelMemory):
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
         self.plan_recorded: Callable[[], None] | None = None
+        self.measures = False
 
     @property
     def executor(self) -> Executor | None:
@@ -99,6 +101,7 @@ class ModelRuntime(ModelMemory):
                 "declare it with chunkc.compile(..., accumulate=N)"
             )
         self._num_calls += 1
+        self.measures = self.wants_norms
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
@@ -160,9 +163,16 @@ class ModelRuntime(ModelMemory):
             self._saved, self._consumed = False, False
             self.gradients.land(executor.graded_params)
             self.gradients.hand_out(executor, executor.graded_params)
+            self._note_measured(executor)
             return outputs
 
         return self._guarded(executor, run)
+
+    def _note_measured(self, executor: Executor) -> None:
+        """Keep what the backward of ``executor`` measured, if that is all there is."""
+        self._gauge, graded = executor.gauge, frozenset(executor.graded_params)
+        is_all = executor.gauge is not None and self.gradients.landed == graded and not self.gradients.apart
+        self.gradients.measured = graded if is_all else None
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
@@ -172,6 +182,7 @@ class ModelRuntime(ModelMemory):
         try:
             outputs, made = graph.backward(args, self.read_param)
             self.accounting.end_backward(self.layout)
+            self.gradients.measured = None
             for index, gradient in made.items():
                 self.gradients.add(index, gradient)
             self._consumed = False
@@ -266,48 +277,22 @@ class ModelRuntime(ModelMemory):
 
     # Step.
 
-    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
-        """Indexes of all parameters that have a gradient now; see ``OptimizerRuntime``."""
-        gradients = self.gradients
-        present = [i for i, p in enumerate(self.params) if p.grad is not None]
-        stale = [i for i in present if hasattr(self.params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
-        if stale:
-            raise ChunkcError(
-                f"{self._names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
-                "place (`param.grad.copy_(g)`) or plain tensors"
-            )
-        lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
-        if lost and gradients.pending:
-            raise ChunkcError(
-                f"{self._names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
-                "zero_grad() after each step()"
-            )
-        handed = [i for i in present if gradients.is_handle(i)]
-        if handed and not gradients.pending:
-            raise ChunkcError(
-                "step() was already called for the gradients of the last backward; call zero_grad() and run forward "
-                "and backward before the next step()"
-            )
-        untrained = [i for i in present if not self.is_trained(i)]
-        if untrained:
-            raise ChunkcError(
-                f"{self._names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
-                "so they have no optimizer state; set their .grad to None, or use them in the forward"
-            )
-        return frozenset(present)
-
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Launch the step program and raise the autograd version of every parameter that it changes."""
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
         self._take_assigned(hypers)
         executor = self._running()
+        if executor.gauge is None and self.gradients.factor is not None:
+            self.drain()
+            self._apply_factor()
+        factor = self.gradients.factor
         self.gradients.forget()
         self._consumed = True
         self._raise_versions(hypers)
         try:
             with deferred_interrupt():
-                executor.step(hypers, steps)
+                executor.step(hypers, steps, factor)
                 self.accounting.steps.end()
         except BaseException:
             self._broken = True
@@ -322,6 +307,8 @@ class ModelRuntime(ModelMemory):
             return
         self.drain()
         self.to_cold()
+        if plain:
+            self._apply_factor()
         for index in zeros:
             dtype = self.params[index].dtype
             gradients.apart[index] = torch.zeros(self.infos[index].shape, dtype=dtype, device="cpu")

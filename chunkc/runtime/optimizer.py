@@ -53,8 +53,8 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
     ) -> None:
-        if max_grad_norm is not None:
-            raise ChunkcError(f"max_grad_norm={max_grad_norm}: clipping is not built yet; leave it out")
+        self.max_grad_norm = max_grad_norm
+        self._check_max_norm()
         self._runtime: OptimizerRuntime | None = None
         self._token = object()
         self._steps: dict[int, int] = {}
@@ -75,6 +75,8 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             check_range(group)
             check_options(group, self._decoupled)
             runtime = self._common_runtime(group)
+            if runtime is not None and self.max_grad_norm is not None:
+                runtime.wants_norms = True
         except (ChunkcError, ValueError):
             self.param_groups.pop()
             raise
@@ -104,6 +106,9 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
         hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
         steps = {index: self._steps.get(index, 0) + 1 for index in hypers}
+        if self.max_grad_norm is not None:
+            self._check_max_norm()
+            runtime.clip(self.max_grad_norm)
         runtime.step(hypers, steps)
         self._steps.update(steps)
         runtime.owners.update(dict.fromkeys(steps, self._token))
@@ -167,6 +172,10 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             f"chunkc.{type(self).__name__} cannot be copied or pickled: its states live in the compiled model. "
             "Save optimizer.state_dict(), and load it into an optimizer of the other model"
         )
+
+    def _check_max_norm(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
+            raise ValueError(f"max_grad_norm must be positive, found {self.max_grad_norm}; None clips nothing")
 
     def _require_runtime(self) -> OptimizerRuntime:
         if self._runtime is None:
@@ -253,7 +262,8 @@ class AdamW(_ChunkOptimizer):
 
     Args:
         params: parameters of one compiled model, or groups of them.
-        max_grad_norm: global-norm clipping inside the step; not built yet.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
     """
 
     _decoupled = True
@@ -276,7 +286,8 @@ class Adam(_ChunkOptimizer):
 
     Args:
         params: parameters of one compiled model, or groups of them.
-        max_grad_norm: global-norm clipping inside the step; not built yet.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
     """
 
     _decoupled = False

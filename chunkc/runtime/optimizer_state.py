@@ -38,9 +38,11 @@ class OptimizerRuntime(Protocol):
 
     Attributes:
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
+        wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
     """
 
     owners: dict[int, object]
+    wants_norms: bool
 
     @property
     def is_sixteen_bit(self) -> bool:
@@ -57,6 +59,10 @@ class OptimizerRuntime(Protocol):
         Raises:
             ChunkcError: when a step is not legal now, for example of a gradient already stepped.
         """
+        ...
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
         ...
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:

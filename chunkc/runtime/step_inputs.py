@@ -47,11 +47,18 @@ class StepInputs:
             are; their param16 is cast again over whatever gradient the payload holds.
         steps: step count of each active parameter, this step included: 1 or more.
         num_params: parameters of the model; indexes are below it.
+        factor: what ``decide`` multiplies gradients by, float32 [] on the device; None for 1.
+        control: what updates on the device read of the decision, float32 [2]: the factor of every gradient; and 0, or
+            anything else to leave all parameters as they are. None where a plan has no decision: 1 and 0.
+        seen: the same for updates on the host.
     """
 
     hypers: Mapping[int, Hyper]
     steps: Mapping[int, int]
     num_params: int
+    factor: torch.Tensor | None = None
+    control: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
 
 
 def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:

@@ -136,6 +136,16 @@ def requests(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
     return found, where, Options(**chosen)
 
 
+@st.composite
+def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
+    """Any request, with any number of resident triples and any share of streamed ones."""
+    found, where, options = draw(requests())
+    home = draw(st.sampled_from(["auto", "host", "host", "host"]))
+    num = draw(st.integers(0, 12))
+    share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
+    return found, where, replace(options, os_home=home, num_resident_triples=num, streamed_share=share)
+
+
 def gpt_like(
     num_layers: int, hidden: int, vocabulary: int = 50257, *, dtype: str = "bfloat16", ops_per_layer: int = 18
 ) -> Schedule:
