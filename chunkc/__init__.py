@@ -18,6 +18,7 @@ from chunkc.hardware import Hardware
 from chunkc.observe import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
+from chunkc.runtime.grad_scaler import GradScaler
 from chunkc.runtime.optimizer import Adam, AdamW
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "CaptureError",
     "ChunkcError",
     "DeviceMemoryError",
+    "GradScaler",
     "Hardware",
     "HardwareError",
     "Plan",

@@ -6,7 +6,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,22 @@ from chunkc.devices import HardwareLike, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
+from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options, Pass, Target
 from chunkc.planahead import plan_ahead, swapped_tensors
 from chunkc.policy import (
     check_model,
     check_plannable,
-    check_trainable_dtypes,
     compute_dtype,
     is_mixed,
+    needs_scaling,
     param_infos,
     unique_params,
 )
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
+from chunkc.runtime.scaling import LossScale
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 
 logger = logging.getLogger("chunkc")
@@ -72,19 +74,23 @@ def compile(  # the name that torch.compile taught users
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         reserve: device bytes to leave alone.
+        loss_scale: ``"dynamic"``: gradients in fp16 are scaled, by the rules and defaults of torch.amp.GradScaler, and
+            other dtypes need none; a number: always by that. Either way a step with an infinite or NaN gradient
+            changes nothing, and ``param.grad`` shows gradients unscaled. Compute the loss inside the forward, or in
+            fp32: what it divides by outside in fp16 is lost before it is scaled (or use `chunkc.GradScaler`).
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    _refuse_unbuilt(keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
+    _refuse_unbuilt(keep_fp32=keep_fp32, example_inputs=example_inputs)
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
     infos = param_infos(model, computed)
-    check_trainable_dtypes(infos)
+    factor = _loss_scale(loss_scale, infos)
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
@@ -98,7 +104,7 @@ def compile(  # the name that torch.compile taught users
     )
     settings = Settings(
         target=target,
-        options=options,
+        options=replace(options, measures=factor is not None),
         cast_inputs=computed if mixed else None,
         compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
@@ -107,6 +113,8 @@ def compile(  # the name that torch.compile taught users
     )
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate)
+    if factor is not None:
+        runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     compiled = CompiledModel(model, runtime, settings)
@@ -163,12 +171,13 @@ def plan(
         world_size=ranks,
         rates=known_rates(machine) if machine.num_gpus == ranks else None,
     )
+    computed = compute_dtype(dtype, list(unique_params(model)), machine)
     return plan_ahead(
         model,
         target,
-        options,
+        replace(options, measures=needs_scaling(param_infos(model, computed))),
         example_inputs=example_inputs,
-        dtype=compute_dtype(dtype, list(unique_params(model)), machine),
+        dtype=computed,
         backend=backend,
         passes=passes,
     )
@@ -321,7 +330,7 @@ def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
 
 
 def _refuse_unbuilt(**options: Any) -> None:
-    defaults = {"keep_fp32": (), "loss_scale": "dynamic", "example_inputs": None}
+    defaults = {"keep_fp32": (), "example_inputs": None}
     for name, value in options.items():
         if value != defaults[name] and tuple([value]) != ((),):
             raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
@@ -331,6 +340,15 @@ def _micro_batches(accumulate: int) -> int:
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ChunkcError(f"accumulate={accumulate!r}: give the number of backwards before a step, 1 or more")
     return accumulate
+
+
+def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | None:
+    """The scale to begin with; None where none is needed."""
+    if loss_scale == "dynamic":
+        return 2.0**16 if needs_scaling(infos) else None
+    if isinstance(loss_scale, str) or not 0.0 < loss_scale < float("inf"):
+        raise ChunkcError(f"loss_scale={loss_scale!r}: give a positive number, or 'dynamic'")
+    return float(loss_scale)
 
 
 def _chunk_numel(chunk_size: int | str) -> int | None:

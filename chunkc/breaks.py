@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
@@ -114,7 +113,7 @@ class BrokenForwards:
 
     def _planned(self, slot: GraphSlot, built: Built) -> None:
         slot.plan, slot.graphs = built.planned.plan, built.graphs
-        slot.measuring = partial(measuring, built, self._request().passes)
+        slot.measuring = measuring(built, self._request().passes)
         self._on_built(built)
 
 

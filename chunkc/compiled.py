@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
 from chunkc.passes import Options, Planned, Target
 from chunkc.planning import Built, Request, budget_chooser, build, measuring
-from chunkc.policy import buffer_test, check_trainable_dtypes
+from chunkc.policy import buffer_test
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
@@ -274,28 +273,25 @@ class CompiledModel:
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
-        self._check_captured(captured)
+        self._log_captured(captured)
         built = build(captured, self.request(), self.settings.compiler)
         self.shapes.captured()
         self._on_built(built)
         slot = slot_of(captured)
         slot.plan, slot.graphs = built.planned.plan, built.graphs
-        slot.measuring = partial(measuring, built, self.settings.passes)
+        slot.measuring = measuring(built, self.settings.passes)
         return callables(slot, self.runtime)
 
     def _on_part(self, captured: Captured) -> Compiled:
         self.broken_shapes.check_room()
-        self._check_captured(captured)
+        self._log_captured(captured)
         compiled = self.breaks.on_capture(captured)
         self.broken_shapes.captured()
         return compiled
 
-    def _check_captured(self, captured: Captured) -> None:
-        schedule = captured.schedule
-        num_ops = sum(len(g.operators) for g in schedule.graphs)
+    def _log_captured(self, captured: Captured) -> None:
+        num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
-        trained = {p for op in schedule.backward.operators for p in op.grads}
-        check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
 
     def _on_built(self, built: Built) -> None:
         plan = built.planned.plan

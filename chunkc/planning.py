@@ -108,15 +108,20 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     return Built(found.planned, graphs, code)
 
 
-def measuring(built: Built, passes: Sequence[Pass] | None) -> Plan:
-    """The plan of ``built``, verified, with programs that measure gradients as they land; its graphs serve as well.
+def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan] | None:
+    """What makes the plan of ``built`` with programs that measure gradients as they land, and verifies it.
 
-    Raises:
-        PlanError: when the verifier refuses it.
+    The graphs of ``built`` serve that plan as well. None where its own plan measures them.
     """
-    plan = measuring_plan(built.planned, passes)
-    verify(plan)
-    return plan
+    if built.planned.plan.measures:
+        return None
+
+    def make() -> Plan:
+        plan = measuring_plan(built.planned, passes)
+        verify(plan)
+        return plan
+
+    return make
 
 
 def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:

@@ -159,18 +159,9 @@ def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(p.dtype is not dtype for p in params)
 
 
-def check_trainable_dtypes(infos: Sequence[ParamInfo]) -> None:
-    """Refuse to train in fp16.
-
-    Raises:
-        ChunkcError: naming the first fp16 parameter that would be trained.
-    """
-    found = [info.name for info in infos if info.trainable and info.dtype == "float16"]
-    if found:
-        raise ChunkcError(
-            f"{found[0]} and {len(found) - 1} more would be trained in float16, which needs loss scaling; that is not "
-            "built yet. Pass dtype=torch.bfloat16 or dtype=torch.float32"
-        )
+def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
+    """Whether some parameter is trained in fp16, whose small gradients a loss scale keeps representable."""
+    return any(info.trainable and info.dtype == "float16" for info in infos)
 
 
 def param_infos(model: nn.Module, dtype: torch.dtype | None) -> list[ParamInfo]:

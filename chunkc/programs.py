@@ -28,7 +28,7 @@ from chunkc.runtime.values import static_slots
 class GraphSlot:
     """One captured graph pair: ``graphs`` run as ``plan`` says; while there is none, ``unplanned`` runs.
 
-    ``measuring`` makes the same plan with programs that measure gradients as they land.
+    ``measuring`` makes the same plan with programs that measure gradients as they land; None where ``plan`` does.
 
     ``held_nbytes`` are bytes of its inputs and buffers that are alive before its forward begins; ``params`` says which
     of its inputs stand for which parameters, as (position, index).
@@ -63,8 +63,8 @@ def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
 
 def _measure(runtime: ModelRuntime, slot: GraphSlot) -> None:
     """Let a slot run by a plan that measures gradients where somebody asks for their norm; nothing else differs."""
-    if runtime.measures and slot.plan is not None and slot.measuring is not None and not slot.plan.measures:
-        slot.plan = slot.measuring()
+    if runtime.measures and slot.measuring is not None:
+        slot.plan, slot.measuring = slot.measuring(), None
         runtime.executors.pop(id(slot), None)
 
 

@@ -283,10 +283,11 @@ class Binder:
 
     def _norm(self, action: Action) -> Callable[[], None]:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
-        chunk, gauge = self._chunk(action), self._gauge(action)
+        chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
         if action.stream is not Stream.COMPUTE or f"c{holder}" not in self._resident:
             raise PlanError(f"this release measures gradients on the device only: `{action}` is not executed")
+        gauge = self._gauge(action)
         landed = {param for segment in self.plan.segments for param in segment.lands}
         pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
         gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._resident[f"c{holder}"])

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from chunkc.runtime.adam import Piece
+from chunkc.runtime.device import Event
 from chunkc.runtime.step_inputs import StepInputs
 
 TILE_NUMEL = 64 * 1024
@@ -43,6 +44,10 @@ class Gauge:
         """The norm of all gradients as they stand in chunks, float32 [], on the compute stream."""
         return self.table[:, 0].sum().sqrt().to(torch.float32)
 
+    def found_nonfinite(self) -> torch.Tensor:
+        """1 where a gradient in chunks is infinite or NaN, else 0: float32 [], on the compute stream."""
+        return self.table[:, 1].amax().to(torch.float32)
+
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
         """Decide on a step: the work of ``decide`` in a step program."""
@@ -50,11 +55,39 @@ class Gauge:
             self.control[0] = 1.0
         else:
             self.control[0].copy_(inputs.factor)
+        if inputs.found is None:
+            self.control[1] = 0.0
+        else:
+            self.control[1].copy_(inputs.found)
+        if inputs.loss_scale is not None and inputs.found is not None:
+            inputs.loss_scale.update(inputs.found)
         if self.seen is not self.control:
             self.seen.copy_(self.control, non_blocking=True)
 
     def restore(self) -> None:
         """The work of ``decide`` in a program that updates nothing: there is nothing to decide."""
+
+
+class Outcome:
+    """Whether a step that may be skipped was; known once its decision has been taken on the device."""
+
+    def __init__(self, event: Event, seen: torch.Tensor) -> None:
+        self._event, self._seen = event, seen
+        self._is_skipped: bool | None = None
+
+    def is_skipped(self) -> bool:
+        """Waits for the decision, which stands before the updates of its step."""
+        if self._is_skipped is None:
+            self._event.wait()
+            self._is_skipped = bool(self._seen[1])
+        return self._is_skipped
+
+
+class Skipped(Outcome):
+    """The outcome of a step that was not even launched."""
+
+    def __init__(self) -> None:
+        self._is_skipped = True
 
 
 class HostNorm:

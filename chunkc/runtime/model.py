@@ -26,6 +26,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
+from chunkc.runtime.gauge import Outcome, Skipped
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper
@@ -155,14 +156,16 @@ class ModelRuntime(ScaledGradients):
         self._begin_backward(executor)
         self._enter_backward(executor)
         self.accounting.begin_backward()
-        added_to = frozenset(self.gradients.landed if self.accumulate > 1 else ())
+        added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
 
         def run() -> list[Any]:
-            outputs = executor.backward(args, added_to)
+            outputs = executor.backward(args, added_to, scale)
             self.accounting.end_backward(self.layout)
             self._saved, self._consumed = False, False
             self.gradients.land(executor.graded_params)
-            self.gradients.hand_out(executor, executor.graded_params)
+            self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
+            if scale is not None:
+                self.gradients.factor = scale.inverse()
             self._note_measured(executor)
             return outputs
 
@@ -176,6 +179,7 @@ class ModelRuntime(ScaledGradients):
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
+        self._refuse_scaling_parts()
         self._begin_backward(graph)
         self.to_cold()
         self.accounting.begin_backward()
@@ -277,26 +281,42 @@ class ModelRuntime(ScaledGradients):
 
     # Step.
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program and raise the autograd version of every parameter that it changes."""
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program and raise the autograd version of every parameter that it changes.
+
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
+        if self.outcome is not None:
+            self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)
-        executor = self._running()
-        if executor.gauge is None and self.gradients.factor is not None:
+        executor, gradients, scale = self._running(), self.gradients, self.own_scale
+        found = gradients.found
+        if scale is not None:
+            found = self._find_nonfinite(frozenset(hypers))
+        if executor.gauge is None and found is not None and bool(found):
+            self._restore_landed()
+            gradients.forget()
+            self._consumed = True
+            self.accounting.steps.end()
+            return Skipped()
+        if executor.gauge is None and gradients.factor is not None:
             self.drain()
             self._apply_factor()
-        factor = self.gradients.factor
-        self.gradients.forget()
+        factor = gradients.factor
+        gradients.forget()
         self._consumed = True
         self._raise_versions(hypers)
         try:
             with deferred_interrupt():
-                executor.step(hypers, steps, factor)
+                self.outcome = executor.step(hypers, steps, factor, found, scale)
                 self.accounting.steps.end()
         except BaseException:
             self._broken = True
             raise
+        return self.outcome
 
     def _take_assigned(self, active: Mapping[int, Hyper]) -> None:
         """Plain tensors that eager operators or the user put into ``param.grad`` become gradients in chunks."""

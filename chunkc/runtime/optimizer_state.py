@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.step_inputs import Hyper
 
 Groups = Sequence[Mapping[str, Any]]
@@ -39,10 +40,12 @@ class OptimizerRuntime(Protocol):
     Attributes:
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
         wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
+        is_scaled_outside: set it where a script scales its losses by itself.
     """
 
     owners: dict[int, object]
     wants_norms: bool
+    is_scaled_outside: bool
 
     @property
     def is_sixteen_bit(self) -> bool:
@@ -65,8 +68,23 @@ class OptimizerRuntime(Protocol):
         """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
         ...
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments."""
+    def unscale(self, inverse: Tensor) -> Tensor:
+        """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
+
+        Returns:
+            1 where that is so, else 0: float32 [], on the model's device; nothing waits.
+
+        Raises:
+            ChunkcError: when no loss was scaled by a scaler.
+        """
+        ...
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments.
+
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
         ...
 
     def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:

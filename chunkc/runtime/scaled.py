@@ -1,8 +1,9 @@
-"""Gradients that are clipped: what the step is to make of them as they stand.
+"""Gradients that are clipped, scaled or skipped: what the step is to make of them as they stand.
 
 Gradients in chunks are not touched for this. They have one pending factor, which ``param.grad`` shows and the step
-applies. Their norm comes from what the plan measured as they landed; where that does not describe them (somebody has
-written one, or there are others beside them), they are read one by one, which waits.
+applies: the inverse of a loss scale, the coefficient of clipping, or both. Their norm and whether all are finite come
+from what the plan measured as they landed; where that does not describe them (somebody has written one, or there are
+others beside them), they are read one by one, which waits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
-from chunkc.runtime.gauge import Gauge
+from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.scaling import LossScale
 
 
 class ScaledGradients(ModelMemory):
@@ -25,6 +27,9 @@ class ScaledGradients(ModelMemory):
 
     Attributes:
         wants_norms: whether gradients are to be measured as they land, by plans that say so, from the next call on.
+        loss_scale: by which backward multiplies its tangents; None where none is needed.
+        is_scaled_outside: whether the script scales its losses itself, so that ``loss_scale`` rests.
+        outcome: of the latest step that may be skipped.
     """
 
     def __init__(
@@ -32,7 +37,27 @@ class ScaledGradients(ModelMemory):
     ) -> None:
         super().__init__(infos, params, device, accumulate)
         self.wants_norms = False
+        self.loss_scale: LossScale | None = None
+        self.is_scaled_outside = False
+        self.outcome: Outcome | None = None
         self._gauge: Gauge | None = None  # of the plan that ran the latest backward
+
+    def scale_by(self, loss_scale: LossScale) -> None:
+        """Multiply tangents by ``loss_scale``, and skip steps that overflow, from now on."""
+        self.loss_scale, self.wants_norms = loss_scale, True
+
+    @property
+    def own_scale(self) -> LossScale | None:
+        """The scale that backward is to apply."""
+        return None if self.is_scaled_outside else self.loss_scale
+
+    def _refuse_scaling_parts(self) -> None:
+        """In a forward of several graphs a tangent may be scaled already, by the graph behind it, or not."""
+        if self.own_scale is not None:
+            raise ChunkcError(
+                "built-in loss scaling needs a forward of one graph, but this one breaks into several (the log says "
+                "where): scale the loss with chunkc.GradScaler, train in bfloat16, or remove the breaks"
+            )
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
         """Indexes of all parameters that have a gradient now; see ``OptimizerRuntime``."""
@@ -79,6 +104,27 @@ class ScaledGradients(ModelMemory):
             norm = torch.as_tensor(torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(torch.float32)
         self._multiply(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
+
+    def unscale(self, inverse: torch.Tensor) -> torch.Tensor:
+        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite; 1 then, else 0."""
+        if not self.is_scaled_outside:
+            raise ChunkcError(
+                "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
+                "the compiled model and call optimizer.step()"
+            )
+        self.wants_norms = True
+        present = self.check_step({})
+        found = self.gradients.found = self._find_nonfinite(present)
+        self._multiply(present, inverse.to(self.device.torch_device))
+        return found
+
+    def _find_nonfinite(self, present: frozenset[int]) -> torch.Tensor:
+        """1 where a gradient of ``present`` is infinite or NaN, else 0: float32 [], on the device."""
+        gauge = self._measured(present)
+        if gauge is not None:
+            return self._on_compute(gauge.found_nonfinite)
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in self._exact(present))
+        return torch.tensor(float(not is_finite), dtype=torch.float32, device=self.device.torch_device)
 
     def _measured(self, present: frozenset[int]) -> Gauge | None:
         """What tells of the gradients of ``present``; None where they are not what the latest backward measured."""
