@@ -226,7 +226,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     Call it between ``backward()`` and ``step()``. The norm is that over all parameters of the model that have a
     gradient, whichever optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1,
-    and ``param.grad`` shows them so from now on; a later backward or ``zero_grad()`` begins anew.
+    and ``param.grad`` shows them so from now on; ``zero_grad()`` begins anew. A further micro-batch adds its gradients,
+    unclipped, to the clipped ones, which are multiplied where they stand first: clip once before each step.
 
     From the forward after the first call on, gradients are measured on the device as they land, and nothing waits;
     so does ``max_grad_norm=`` of an optimizer from its first step on. The first call, norms of another type than 2,

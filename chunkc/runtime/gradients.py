@@ -31,7 +31,9 @@ class Gradients:
         num_micro_batches: backwards whose gradients add up since the last step.
         factor: what clipping and unscaling have multiplied all of them by, float32 [] on the model's device; they
             themselves stand as they landed until the step, or until somebody writes one. None for 1.
-        found: 1 where one of them is infinite or NaN, else 0: float32 [] there. None where nobody has looked.
+        unscaling: the factor that the latest backward left, which undoes a loss scale; None for 1.
+        found: 1 where one of them was infinite or NaN when the script that scales them looked, else 0: float32 []
+            there. None where it has not.
         measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
             there are and nobody has written one since; else None.
     """
@@ -43,6 +45,7 @@ class Gradients:
         self.stamp = 0
         self.num_micro_batches = 0
         self.factor: torch.Tensor | None = None
+        self.unscaling: torch.Tensor | None = None
         self.found: torch.Tensor | None = None
         self.measured: frozenset[int] | None = None
         self._params, self._store = params, store
@@ -103,8 +106,10 @@ class Gradients:
     def begin(self, backward: int, call: int) -> None:
         """A new backward, or one more micro-batch."""
         self.stamp += 1
+        if self.num_micro_batches == 0:
+            self.found = None
         self.num_micro_batches += 1
-        self.factor = self.found = self.measured = None
+        self.factor = self.unscaling = self.measured = None
         self._ran.clear()
         self._backward, self._call = backward, call
 
@@ -141,7 +146,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
-        self.factor = self.found = self.measured = None
+        self.factor = self.unscaling = self.found = self.measured = None
         self.landed.clear()
         self.apart.clear()
         self._replaced.clear()

@@ -157,6 +157,7 @@ class ModelRuntime(ScaledGradients):
         self._enter_backward(executor)
         self.accounting.begin_backward()
         added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
+        added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
 
         def run() -> list[Any]:
             outputs = executor.backward(args, added_to, scale)
@@ -165,7 +166,7 @@ class ModelRuntime(ScaledGradients):
             self.gradients.land(executor.graded_params)
             self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
             if scale is not None:
-                self.gradients.factor = scale.inverse()
+                self.gradients.factor = self.gradients.unscaling = scale.inverse()
             self._note_measured(executor)
             return outputs
 
@@ -205,6 +206,7 @@ class ModelRuntime(ScaledGradients):
             return
         if self.accumulate > 1:
             self._check_room(executor, backward)
+            self._prepare_to_add()
             gradients.begin(backward, call)
             return
         if gradients.is_under_way(backward):

@@ -89,6 +89,17 @@ class ScaledGradients(ModelMemory):
             )
         return frozenset(present)
 
+    def _prepare_to_add(self) -> None:
+        """Bring gradients in chunks to what one more micro-batch adds its own to: all that was asked for is done to
+        them, and they are multiplied by the loss scale, if it is applied here."""
+        gradients, scale = self.gradients, self.own_scale
+        if gradients.num_micro_batches == 0 or gradients.factor is gradients.unscaling:
+            return
+        self.drain()
+        if scale is not None:
+            gradients.factor = scale.scale if gradients.factor is None else gradients.factor * scale.scale
+        self._apply_factor()
+
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
         self.wants_norms = True

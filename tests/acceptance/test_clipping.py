@@ -10,7 +10,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from clipping import DELAYED, NAME, PLACES, RECIPE, check_clipping, clipping, telling_norm, torch_clip, train_clipped
+from clipping import (
+    DELAYED,
+    NAME,
+    PLACES,
+    RECIPE,
+    check_clipping,
+    check_gradients,
+    check_moments,
+    clip,
+    clipping,
+    step,
+    telling_norm,
+    torch_clip,
+    train_clipped,
+)
 from models import CASES
 from pair import MIXED, Pair, batch
 from placements import smallest
@@ -81,39 +95,6 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 def backward(pair: Pair, seed: int = 0) -> None:
     for model in (pair.model, pair.plain):
         model(*batch(seed)).backward()
-
-
-def clip(pair: Pair, max_norm: float, norm_type: float = 2.0) -> float:
-    norm = chunkc.clip_grad_norm_(pair.model, max_norm, norm_type)
-    wanted = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
-    assert norm.dtype is torch.float32 and norm.shape == ()
-    torch.testing.assert_close(norm, wanted, rtol=2e-6, atol=0)
-    return float(wanted)
-
-
-def step(pair: Pair) -> None:
-    """Both step, and end equal."""
-    for optimizer in (pair.optimizer, pair.plain_optimizer):
-        optimizer.step()
-        optimizer.zero_grad()
-    pair.check()
-
-
-def check_gradients(pair: Pair) -> None:
-    for (name, ours), theirs in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
-        wanted = theirs.grad
-        assert wanted is not None
-        torch.testing.assert_close(ours.grad.clone(), wanted, rtol=1e-5, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def exp_avg_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
-
-
-def check_moments(pair: Pair) -> None:
-    """What an Adam step forgives, its first moments do not."""
-    for ours, theirs in zip(exp_avg_of(pair.optimizer), exp_avg_of(pair.plain_optimizer), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("share", [0.999, 1.001, 0.05])

@@ -6,45 +6,24 @@ torch.amp.GradScaler's, and the next step is normal.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from overflows import INTERVAL, Poisoned, assert_same_state, grow_soon, poisonous, scale_of, state_of
 from pair import MIXED, Pair, Tower, batch
 from torch import nn
 
 import chunkc
 from chunkc.errors import ChunkcError
 
-INTERVAL = 3
 BAD = (1, 4, 5)
 PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-448k-16m", "mixed": "emulated-640k-16m"}
 
 
-class Poisoned(Tower):
-    """A tower whose backward makes the gradient of one parameter infinite or NaN where it is asked to."""
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        hidden = self.embed(tokens)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        logits = self.head(hidden).float()
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return loss + (self.layers[1][1].bias.float() * bad).sum()
-
-
-def poison(step: int) -> torch.Tensor:
-    """What the gradient of one bias has beside it: 0, or infinity or NaN in one element."""
-    bad = torch.zeros(192)
-    if step in BAD:
-        bad[7] = float("inf") if step % 2 else float("nan")
-    return bad
-
-
 def inputs(step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (*batch(step % 3), poison(step))
+    return (*batch(step % 3), poisonous(step % 2) if step in BAD else torch.zeros(192))
 
 
 def make(place: str, **options: Any) -> Pair:
@@ -55,17 +34,6 @@ def make(place: str, **options: Any) -> Pair:
 @pytest.fixture
 def pair() -> Pair:
     return make("moving")
-
-
-def scale_of(model: nn.Module) -> float:
-    return float(model._compiled_call_impl.runtime.loss_scale.scale)  # type: ignore[union-attr, operator]
-
-
-def grow_soon(model: nn.Module) -> None:
-    """The default interval of 2000 steps is long for a test."""
-    scale = model._compiled_call_impl.runtime.loss_scale  # type: ignore[union-attr, operator]
-    assert (scale.growth_interval, scale.growth_factor, scale.backoff_factor) == (2000, 2.0, 0.5)
-    scale.growth_interval = INTERVAL
 
 
 def torch_trace(num_steps: int) -> list[float]:
@@ -82,20 +50,6 @@ def torch_trace(num_steps: int) -> list[float]:
         optimizer.zero_grad()
         found.append(scaler.get_scale())
     return found
-
-
-def state_of(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, torch.Tensor]]]:
-    """Copies of parameters as graphs read them, and of all states."""
-    params = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
-    return params, copy.deepcopy(pair.optimizer.state_dict()["state"])
-
-
-def assert_same_state(found: Any, wanted: Any) -> None:
-    assert found[0].keys() == wanted[0].keys() and found[1].keys() == wanted[1].keys()
-    for name, value in wanted[0].items():
-        assert torch.equal(found[0][name], value), name
-    for key, state in wanted[1].items():
-        assert all(torch.equal(found[1][key][k], v) for k, v in state.items()), key
 
 
 def built_in(pair: Pair, step: int) -> None:

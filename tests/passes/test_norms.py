@@ -6,11 +6,22 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from schedules import gpt_like, mixed, planned, planned_somewhere, requests, target, texts, without_wait
+from schedules import (
+    accumulating,
+    chain,
+    gpt_like,
+    mixed,
+    planned,
+    planned_somewhere,
+    requests,
+    target,
+    texts,
+    without_wait,
+)
 
 from chunkc.errors import PlanError
-from chunkc.ir.actions import Op, Stream
-from chunkc.ir.plan import Plan
+from chunkc.ir.actions import LANDINGS, Op, Stream
+from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Planned, Target, measuring_plan
@@ -31,6 +42,39 @@ def test_every_measuring_plan_is_accepted_by_the_verifier(request: Request) -> N
     normed = [a.index for a in backward if a.op is Op.NORM]
     assert sorted(normed) == sorted({a.index for a in step if a.op is Op.UPDATE})
     assert [a.op for a in step].count(Op.DECIDE) == 1
+
+
+@given(accumulating())
+def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
+    """In gradient chunks, each once and behind the last gradient that lands there; the step measures nothing."""
+    found, where, options = request
+    plan = planned_somewhere(found, where, replace(options, measures=True)).plan
+    beside = plan.layout.grad_chunks()
+    updated = sorted({a.index for a in plan.program("step").actions if a.op is Op.UPDATE})
+    for name in ("backward", "accumulate"):
+        actions = plan.program(name).actions
+        measured = [(i, a.index) for i, a in enumerate(actions) if a.op is Op.NORM]
+        assert sorted(chunk for _, chunk in measured) == updated
+        for position, chunk in measured:
+            landed = [i for i, a in enumerate(actions) if a.op in LANDINGS and a.index == beside[chunk]]
+            assert landed and landed[-1] < position
+    assert not [a for a in plan.program("step").actions if a.op is Op.NORM]
+
+
+def test_a_sum_that_is_measured_too_early_is_refused() -> None:
+    """In both backwards, whose actions are the same."""
+    plan = planned(chain(3), target(), Options(chunk_numel=64, os_home="host", accumulate=3, measures=True)).plan
+    position = next(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.NORM)
+
+    def swapped(program: Program) -> Program:
+        if program.name not in ("backward", "accumulate"):
+            return program
+        actions = list(program.actions)
+        actions[position - 1], actions[position] = actions[position], actions[position - 1]
+        return replace(program, actions=tuple(actions))
+
+    with pytest.raises(PlanError, match=r"backward b\d+ `norm c\d.*contribution of micro-batch 1 of 1 .* is lost"):
+        verify(replace(plan, programs=tuple(map(swapped, plan.programs))))
 
 
 @given(mixed())

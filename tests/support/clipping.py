@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from machines import EMULATED, Machine
 from models import CASES
+from pair import Pair
 from placements import MIXED, all_on_device, smallest
 from rig import Rig, Setup
 from torch import nn
@@ -72,3 +73,38 @@ def check_clipping(rig: Rig, place: str, max_norm: float) -> None:
     torch.testing.assert_close(torch.stack(norms).cpu(), torch.tensor(wanted_norms), rtol=1e-5, atol=0)
     inside = rig.train(setup, RECIPE, lambda m: chunkc.AdamW(m.parameters(), **RECIPE.options, max_grad_norm=max_norm))
     assert_same_semantics(inside, wanted)
+
+
+def clip(pair: Pair, max_norm: float, norm_type: float = 2.0, rtol: float = 2e-6) -> float:
+    """Both sides clip, and find the same norm."""
+    norm = chunkc.clip_grad_norm_(pair.model, max_norm, norm_type)
+    wanted = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
+    assert norm.dtype is torch.float32 and norm.shape == ()
+    torch.testing.assert_close(norm, wanted, rtol=rtol, atol=0)
+    return float(wanted)
+
+
+def step(pair: Pair) -> None:
+    """Both step, and end equal."""
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        optimizer.step()
+        optimizer.zero_grad()
+    pair.check()
+
+
+def check_gradients(pair: Pair, rtol: float = 1e-5, atol: float = 1e-8) -> None:
+    """What ``param.grad`` shows, on both sides."""
+    for (name, ours), theirs in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+        wanted = theirs.grad
+        assert wanted is not None
+        torch.testing.assert_close(ours.grad.clone(), wanted, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def exp_avg_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [state["exp_avg"] for state in optimizer.state_dict()["state"].values()]
+
+
+def check_moments(pair: Pair) -> None:
+    """What an Adam step forgives, its first moments do not."""
+    for ours, theirs in zip(exp_avg_of(pair.optimizer), exp_avg_of(pair.plain_optimizer), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
