@@ -31,6 +31,7 @@ from chunkc.policy import (
     param_infos,
     unique_params,
 )
+from chunkc.precision import fp32_modules, kept_params
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
@@ -73,6 +74,8 @@ def compile(  # the name that torch.compile taught users
             for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
+        keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
+            inputs are cast to it, their outputs back. For normalisations and routers of a model in 16 bits.
         reserve: device bytes to leave alone.
         loss_scale: ``"dynamic"``: gradients in fp16 are scaled, by the rules and defaults of torch.amp.GradScaler, and
             other dtypes need none; a number: always by that. Either way a step with an infinite or NaN gradient
@@ -83,13 +86,15 @@ def compile(  # the name that torch.compile taught users
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    _refuse_unbuilt(keep_fp32=keep_fp32, example_inputs=example_inputs)
+    _refuse_unbuilt(example_inputs=example_inputs)
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
-    infos = param_infos(model, computed)
+    kept = kept_params(unique_params(model), keep_fp32)
+    in_fp32 = fp32_modules(model, kept, computed)
+    infos = param_infos(model, computed, kept)
     factor = _loss_scale(loss_scale, infos)
     mixed = is_mixed(params, computed)
     if mixed:
@@ -117,7 +122,9 @@ def compile(  # the name that torch.compile taught users
         runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
+    in_fp32.attach()
     compiled = CompiledModel(model, runtime, settings)
+    compiled.in_fp32 = in_fp32
     attach(model)
     model._compiled_call_impl = compiled
     weakref.finalize(model, device.call_from_host, runtime.close)
@@ -331,7 +338,7 @@ def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
 
 
 def _refuse_unbuilt(**options: Any) -> None:
-    defaults = {"keep_fp32": (), "example_inputs": None}
+    defaults: dict[str, Any] = {"example_inputs": None}
     for name, value in options.items():
         if value != defaults[name] and tuple([value]) != ((),):
             raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")

@@ -11,6 +11,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,6 +36,7 @@ from chunkc.evaluation import Evaluator
 from chunkc.passes import Options, Planned, Target
 from chunkc.planning import Built, Request, budget_chooser, build, measuring
 from chunkc.policy import buffer_test
+from chunkc.precision import Fp32Modules
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
@@ -90,6 +92,7 @@ class CompiledModel:
 
     Attributes:
         shapes: training programs by the signature of a call; ``shapes.max_programs`` bounds them.
+        in_fp32: modules that compute in fp32 while others do not.
         is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
     """
 
@@ -101,6 +104,7 @@ class CompiledModel:
         self._capture_started_s = 0.0
         self._warm: Counts | None = None
         self.is_open = False
+        self.in_fp32: Fp32Modules | None = None
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         cast_ids = self._cast_ids = set[int]()
         options: dict[str, Any] = {
@@ -145,7 +149,8 @@ class CompiledModel:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
-            return call_plain(self._model, args, kwargs)
+            with nullcontext() if self.in_fp32 is None else self.in_fp32.detached():
+                return call_plain(self._model, args, kwargs)
         self._check_params()
         args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():

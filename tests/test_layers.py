@@ -62,6 +62,7 @@ GROUP_OF = {
                 "planahead",
                 "planning",
                 "policy",
+                "precision",
                 "programs",
             ),
             *("segments", "shapes", "throttle", "whatif"),
