@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from chunkc.policy import (
     param_infos,
     unique_params,
 )
-from chunkc.precision import fp32_modules, kept_params
+from chunkc.precision import fp32_modules
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
@@ -92,9 +92,8 @@ def compile(  # the name that torch.compile taught users
     machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
-    kept = kept_params(unique_params(model), keep_fp32)
-    in_fp32 = fp32_modules(model, kept, computed)
-    infos = param_infos(model, computed, kept)
+    in_fp32 = fp32_modules(model, keep_fp32, computed)
+    infos = param_infos(model, computed, in_fp32.params)
     factor = _loss_scale(loss_scale, infos)
     mixed = is_mixed(params, computed)
     if mixed:
@@ -142,13 +141,17 @@ def plan(
     chunk_size: int | str = "auto",
     accumulate: int = 1,
     passes: Sequence[Pass] | None = None,
+    keep_fp32: Sequence[str] = (),
     reserve: int = 0,
+    loss_scale: float | str = "dynamic",
 ) -> Plan:
     """The plan for training ``model`` on ``hw``: nothing runs, nothing is allocated, the model stays as it is.
 
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
-    first call states what they take, with fewer moves where that allows it.
+    first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
+    plan has norms and a decision beside the same actions. With a loss scale this one has them too, on one rank; how
+    ranks sum their norms is not planned yet.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -179,15 +182,20 @@ def plan(
         rates=known_rates(machine) if machine.num_gpus == ranks else None,
     )
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
-    return plan_ahead(
-        model,
-        target,
-        replace(options, measures=needs_scaling(param_infos(model, computed))),
-        example_inputs=example_inputs,
-        dtype=computed,
-        backend=backend,
-        passes=passes,
-    )
+    in_fp32 = fp32_modules(model, keep_fp32, computed)
+    factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
+    compiled = getattr(model, "_compiled_call_impl", None)
+    with compiled.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext():
+        return plan_ahead(
+            model,
+            target,
+            replace(options, measures=factor is not None and ranks == 1),
+            example_inputs=example_inputs,
+            dtype=computed,
+            in_fp32=in_fp32,
+            backend=backend,
+            passes=passes,
+        )
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -300,7 +308,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     held: set[torch.Tensor] = set()
     compiled.is_open = True
     try:
-        with swapped_tensors(model, plain, buffers=False):
+        with compiled.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
             try:
                 yield model
             finally:

@@ -11,7 +11,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any, ParamSpec, TypeVar
 
@@ -92,7 +91,7 @@ class CompiledModel:
 
     Attributes:
         shapes: training programs by the signature of a call; ``shapes.max_programs`` bounds them.
-        in_fp32: modules that compute in fp32 while others do not.
+        in_fp32: modules that compute in fp32 while others do not; they cast their inputs and outputs.
         is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
     """
 
@@ -104,7 +103,7 @@ class CompiledModel:
         self._capture_started_s = 0.0
         self._warm: Counts | None = None
         self.is_open = False
-        self.in_fp32: Fp32Modules | None = None
+        self.in_fp32 = Fp32Modules()
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         cast_ids = self._cast_ids = set[int]()
         options: dict[str, Any] = {
@@ -149,8 +148,7 @@ class CompiledModel:
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
         """
         if self.is_open:
-            with nullcontext() if self.in_fp32 is None else self.in_fp32.detached():
-                return call_plain(self._model, args, kwargs)
+            return call_plain(self._model, args, kwargs)
         self._check_params()
         args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():

@@ -160,8 +160,9 @@ def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
 
 
 def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
-    """Whether some parameter is trained in fp16, whose small gradients a loss scale keeps representable."""
-    return any(info.trainable and info.dtype == "float16" for info in infos)
+    """Whether a model is trained that computes in fp16 with some parameter, trained or frozen: a loss scale keeps the
+    small gradients that pass there representable."""
+    return any(info.trainable for info in infos) and any(info.dtype == "float16" for info in infos)
 
 
 def own_dtype_params(model: nn.Module) -> frozenset[nn.Parameter]:

@@ -42,7 +42,7 @@ SIGNATURES = {
     "compile": "model, hw='auto', *, dtype='auto', backend='inductor', chunk_size='auto', accumulate=1, "
     "fullgraph=False, example_inputs=None, passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic'",
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
-    "chunk_size='auto', accumulate=1, passes=None, reserve=0",
+    "chunk_size='auto', accumulate=1, passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic'",
     "plan_of": "model",
     "clip_grad_norm_": "model, max_norm, norm_type=2.0",
     "simulate": "plan, hw=None",
