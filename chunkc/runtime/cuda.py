@@ -36,7 +36,7 @@ from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch, Update
-from chunkc.runtime.gpu_norm import GpuNorm
+from chunkc.runtime.gpu_norm import GpuNorm, NormScratch
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
 
@@ -153,6 +153,7 @@ class CudaDevice:
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
         self._tables = StepTables(api.upload)
+        self._norm_scratch = NormScratch(api.torch_device)
         self._kernels: ChunkKernels | None = None
         self._has_warned = False
         self._reading = AllocatorReading(api)
@@ -287,7 +288,7 @@ class CudaDevice:
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> GpuNorm:
         """Kernels on the compute stream."""
-        return GpuNorm(self._chunk_kernels(), gradient, pieces, out)
+        return GpuNorm(self._chunk_kernels(), self._norm_scratch, gradient, pieces, out)
 
     def _chunk_kernels(self) -> ChunkKernels:
         if self._kernels is None:

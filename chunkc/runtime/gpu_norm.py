@@ -10,28 +10,51 @@ from chunkc.runtime.adam import Piece
 from chunkc.runtime.cuda_api import ChunkKernels
 
 
+class NormScratch:
+    """Working memory that all norms of a device share: they follow each other on one stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def extend(self, num_tiles: int) -> None:
+        """Make room for a chunk of ``num_tiles``."""
+        if self._memory.numel() < 2 * num_tiles:
+            self._memory = torch.empty(2 * num_tiles, dtype=torch.float32, device=self._memory.device)
+
+    def of(self, num_tiles: int) -> torch.Tensor:
+        """float32 [2, num_tiles]."""
+        return self._memory[: 2 * num_tiles].view(2, num_tiles)
+
+
 class GpuNorm:
-    """Measures a chunk in device memory; made once per chunk, with working memory of its own, and used every step.
+    """Measures a chunk in device memory; made once per chunk and used every step.
 
     Args:
         kernels: what launches.
+        scratch: of the device.
         gradient: the chunk's gradients, one dimension, in device memory.
         pieces: the elements that are gradients.
         out: the row to write, float64 [2] in device memory.
     """
 
     def __init__(
-        self, kernels: ChunkKernels, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor
+        self,
+        kernels: ChunkKernels,
+        scratch: NormScratch,
+        gradient: torch.Tensor,
+        pieces: Sequence[Piece],
+        out: torch.Tensor,
     ) -> None:
         device = gradient.device
         self._kernels = kernels
+        self._scratch = scratch
         self._gradient = gradient
         self._tiles = kernels.make_tiles([(p.start, p.end, p.param) for p in pieces], device)
-        self._partial = torch.empty(2, self._tiles.shape[0], dtype=torch.float32, device=device)
+        scratch.extend(self._tiles.shape[0])
         self._found = torch.empty(2, dtype=torch.float32, device=device)
         self._out = out
 
     @torch.no_grad()
     def __call__(self) -> None:
-        self._kernels.grad_norm(self._gradient, self._tiles, self._found, self._partial)
+        self._kernels.grad_norm(self._gradient, self._tiles, self._found, self._scratch.of(self._tiles.shape[0]))
         self._out.copy_(self._found)
