@@ -178,7 +178,12 @@ def check_range(group: Mapping[str, Any]) -> None:
 
 
 def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
-    """Refuse options of torch's Adam that would change what a step computes."""
+    """Refuse options of torch's Adam that would change what a step computes, and those that no group has."""
+    if "max_grad_norm" in group:
+        raise ChunkcError(
+            "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
+            "optimizer: chunkc.AdamW(groups, max_grad_norm=...)"
+        )
     for name in UNSUPPORTED_OPTIONS:
         if group.get(name):
             raise ChunkcError(

@@ -93,7 +93,7 @@ class ScaledGradients(ModelMemory):
         """Bring gradients in chunks to what one more micro-batch adds its own to: all that was asked for is done to
         them, and they are multiplied by the loss scale, if it is applied here."""
         gradients, scale = self.gradients, self.own_scale
-        if gradients.num_micro_batches == 0 or gradients.factor is gradients.unscaling:
+        if gradients.num_micro_batches == 0 or gradients.factor is (None if scale is None else gradients.unscaling):
             return
         self.drain()
         if scale is not None:
