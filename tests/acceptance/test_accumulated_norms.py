@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 from clipping import check_gradients, check_moments, clip, step
-from overflows import INTERVAL, Poisoned, assert_same_state, grow_soon, poisonous, scale_of, state_of
+from overflows import (
+    INTERVAL,
+    Poisoned,
+    assert_same_state,
+    check_stepped,
+    grow_soon,
+    poisonous,
+    scale_of,
+    state_of,
+)
 from pair import MIXED, Pair, batch
 from torch import nn
 
@@ -267,6 +276,17 @@ def test_gradients_in_between_are_shown_unscaled_and_may_be_changed(fp16: Pair) 
     check_half(fp16)
 
 
+def test_gradients_that_were_there_before_are_scaled_too(fp16: Pair) -> None:
+    """What the script puts into ``param.grad``, or eager operators do, counts as in fp32."""
+    for model in (fp16.model, fp16.plain):
+        model.head.bias.grad = torch.full_like(model.head.bias.detach(), 0.25)
+    for number in (1, 2):
+        fp16.both(lambda model, _, number=number: model(*good(number)).backward())
+        check_half(fp16)
+    fp16.both(lambda _, optimizer: optimizer.step())
+    check_stepped(fp16)
+
+
 def test_fp16_adds_up_and_trains_as_fp32_does(fp16: Pair) -> None:
     """Windows of two with clipping in the optimizer: losses within fp16's precision of fp32's."""
     fp16.optimizer.max_grad_norm = 1.0
@@ -315,3 +335,25 @@ def test_an_overflow_that_was_seen_counts_though_a_micro_batch_follows(fp16: Pai
     fp16.optimizer.zero_grad()
     assert_same_state(state_of(fp16), before)
     assert scaler.get_scale() == 512.0
+
+
+def test_an_overflow_that_was_given_up_is_forgotten(fp16: Pair) -> None:
+    """Seen by ``unscale_``, then discarded by ``zero_grad``: the next window is stepped."""
+    scaler, before = chunkc.GradScaler(init_scale=1024.0), state_of(fp16)
+    scaler.scale(fp16.model(*batch(0), poisonous(1))).backward()
+    scaler.unscale_(fp16.optimizer)
+    scaler.update()
+    fp16.optimizer.zero_grad()
+    scaler.scale(fp16.model(*good(1))).backward()
+    fp16.optimizer.step()
+    assert not torch.equal(state_of(fp16)[0]["head.bias"], before[0]["head.bias"])
+
+
+def test_micro_batches_that_the_model_and_the_script_scale(fp16: Pair) -> None:
+    """Each is what ``param.grad`` would show: a script that begins to scale adds to gradients without a scale."""
+    scaler = chunkc.GradScaler(init_scale=8.0)
+    for model in (fp16.model, fp16.plain):
+        model(*good(0)).backward()
+    scaler.scale(fp16.model(*good(1))).backward()
+    (8.0 * fp16.plain(*good(1))).backward()
+    check_half(fp16)

@@ -80,8 +80,8 @@ def test_a_dropped_factor_is_noticed(rig_of: GetRig, max_norm: float) -> None:
         assert_same_semantics(found, wanted)
 
 
-@pytest.fixture(params=["resident", "moving", "mixed"])
-def pair(request: pytest.FixtureRequest) -> Pair:
+@pytest.fixture(scope="module", params=["resident", "moving", "mixed"])
+def captured(request: pytest.FixtureRequest) -> Pair:
     """A model that clipped once, so that its plan measures, in three places."""
     hw = {"resident": "emulated-64m-1g", "moving": "emulated-448k-16m", "mixed": "emulated-640k-16m"}[request.param]
     found = Pair(hw, wishes=MIXED if request.param == "mixed" else None)
@@ -90,6 +90,13 @@ def pair(request: pytest.FixtureRequest) -> Pair:
     step(found)
     assert all(count > 0 for count in found.kinds().values()) or request.param != "mixed"
     return found
+
+
+@pytest.fixture
+def pair(captured: Pair) -> Pair:
+    """Both sides as at the beginning."""
+    captured.restart()
+    return captured
 
 
 def backward(pair: Pair, seed: int = 0) -> None:
@@ -155,7 +162,8 @@ def test_parameters_without_a_gradient_do_not_count(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_gradients_that_are_written_to(pair: Pair, when: str) -> None:
+@pytest.mark.parametrize("assigns", [False, True])
+def test_gradients_that_are_written_to(pair: Pair, when: str, assigns: bool) -> None:
     """In place and by assignment, before and after clipping: what is written is what is stepped."""
     backward(pair, 1)
     for act in ("write", "clip") if when == "before" else ("clip", "write"):
@@ -164,7 +172,8 @@ def test_gradients_that_are_written_to(pair: Pair, when: str) -> None:
             continue
         for model in (pair.model, pair.plain):
             model.head.bias.grad.mul_(3.0)
-            model.head.weight.grad = torch.full_like(model.head.weight.detach(), 1e-3)
+            if assigns:
+                model.head.weight.grad = torch.full_like(model.head.weight.detach(), 1e-3)
     step(pair)
     check_moments(pair)
 
@@ -190,6 +199,31 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
     wanted = [str(a) for name in ("forward", "backward", "step") for a in plan.program(name).actions]
     assert executor.trace == wanted
     assert any(text.startswith("norm") for text in wanted) and any(text.startswith("decide") for text in wanted)
+
+
+def test_a_program_that_trains_fewer_parameters() -> None:
+    """Those that it leaves out share chunks with others, and are no gradients."""
+
+    class Optional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.last = (nn.Linear(24, 24) for _ in range(3))
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor, *, is_deep: bool) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            hidden = hidden + self.second(hidden) if is_deep else hidden
+            return (self.last(hidden) - y).square().mean()
+
+    pair = Pair("emulated-64m-1g", Optional())
+    data = torch.randn(4, 24), torch.randn(4, 24)
+    for is_deep in (True, True, False, False, True):
+        for model in (pair.model, pair.plain):
+            model(*data, is_deep=is_deep).backward()
+        clip(pair, 0.05, rtol=2e-5)
+        check_gradients(pair, rtol=1e-4, atol=1e-6)
+        step(pair)
+        check_moments(pair)
+    assert len(chunkc.plan_of(pair.model).layout.chunks) == 1
 
 
 def test_frozen_unused_and_tied_parameters(rig_of: GetRig) -> None:

@@ -70,7 +70,8 @@ def test_a_sum_that_is_measured_too_early_is_refused() -> None:
         if program.name not in ("backward", "accumulate"):
             return program
         actions = list(program.actions)
-        actions[position - 1], actions[position] = actions[position], actions[position - 1]
+        landing, norm = actions[position - 1 : position + 1]
+        actions[position - 1 : position + 1] = replace(norm, waits=landing.waits), landing
         return replace(program, actions=tuple(actions))
 
     with pytest.raises(PlanError, match=r"backward b\d+ `norm c\d.*contribution of micro-batch 1 of 1 .* is lost"):

@@ -49,6 +49,16 @@ def state_of(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, t
     return params, copy.deepcopy(pair.optimizer.state_dict()["state"])
 
 
+def check_stepped(pair: Pair, tolerance: float = 2**-7) -> None:
+    """First moments are those of fp32, within the precision of fp16: Adam's step would forgive a wrong scale."""
+    ours, plain = (o.state_dict()["state"] for o in (pair.optimizer, pair.plain_optimizer))
+    assert ours.keys() == plain.keys()
+    largest = max(float(state["exp_avg"].abs().max()) for state in plain.values())
+    for key, state in plain.items():
+        assert float(ours[key]["step"]) == float(state["step"])
+        torch.testing.assert_close(ours[key]["exp_avg"], state["exp_avg"], rtol=0, atol=tolerance * largest)
+
+
 def assert_same_state(found: Any, wanted: Any) -> None:
     assert found[0].keys() == wanted[0].keys() and found[1].keys() == wanted[1].keys()
     for name, value in wanted[0].items():
