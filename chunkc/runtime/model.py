@@ -157,7 +157,6 @@ class ModelRuntime(ScaledGradients):
         self._enter_backward(executor)
         self.accounting.begin_backward()
         added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
-        added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
 
         def run() -> list[Any]:
             outputs = executor.backward(args, added_to, scale)
