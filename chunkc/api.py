@@ -108,7 +108,7 @@ def compile(  # the name that torch.compile taught users
     )
     settings = Settings(
         target=target,
-        options=replace(options, measures=factor is not None),
+        options=replace(options, measures=factor is not None, scales=factor is not None),
         cast_inputs=computed if mixed else None,
         compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
@@ -150,8 +150,8 @@ def plan(
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
     first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
-    plan has norms and a decision beside the same actions. With a loss scale this one has them too, on one rank; how
-    ranks sum their norms is not planned yet.
+    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too, on
+    one rank; how ranks sum their norms is not planned yet.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -189,7 +189,7 @@ def plan(
         return plan_ahead(
             model,
             target,
-            replace(options, measures=factor is not None and ranks == 1),
+            replace(options, measures=factor is not None and ranks == 1, scales=factor is not None),
             example_inputs=example_inputs,
             dtype=computed,
             in_fp32=in_fp32,
@@ -246,8 +246,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
     From the forward after the first call on, gradients are measured on the device as they land, and nothing waits;
     so does ``max_grad_norm=`` of an optimizer from its first step on. The first call, norms of another type than 2,
-    gradients that were written to or set to None, and models whose forward breaks into several graphs read all
-    gradients instead, which waits for them.
+    gradients that were written to or set to None, models whose forward breaks into several graphs, and plans that leave
+    no room for the tables of norms read all gradients instead, which waits for them. Where ``max_grad_norm=`` is given
+    before the first forward, the plan makes room.
 
     Args:
         model: from `compile`.

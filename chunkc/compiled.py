@@ -32,6 +32,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Planned, Target
 from chunkc.planning import Built, Request, budget_chooser, build, measuring
 from chunkc.policy import buffer_test
@@ -277,7 +278,9 @@ class CompiledModel:
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
         self._log_captured(captured)
-        built = build(captured, self.request(), self.settings.compiler)
+        request = self.request()
+        beside = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
+        built = build(beside, request, self.settings.compiler)
         self.shapes.captured()
         self._on_built(built)
         slot = slot_of(captured)

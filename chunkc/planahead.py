@@ -35,6 +35,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Pass, Target, make_fastest_plan
 from chunkc.planning import Request, budget_chooser
 from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
@@ -99,6 +100,7 @@ def _plan(
     started = time.perf_counter()
     choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32)
+    captured = with_decisions(captured, measures=options.measures, scales=options.scales)
     capture_ms = 1e3 * (time.perf_counter() - started)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
     return plan_schedule(captured.schedule, target, options, (dynamo, *captured.stages), backend, passes)

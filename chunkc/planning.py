@@ -29,6 +29,7 @@ from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.memory.correct import corrected, stated
+from chunkc.memory.decisions import beside_norms
 from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import (
     Options,
@@ -108,16 +109,26 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     return Built(found.planned, graphs, code)
 
 
-def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan] | None:
+def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
     """What makes the plan of ``built`` with programs that measure gradients as they land, and verifies it.
 
-    The graphs of ``built`` serve that plan as well. None where its own plan measures them.
+    The graphs of ``built`` serve that plan as well. None where its own plan measures them; and it makes None where the
+    budget leaves no room for what norms take.
     """
     if built.planned.plan.measures:
         return None
 
-    def make() -> Plan:
-        plan = measuring_plan(built.planned, passes)
+    def make() -> Plan | None:
+        plan = beside_norms(measuring_plan(built.planned, passes))
+        missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
+        if missing_nbytes > 0:
+            logger.warning(
+                "gradients are read one by one before each step, which waits for them: to measure them as they land "
+                "takes %d bytes more than the plan leaves. Give max_grad_norm= to the optimizer before the first "
+                "forward, and the plan makes room",
+                missing_nbytes,
+            )
+            return None
         verify(plan)
         return plan
 

@@ -28,7 +28,8 @@ from chunkc.runtime.values import static_slots
 class GraphSlot:
     """One captured graph pair: ``graphs`` run as ``plan`` says; while there is none, ``unplanned`` runs.
 
-    ``measuring`` makes the same plan with programs that measure gradients as they land; None where ``plan`` does.
+    ``measuring`` makes the same plan with programs that measure gradients as they land; None where ``plan`` does,
+    or where that plan does not fit.
 
     ``held_nbytes`` are bytes of its inputs and buffers that are alive before its forward begins; ``params`` says which
     of its inputs stand for which parameters, as (position, index).
@@ -37,7 +38,7 @@ class GraphSlot:
     held_nbytes: int
     params: tuple[tuple[int, int], ...]
     plan: Plan | None = None
-    measuring: Callable[[], Plan] | None = None
+    measuring: Callable[[], Plan | None] | None = None
     graphs: Mapping[GraphKind, CompiledGraph] | None = None
     unplanned: UnplannedGraph | None = None
 
@@ -62,10 +63,13 @@ def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
 
 
 def _measure(runtime: ModelRuntime, slot: GraphSlot) -> None:
-    """Let a slot run by a plan that measures gradients where somebody asks for their norm; nothing else differs."""
+    """Let a slot run by a plan that measures gradients where somebody asks for their norm and there is room for what
+    that takes; nothing else differs."""
     if runtime.measures and slot.measuring is not None:
-        slot.plan, slot.measuring = slot.measuring(), None
-        runtime.executors.pop(id(slot), None)
+        plan, slot.measuring = slot.measuring(), None
+        if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
+            slot.plan = plan
+            runtime.executors.pop(id(slot), None)
 
 
 def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:

@@ -39,6 +39,7 @@ from chunkc.runtime.device import Event, Launch, Update
 from chunkc.runtime.gpu_norm import GpuNorm, NormScratch
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
+from chunkc.runtime.shared_tiles import SharedTiles
 
 _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
@@ -292,7 +293,7 @@ class CudaDevice:
 
     def _chunk_kernels(self) -> ChunkKernels:
         if self._kernels is None:
-            self._kernels = self._api.kernels()
+            self._kernels = SharedTiles(self._api.kernels())
         return self._kernels
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:

@@ -11,9 +11,14 @@ from chunkc.runtime.cuda_api import ChunkKernels
 
 
 class NormScratch:
-    """Working memory that all norms of a device share: they follow each other on one stream."""
+    """Working memory that all norms of a device share: they follow each other on one stream.
+
+    Attributes:
+        found: what the latest norm found, float32 [2].
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.found = torch.empty(2, dtype=torch.float32, device=device)
         self._memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def extend(self, num_tiles: int) -> None:
@@ -51,10 +56,10 @@ class GpuNorm:
         self._gradient = gradient
         self._tiles = kernels.make_tiles([(p.start, p.end, p.param) for p in pieces], device)
         scratch.extend(self._tiles.shape[0])
-        self._found = torch.empty(2, dtype=torch.float32, device=device)
         self._out = out
 
     @torch.no_grad()
     def __call__(self) -> None:
-        self._kernels.grad_norm(self._gradient, self._tiles, self._found, self._scratch.of(self._tiles.shape[0]))
-        self._out.copy_(self._found)
+        found = self._scratch.found
+        self._kernels.grad_norm(self._gradient, self._tiles, found, self._scratch.of(self._tiles.shape[0]))
+        self._out.copy_(found)

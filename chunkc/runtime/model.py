@@ -164,18 +164,10 @@ class ModelRuntime(ScaledGradients):
             self._saved, self._consumed = False, False
             self.gradients.land(executor.graded_params)
             self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
-            if scale is not None:
-                self.gradients.factor = self.gradients.unscaling = scale.inverse()
-            self._note_measured(executor)
+            self._note_landed(executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
         return self._guarded(executor, run)
-
-    def _note_measured(self, executor: Executor) -> None:
-        """Keep what the backward of ``executor`` measured, if that is all there is."""
-        self._gauge, graded = executor.gauge, frozenset(executor.graded_params)
-        is_all = executor.gauge is not None and self.gradients.landed == graded and not self.gradients.apart
-        self.gradients.measured = graded if is_all else None
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""

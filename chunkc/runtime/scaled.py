@@ -51,6 +51,15 @@ class ScaledGradients(ModelMemory):
         """The scale that backward is to apply."""
         return None if self.is_scaled_outside else self.loss_scale
 
+    def _note_landed(self, gauge: Gauge | None, graded: frozenset[int], scale: LossScale | None) -> None:
+        """The gradients of ``graded`` have landed, multiplied by ``scale``; keep what was measured if these are all."""
+        gradients = self.gradients
+        if scale is not None:
+            gradients.factor = gradients.unscaling = scale.inverse()
+        self._gauge = gauge
+        is_all = gauge is not None and gradients.landed == graded and not gradients.apart
+        gradients.measured = graded if is_all else None
+
     def _refuse_scaling_parts(self) -> None:
         """In a forward of several graphs a tangent may be scaled already, by the graph behind it, or not."""
         if self.own_scale is not None:

@@ -20,6 +20,7 @@ from clipping import (
     check_moments,
     clip,
     clipping,
+    smallest,
     step,
     telling_norm,
     torch_clip,
@@ -27,7 +28,6 @@ from clipping import (
 )
 from models import CASES
 from pair import MIXED, Pair, batch
-from placements import smallest
 from rig import GetRig, Setup, cuts_of
 from torch import nn
 from training import assert_same_bits, assert_same_semantics

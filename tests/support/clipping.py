@@ -10,7 +10,7 @@ import torch
 from machines import EMULATED, Machine
 from models import CASES
 from pair import Pair
-from placements import MIXED, all_on_device, smallest
+from placements import MIXED, all_on_device, options_of
 from rig import Rig, Setup
 from torch import nn
 from training import SEMANTICS, Trained, assert_same_semantics, train_measured
@@ -23,6 +23,15 @@ DELAYED = DebugSettings(poison=True, max_delay_ms=0.1, seed=3)
 NAME = "odd"
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Clip = Callable[[nn.Module, float], torch.Tensor]
+
+
+def smallest(rig: Rig) -> Setup:
+    """The least device and host memory that works for a run that clips."""
+    options = replace(options_of(rig), measures=True)
+    device_nbytes, host_nbytes = rig.smallest(options)
+    return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
+
+
 PLACES: dict[str, Callable[[Rig], Setup]] = {
     "smallest": smallest,
     "all_on_device": all_on_device,
