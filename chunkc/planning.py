@@ -29,7 +29,7 @@ from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.memory.correct import corrected, stated
-from chunkc.memory.decisions import beside_norms
+from chunkc.memory.decisions import beside_norms, with_norms
 from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import (
     Options,
@@ -142,7 +142,10 @@ def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> B
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
         found = request()
-        choice = choose_budget(schedule_with, lambda s: _plan(s, found.target, found).plan, rates)
+        measures = found.options.measures
+        choice = choose_budget(
+            schedule_with, lambda s: _plan(with_norms(s) if measures else s, found.target, found).plan, rates
+        )
         return choice.budget, choice.note
 
     return choose

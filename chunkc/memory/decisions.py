@@ -17,7 +17,7 @@ from dataclasses import replace
 from chunkc.capture.graphs import Captured
 from chunkc.capture.joined import beside
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.memory.footprint import tensors_in
 
 NORM_TILE_NUMEL = 1024
@@ -38,6 +38,11 @@ def tangents_nbytes(captured: Captured) -> int:
     nodes = captured.backward.module.graph.find_nodes(op="placeholder")
     found = [t for n in nodes if n.name.startswith("tangents") for t in tensors_in(n.meta.get("val"))]
     return sum(t.numel() * t.element_size() for t in found if t.is_floating_point())
+
+
+def with_norms(schedule: Schedule) -> Schedule:
+    """``schedule`` with what norms take, alive all the while."""
+    return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
 def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
