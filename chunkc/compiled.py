@@ -260,7 +260,10 @@ class CompiledModel:
         )
 
     def request(self) -> Request:
-        """What a plan made now is for: the budgets that other models leave, the layout once there is one."""
+        """What a plan made now is for: the budgets that other models leave, the layout once there is one.
+
+        A layout that was made without norms may leave no room for them: then a plan goes over to them later, or not.
+        """
         settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
         if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
             gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
@@ -272,7 +275,9 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
-        options = replace(settings.options, measures=settings.options.measures or self.runtime.measures)
+        has_norms = any(executor.gauge is not None for executor in self.runtime.executors.values())
+        wanted = self.runtime.measures and (layout is None or has_norms)
+        options = replace(settings.options, measures=settings.options.measures or wanted)
         return Request(target, options, settings.passes, layout, held_nbytes, is_host)
 
     def _on_capture(self, captured: Captured) -> Compiled:

@@ -171,9 +171,8 @@ class Evaluator:
         logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
         if not num_ops or training is None:
             raise CaptureError("there is nothing to compute, or no training program to stand beside")
-        request = self._owner.request()
-        beside = with_decisions(captured, measures=request.options.measures, scales=False)
-        built = build(beside, request, self._compiler)
+        beside = with_decisions(captured, measures=training.plan.measures, scales=False)
+        built = build(beside, self._owner.request(), self._compiler)
         plan = built.planned.plan
         verify_beside(plan, training.plan)
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)

@@ -63,11 +63,11 @@ def test_without_room_for_norms_a_run_clips_all_the_same(caplog: pytest.LogCaptu
     error = refusal("emulated-16k-16m", None)
     pair = Pair(exactly(error.min_device_nbytes, error.min_host_nbytes))
     with caplog.at_level(logging.WARNING, logger="chunkc"):
-        for number in range(3):
+        for shape in ((4, 8), (4, 8), (8, 4), (8, 4)):
             for model in (pair.model, pair.plain):
-                model(*batch(number)).backward()
+                model(*(tokens.reshape(shape) for tokens in batch(0))).backward()
             clip(pair, 0.1)
             step(pair)
-    plan = chunkc.plan_of(pair.model)
-    assert not plan.measures and plan.memory.device_peak_nbytes <= error.min_device_nbytes
-    assert sum("max_grad_norm=" in message for message in caplog.messages) == 1
+            plan = chunkc.plan_of(pair.model)
+            assert not plan.measures and plan.memory.device_peak_nbytes <= error.min_device_nbytes
+    assert sum("max_grad_norm=" in message for message in caplog.messages) == 2, "once for each shape"
