@@ -30,7 +30,7 @@ NUM = 3
 PLACES = {
     "resident": ("emulated-64m-1g", {}),
     "moving": ("emulated-640k-16m", {}),
-    "mixed": ("emulated-640k-16m", MIXED),
+    "mixed": ("emulated-645k-16m", {**MIXED, "measures": True}),
 }
 BAD = {(1, 0): 1, (3, 1): 0, (4, 2): 1}
 """The micro-batches with an infinite (1) or a NaN (0) gradient, as (step, number)."""

@@ -203,7 +203,7 @@ CASES: dict[str, tuple[Make, torch.dtype, str]] = {
     "resnet-fp32-inductor": (resnet, torch.float32, "inductor"),
 }
 CLIPPED = {"llama-fp16": 1.0}
-LONG = {"llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
+LONG = {"llama-fp16", "llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
 
 
 @pytest.mark.timeout(1200)
