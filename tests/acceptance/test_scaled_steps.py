@@ -116,6 +116,13 @@ def test_gradients_are_stepped_unscaled_and_clipped(everywhere: Pair, how: str) 
     check_stepped(everywhere)
 
 
+@pytest.mark.slow
+def test_gradients_are_stepped_unscaled_and_clipped_under_inductor() -> None:
+    pair = make("resident", backend="inductor")
+    take_steps(pair, "built in, clipped by the optimizer")
+    check_stepped(pair)
+
+
 class Wrong:
     """What a test must notice: scales and factors of clipping that are off by 5 %, or left out."""
 
