@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkc.api import compile, full_params, plan, plan_of, stats
+from chunkc.api import clip_grad_norm_, compile, full_params, plan, plan_of, stats
 from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.errors import (
     AccumulationError,
@@ -20,6 +20,7 @@ from chunkc.hardware import Hardware
 from chunkc.observe import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
+from chunkc.runtime.grad_scaler import GradScaler
 from chunkc.runtime.optimizer import Adam, AdamW
 from chunkc.signals import graceful_exit
 from chunkc.weights.load import load_pretrained
@@ -36,12 +37,14 @@ __all__ = [
     "CheckpointError",
     "ChunkcError",
     "DeviceMemoryError",
+    "GradScaler",
     "Hardware",
     "HardwareError",
     "Plan",
     "PlanError",
     "PlanNotReadyError",
     "ShapeLimitError",
+    "clip_grad_norm_",
     "compile",
     "full_params",
     "graceful_exit",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,20 +19,23 @@ from chunkc.devices import HardwareLike, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
+from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options, Pass, Target
 from chunkc.planahead import plan_ahead, swapped_tensors
 from chunkc.policy import (
     check_model,
     check_plannable,
-    check_trainable_dtypes,
     compute_dtype,
     is_mixed,
+    needs_scaling,
     param_infos,
     unique_params,
 )
+from chunkc.precision import fp32_modules
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
+from chunkc.runtime.scaling import LossScale
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
@@ -74,20 +77,27 @@ def compile(  # the name that torch.compile taught users
             for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
+        keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
+            inputs are cast to it, their outputs back. For normalisations and routers of a model in 16 bits.
         reserve: device bytes to leave alone.
+        loss_scale: ``"dynamic"``: gradients in fp16 are scaled, by the rules and defaults of torch.amp.GradScaler, and
+            other dtypes need none; a number: always by that. Either way a step with an infinite or NaN gradient
+            changes nothing, and ``param.grad`` shows gradients unscaled. Compute the loss inside the forward, or in
+            fp32: what it divides by outside in fp16 is lost before it is scaled (or use `chunkc.GradScaler`).
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    _refuse_unbuilt(keep_fp32=keep_fp32, loss_scale=loss_scale, example_inputs=example_inputs)
+    _refuse_unbuilt(example_inputs=example_inputs)
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
-    infos = param_infos(model, computed)
-    check_trainable_dtypes(infos)
+    in_fp32 = fp32_modules(model, keep_fp32, computed)
+    infos = param_infos(model, computed, in_fp32.params)
+    factor = _loss_scale(loss_scale, infos)
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
@@ -101,7 +111,7 @@ def compile(  # the name that torch.compile taught users
     )
     settings = Settings(
         target=target,
-        options=options,
+        options=replace(options, measures=factor is not None, scales=factor is not None),
         cast_inputs=computed if mixed else None,
         compiler=SegmentCompiler.of(backend),
         backend_options=backend_options(backend),
@@ -110,9 +120,13 @@ def compile(  # the name that torch.compile taught users
     )
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate)
+    if factor is not None:
+        runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
+    in_fp32.attach()
     compiled = CompiledModel(model, runtime, settings)
+    compiled.in_fp32 = in_fp32
     attach(model)
     stream_saves(model)
     model._compiled_call_impl = compiled
@@ -131,13 +145,17 @@ def plan(
     chunk_size: int | str = "auto",
     accumulate: int = 1,
     passes: Sequence[Pass] | None = None,
+    keep_fp32: Sequence[str] = (),
     reserve: int = 0,
+    loss_scale: float | str = "dynamic",
 ) -> Plan:
     """The plan for training ``model`` on ``hw``: nothing runs, nothing is allocated, the model stays as it is.
 
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
-    first call states what they take, with fewer moves where that allows it.
+    first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
+    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too, on
+    one rank; how ranks sum their norms is not planned yet.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -167,15 +185,21 @@ def plan(
         world_size=ranks,
         rates=known_rates(machine) if machine.num_gpus == ranks else None,
     )
-    return plan_ahead(
-        model,
-        target,
-        options,
-        example_inputs=example_inputs,
-        dtype=compute_dtype(dtype, list(unique_params(model)), machine),
-        backend=backend,
-        passes=passes,
-    )
+    computed = compute_dtype(dtype, list(unique_params(model)), machine)
+    in_fp32 = fp32_modules(model, keep_fp32, computed)
+    factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
+    compiled = getattr(model, "_compiled_call_impl", None)
+    with compiled.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext():
+        return plan_ahead(
+            model,
+            target,
+            replace(options, measures=factor is not None and ranks == 1, scales=factor is not None),
+            example_inputs=example_inputs,
+            dtype=computed,
+            in_fp32=in_fp32,
+            backend=backend,
+            passes=passes,
+        )
 
 
 def plan_of(model: nn.Module) -> Plan:
@@ -214,6 +238,34 @@ def stats(model: nn.Module) -> dict[str, int]:
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         **compiled.counts_since_warm_up(),
     }
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a compiled model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+    Call it between ``backward()`` and ``step()``. The norm is that over all parameters of the model that have a
+    gradient, whichever optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1,
+    and ``param.grad`` shows them so from now on; ``zero_grad()`` begins anew. A further micro-batch adds its gradients,
+    unclipped, to the clipped ones, which are multiplied where they stand first: clip once before each step.
+
+    From the forward after the first call on, gradients are measured on the device as they land, and nothing waits;
+    so does ``max_grad_norm=`` of an optimizer from its first step on. The first call, norms of another type than 2,
+    gradients that were written to or set to None, models whose forward breaks into several graphs, and plans that leave
+    no room for the tables of norms read all gradients instead, which waits for them. Where ``max_grad_norm=`` is given
+    before the first forward, the plan makes room.
+
+    Args:
+        model: from `compile`.
+        max_norm: of all gradients together.
+        norm_type: of the norm; any that ``torch.linalg.vector_norm`` knows.
+
+    Returns:
+        The norm before clipping: float32 [], on the model's device. To read it waits for backward.
+
+    Raises:
+        ChunkcError: when the gradients were already stepped.
+    """
+    return _compiled(model).runtime.clip(float(max_norm), float(norm_type))
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
@@ -266,7 +318,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     held: set[torch.Tensor] = set()
     compiled.is_open = True
     try:
-        with swapped_tensors(model, plain, buffers=False):
+        with compiled.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
             try:
                 yield model
             finally:
@@ -304,7 +356,7 @@ def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
 
 
 def _refuse_unbuilt(**options: Any) -> None:
-    defaults = {"keep_fp32": (), "loss_scale": "dynamic", "example_inputs": None}
+    defaults: dict[str, Any] = {"example_inputs": None}
     for name, value in options.items():
         if value != defaults[name] and tuple([value]) != ((),):
             raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
@@ -316,6 +368,15 @@ def _micro_batches(accumulate: int) -> int:
     return accumulate
 
 
+def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | None:
+    """The scale to begin with; None where none is needed."""
+    if loss_scale == "dynamic":
+        return 2.0**16 if needs_scaling(infos) else None
+    if isinstance(loss_scale, str) or not 0.0 < loss_scale < float("inf"):
+        raise ChunkcError(f"loss_scale={loss_scale!r}: give a positive number, or 'dynamic'")
+    return float(loss_scale)
+
+
 def _chunk_numel(chunk_size: int | str) -> int | None:
     if chunk_size == "auto":
         return None
@@ -324,4 +385,4 @@ def _chunk_numel(chunk_size: int | str) -> int | None:
     return chunk_size
 
 
-__all__ = ["compile", "full_params", "plan", "plan_of", "stats"]
+__all__ = ["clip_grad_norm_", "compile", "full_params", "plan", "plan_of", "stats"]

@@ -18,9 +18,10 @@ from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.capture.joined import beside, join, saved_nbytes
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import make_plan
 from chunkc.passes.lower import lower
-from chunkc.planning import Built, Request, build
+from chunkc.planning import Built, Request, build, measuring
 from chunkc.programs import GraphSlot, callables, frozen_callable, install, slot_of
 from chunkc.runtime.bind import CompiledGraph
 from chunkc.runtime.model import ModelRuntime
@@ -82,6 +83,7 @@ class BrokenForwards:
         beside_others = replace(
             captured, schedule=beside(captured.schedule, held_nbytes, trainable), beside_nbytes=held_nbytes
         )
+        beside_others = with_decisions(beside_others, measures=self._request().options.measures, scales=False)
         if self._runtime.layout is not None:
             self._plan_later(beside_others, slot)
         self._recorded.append(_Record(captured, beside_others, slot))
@@ -113,6 +115,7 @@ class BrokenForwards:
 
     def _planned(self, slot: GraphSlot, built: Built) -> None:
         slot.plan, slot.graphs = built.planned.plan, built.graphs
+        slot.measuring = measuring(built, self._request().passes)
         self._on_built(built)
 
 

@@ -32,9 +32,11 @@ from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.evaluation import Evaluator
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Planned, Target
-from chunkc.planning import Built, Request, budget_chooser, build
-from chunkc.policy import buffer_test, check_trainable_dtypes
+from chunkc.planning import Built, Request, budget_chooser, build, measuring
+from chunkc.policy import buffer_test
+from chunkc.precision import Fp32Modules
 from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
@@ -90,6 +92,7 @@ class CompiledModel:
 
     Attributes:
         shapes: training programs by the signature of a call; ``shapes.max_programs`` bounds them.
+        in_fp32: modules that compute in fp32 while others do not; they cast their inputs and outputs.
         is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
     """
 
@@ -101,6 +104,7 @@ class CompiledModel:
         self._capture_started_s = 0.0
         self._warm: Counts | None = None
         self.is_open = False
+        self.in_fp32 = Fp32Modules()
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
         cast_ids = self._cast_ids = set[int]()
         options: dict[str, Any] = {
@@ -256,7 +260,10 @@ class CompiledModel:
         )
 
     def request(self) -> Request:
-        """What a plan made now is for: the budgets that other models leave, the layout once there is one."""
+        """What a plan made now is for: the budgets that other models leave, the layout once there is one.
+
+        A layout that was made without norms may leave no room for them: then a plan goes over to them later, or not.
+        """
         settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
         if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
             gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
@@ -268,31 +275,34 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
-        return Request(target, settings.options, settings.passes, layout, held_nbytes, is_host)
+        has_norms = any(executor.gauge is not None for executor in self.runtime.executors.values())
+        wanted = self.runtime.measures and (layout is None or has_norms)
+        options = replace(settings.options, measures=settings.options.measures or wanted)
+        return Request(target, options, settings.passes, layout, held_nbytes, is_host)
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()
-        self._check_captured(captured)
-        built = build(captured, self.request(), self.settings.compiler)
+        self._log_captured(captured)
+        request = self.request()
+        beside = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
+        built = build(beside, request, self.settings.compiler)
         self.shapes.captured()
         self._on_built(built)
         slot = slot_of(captured)
         slot.plan, slot.graphs = built.planned.plan, built.graphs
+        slot.measuring = measuring(built, self.settings.passes)
         return callables(slot, self.runtime)
 
     def _on_part(self, captured: Captured) -> Compiled:
         self.broken_shapes.check_room()
-        self._check_captured(captured)
+        self._log_captured(captured)
         compiled = self.breaks.on_capture(captured)
         self.broken_shapes.captured()
         return compiled
 
-    def _check_captured(self, captured: Captured) -> None:
-        schedule = captured.schedule
-        num_ops = sum(len(g.operators) for g in schedule.graphs)
+    def _log_captured(self, captured: Captured) -> None:
+        num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
-        trained = {p for op in schedule.backward.operators for p in op.grads}
-        check_trainable_dtypes([replace(schedule.params[p], trainable=True) for p in sorted(trained)])
 
     def _on_built(self, built: Built) -> None:
         plan = built.planned.plan

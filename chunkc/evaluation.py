@@ -34,6 +34,7 @@ from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Planned
 from chunkc.planning import Request, build
 from chunkc.policy import buffer_test
@@ -170,7 +171,8 @@ class Evaluator:
         logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
         if not num_ops or training is None:
             raise CaptureError("there is nothing to compute, or no training program to stand beside")
-        built = build(captured, self._owner.request(), self._compiler)
+        beside = with_decisions(captured, measures=training.plan.measures, scales=False)
+        built = build(beside, self._owner.request(), self._compiler)
         plan = built.planned.plan
         verify_beside(plan, training.plan)
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)

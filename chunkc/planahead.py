@@ -35,9 +35,11 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
+from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Pass, Target, make_fastest_plan
 from chunkc.planning import Request, budget_chooser
 from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
+from chunkc.precision import Fp32Modules
 from chunkc.report import Plan
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 
@@ -53,6 +55,7 @@ def plan_ahead(
     dtype: torch.dtype | None,
     backend: Backend,
     passes: Sequence[Pass] | None = None,
+    in_fp32: Fp32Modules | None = None,
 ) -> Plan:
     """The verified plan of one iteration of ``model``, with what capture and verifier took among its stages.
 
@@ -61,13 +64,14 @@ def plan_ahead(
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
+        in_fp32: the parameters that stay in fp32.
 
     Raises:
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
     with uncollected():
-        return _plan(model, target, options, example_inputs, dtype, backend, passes)
+        return _plan(model, target, options, example_inputs, dtype, backend, passes, in_fp32)
 
 
 @contextmanager
@@ -91,10 +95,12 @@ def _plan(
     dtype: torch.dtype | None,
     backend: Backend,
     passes: Sequence[Pass] | None,
+    in_fp32: Fp32Modules | None,
 ) -> Plan:
     started = time.perf_counter()
     choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
-    captured = capture_ahead(model, dtype, example_inputs, backend, choose)
+    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32)
+    captured = with_decisions(captured, measures=options.measures, scales=options.scales)
     capture_ms = 1e3 * (time.perf_counter() - started)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
     return plan_schedule(captured.schedule, target, options, (dynamo, *captured.stages), backend, passes)
@@ -141,10 +147,11 @@ def capture_ahead(
     example_inputs: Mapping[str, Any] | Sequence[Any],
     backend: Backend,
     choose_budget: BudgetChooser | None = None,
+    in_fp32: Fp32Modules | None = None,
 ) -> Captured:
     """One iteration of ``model`` as the compiler sees it; the model stays as it is.
 
-    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward.
+    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward, ``in_fp32`` which parameters stay fp32.
 
     Raises:
         CaptureError: when its forward is no single graph that can be trained.
@@ -156,9 +163,10 @@ def capture_ahead(
     def enter(*args: Any, **kwargs: Any) -> Any:
         return call_plain(model, args, kwargs)
 
+    in_fp32 = in_fp32 or Fp32Modules()
     params = list(unique_params(model))
-    fakes = _Fakes(dict(zip(params, param_infos(model, dtype), strict=True)))
-    with FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):
+    fakes = _Fakes(dict(zip(params, param_infos(model, dtype, in_fp32.params), strict=True)))
+    with in_fp32.attached(), FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):
         by_id = {id(p): i for i, p in enumerate(unique_params(model))}
         inputs = pytree.tree_map_only(torch.Tensor, fakes.of, example_inputs)
         if is_mixed(params, dtype):

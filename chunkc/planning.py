@@ -29,8 +29,18 @@ from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.memory.correct import corrected, stated
+from chunkc.memory.decisions import beside_norms, with_norms
 from chunkc.memory.iteration import SegmentBytes, iteration_bytes
-from chunkc.passes import Options, Pass, Planned, Target, make_evaluation_plan, make_fastest_plan, make_plan
+from chunkc.passes import (
+    Options,
+    Pass,
+    Planned,
+    Target,
+    make_evaluation_plan,
+    make_fastest_plan,
+    make_plan,
+    measuring_plan,
+)
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
@@ -99,6 +109,32 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     return Built(found.planned, graphs, code)
 
 
+def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
+    """What makes the plan of ``built`` with programs that measure gradients as they land, and verifies it.
+
+    The graphs of ``built`` serve that plan as well. None where its own plan measures them; and it makes None where the
+    budget leaves no room for what norms take.
+    """
+    if built.planned.plan.measures:
+        return None
+
+    def make() -> Plan | None:
+        plan = beside_norms(measuring_plan(built.planned, passes))
+        missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
+        if missing_nbytes > 0:
+            logger.warning(
+                "gradients are read one by one before each step, which waits for them: to measure them as they land "
+                "takes %d bytes more than the plan leaves. Give max_grad_norm= to the optimizer before the first "
+                "forward, and the plan makes room",
+                missing_nbytes,
+            )
+            return None
+        verify(plan)
+        return plan
+
+    return make
+
+
 def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:
     """What chooses activation budgets for a capture backend; without the machine's rates None, which keeps all."""
     if rates is None:
@@ -106,7 +142,10 @@ def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> B
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
         found = request()
-        choice = choose_budget(schedule_with, lambda s: _plan(s, found.target, found).plan, rates)
+        measures = found.options.measures
+        choice = choose_budget(
+            schedule_with, lambda s: _plan(with_norms(s) if measures else s, found.target, found).plan, rates
+        )
         return choice.budget, choice.note
 
     return choose

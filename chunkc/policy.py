@@ -6,7 +6,7 @@ Everything here is checked before anything changes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -147,30 +147,31 @@ def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
     return dtype is not None and any(p.dtype is not dtype for p in params)
 
 
-def check_trainable_dtypes(infos: Sequence[ParamInfo]) -> None:
-    """Refuse to train in fp16.
-
-    Raises:
-        ChunkcError: naming the first fp16 parameter that would be trained.
-    """
-    found = [info.name for info in infos if info.trainable and info.dtype == "float16"]
-    if found:
-        raise ChunkcError(
-            f"{found[0]} and {len(found) - 1} more would be trained in float16, which needs loss scaling; that is not "
-            "built yet. Pass dtype=torch.bfloat16 or dtype=torch.float32"
-        )
+def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
+    """Whether a model is trained that computes in fp16 with some parameter, trained or frozen: a loss scale keeps the
+    small gradients that pass there representable."""
+    return any(info.trainable for info in infos) and any(info.dtype == "float16" for info in infos)
 
 
-def param_infos(model: nn.Module, dtype: torch.dtype | None) -> list[ParamInfo]:
-    """Facts of every parameter by index, in compute dtype.
+def own_dtype_params(model: nn.Module) -> frozenset[nn.Parameter]:
+    """Parameters that keep their dtype whatever the others are computed in: those of batch normalisation."""
+    norms = (m for m in model.modules() if isinstance(m, _BATCH_NORMS))
+    return frozenset(p for m in norms for p in m.parameters(recurse=False))
+
+
+def param_infos(
+    model: nn.Module, dtype: torch.dtype | None, kept_fp32: Collection[nn.Parameter] = ()
+) -> list[ParamInfo]:
+    """Facts of every parameter by index, in compute dtype; those of ``kept_fp32`` in fp32.
 
     Parameters of batch normalisation keep their dtype: its kernels want them in the dtype of the running statistics,
     which are buffers and keep theirs.
     """
-    kept = {p for m in model.modules() if isinstance(m, _BATCH_NORMS) for p in m.parameters(recurse=False)}
+    kept = own_dtype_params(model)
     infos = []
     for param, names in unique_params(model).items():
         computed = param.dtype if dtype is None or param in kept else dtype
+        computed = torch.float32 if param in kept_fp32 else computed
         dense = torch.empty_like(param, device="meta", memory_format=torch.preserve_format)
         infos.append(
             ParamInfo(

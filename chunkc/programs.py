@@ -7,7 +7,7 @@ the process, in Dynamo's tables, so they hold on to no memory of the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,9 @@ from chunkc.runtime.values import static_slots
 class GraphSlot:
     """One captured graph pair: ``graphs`` run as ``plan`` says; while there is none, ``unplanned`` runs.
 
+    ``measuring`` makes the same plan with programs that measure gradients as they land; None where ``plan`` does,
+    or where that plan does not fit.
+
     ``held_nbytes`` are bytes of its inputs and buffers that are alive before its forward begins; ``params`` says which
     of its inputs stand for which parameters, as (position, index).
     """
@@ -35,6 +38,7 @@ class GraphSlot:
     held_nbytes: int
     params: tuple[tuple[int, int], ...]
     plan: Plan | None = None
+    measuring: Callable[[], Plan | None] | None = None
     graphs: Mapping[GraphKind, CompiledGraph] | None = None
     unplanned: UnplannedGraph | None = None
 
@@ -56,6 +60,16 @@ def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
                 "compiled for; torch.compile has been told to compile no more (torch.compiler.set_stance, or a "
                 "recompile limit). Let it compile this call"
             )
+
+
+def _measure(runtime: ModelRuntime, slot: GraphSlot) -> None:
+    """Let a slot run by a plan that measures gradients where somebody asks for their norm and there is room for what
+    that takes; nothing else differs."""
+    if runtime.measures and slot.measuring is not None:
+        plan, slot.measuring = slot.measuring(), None
+        if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
+            slot.plan = plan
+            runtime.executors.pop(id(slot), None)
 
 
 def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
@@ -91,6 +105,7 @@ def callables(slot: GraphSlot, runtime: ModelRuntime) -> Compiled:
         _check_own(slot, runtime, args)
         if slot.plan is None and slot.unplanned is not None:
             return runtime.forward_unplanned(slot.unplanned, args, slot.held_nbytes)
+        _measure(runtime, slot)
         return runtime.forward(install(runtime, slot), args, slot.held_nbytes)
 
     def backward(args: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ Activation checkpointing around every layer (*recompute*) is part of the scenari
 planned without it, and with it if it does not fit: nothing is computed twice where memory allows. The plan is the one
 that ``chunkc.plan`` makes of the same checkpointed model. Of one without checkpoints ``chunkc.plan`` may compute some
 layers again, where its search over whole captures finds that faster; a scenario keeps all that it was asked to keep.
+Scenarios leave out the norms and the decision that loss scaling adds in fp16, as modelled systems do.
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ __all__ = [
     "make_evaluation_plan",
     "make_fastest_plan",
     "make_plan",
+    "measuring_plan",
     "run_passes",
 ]
 
@@ -164,6 +165,20 @@ def make_evaluation_plan(
     found = PIPELINE if passes is None else passes
     swapped = [EvaluatePass() if "programs" in p.provides else p for p in found]
     return make_plan(schedule, target, options, layout=layout, passes=swapped, check=check)
+
+
+def measuring_plan(planned: Planned, passes: Sequence[Pass] | None = None) -> Plan:
+    """The plan of ``planned`` with programs that measure gradients as they land; nothing else differs.
+
+    Args:
+        planned: a training plan.
+        passes: the pipeline that made it; default ``PIPELINE``.
+    """
+    draft = planned.drafts[-1][1]
+    draft = replace(draft, options=replace(draft.options, measures=True), programs=None)
+    for one in (p for p in (PIPELINE if passes is None else passes) if "programs" in p.provides):
+        draft = one(draft)
+    return replace(planned.plan, programs=decided(draft.programs, "programs"))
 
 
 def _check_request(schedule: Schedule, target: Target, options: Options, layout: Layout | None) -> None:

@@ -61,6 +61,8 @@ class Options:
             there, in [0, 1].
         accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
             their own, since the next micro-batch reads the parameters again.
+        measures: whether gradients are measured as they land, and updates follow a decision on what was found.
+        scales: whether backward multiplies its tangents by a loss scale.
     """
 
     chunk_numel: int | None = None
@@ -70,6 +72,8 @@ class Options:
     num_resident_triples: int = 0
     streamed_share: float = 0.0
     accumulate: int = 1
+    measures: bool = False
+    scales: bool = False
 
     def __post_init__(self) -> None:
         if self.chunk_numel is not None and self.chunk_numel < 1:

@@ -19,9 +19,9 @@ from chunkc.passes.arena import shared_bytes, static_triples
 from chunkc.passes.communication import Writer, slot_name
 from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined, synchronise
+from chunkc.passes.norms import with_decision, with_norms
 from chunkc.passes.updates import step_items
 
-_COPIED_HOME = "copied home"
 _ACCUMULATED = "accumulated"
 
 
@@ -76,21 +76,25 @@ def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, i
 def seen_by_backward(
     forward: tuple[Item, ...], backward: tuple[Item, ...], step: tuple[Item, ...]
 ) -> tuple[tuple[Item, ...], ...]:
-    """Make the last computation before a step follow the last copy home of the step before.
+    """Make the last computation before a step follow the end of the step before.
 
     A label of the step means the running one to the step itself, so it is backward that must wait where a step copies
-    what no graph touches. Where backward has read what the step before has copied home, that is no wait.
+    home, or updates by a decision, what no graph touches. Where backward has used what the step before has made, that
+    is no wait.
     """
-    copies = [i for i, item in enumerate(step) if item.action.stream is Stream.D2H]
+    ends = [[i for i, item in enumerate(step) if item.action.stream is Stream.D2H]]
+    if any(item.action.op is Op.DECIDE for item in step):
+        ends.append([i for i, item in enumerate(step) if item.action.stream is Stream.CPU])
     graphs = [list(forward), list(backward)]
     last = [(g, i) for g, items in enumerate(graphs) for i, x in enumerate(items) if x.action.stream is Stream.COMPUTE]
-    if copies and last:
-        graph, position = last[-1]
-        item = graphs[graph][position]
-        graphs[graph][position] = replace(item, reads=(*item.reads, _COPIED_HOME))
-        item = step[copies[-1]]
-        step = (*step[: copies[-1]], replace(item, writes=(*item.writes, _COPIED_HOME)), *step[copies[-1] + 1 :])
-    return tuple(graphs[0]), tuple(graphs[1]), step
+    items = list(step)
+    for position in (found[-1] for found in ends if found and last):
+        name = f"end of {items[position].action.stream}"
+        graph, index = last[-1]
+        seeing = graphs[graph][index]
+        graphs[graph][index] = replace(seeing, reads=(*seeing.reads, name))
+        items[position] = replace(items[position], writes=(*items[position].writes, name))
+    return tuple(graphs[0]), tuple(graphs[1]), tuple(items)
 
 
 def seen_by_forward(forward: tuple[Item, ...], backward: tuple[Item, ...]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
@@ -135,6 +139,9 @@ class StepPass:
         layout, home = decided(draft.layout, "layout"), decided(draft.os_home, "os_home")
         forward, backward = decided(draft.items, "actions")
         updates = step_items(layout, decided(draft.liveness, "liveness"), draft.options.streamed_share)
+        if draft.options.measures:
+            backward = with_norms(layout, backward)
+            updates = with_decision(backward, updates)
         forward, backward, step = seen_by_backward(forward, backward, updates)
         accumulates = draft.options.accumulate > 1
         if accumulates:

@@ -63,6 +63,7 @@ GROUP_OF = {
                 "planahead",
                 "planning",
                 "policy",
+                "precision",
                 "programs",
             ),
             *("segments", "shapes", "signals", "throttle", "whatif"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny_transformers import TINY_GPT
 
 import chunkc
 from chunkc.hardware import Hardware
+from chunkc.ir.actions import Op
 from chunkc.ir.verify import verify
 from chunkc.whatif import Recompute, Scenario, Scenarios
 
@@ -19,15 +21,26 @@ SCENARIO = Scenario(TINY_GPT, HW, batch=2, sequence=16)
 def test_the_plan_is_that_of_chunkc_plan() -> None:
     """Though only four and five layers are captured, every action and every number is the same."""
     model = TINY_GPT.with_depth(6)
-    answer = Scenarios().answer(replace(SCENARIO, model=model, recompute=Recompute.FULL))
+    answer = Scenarios().answer(replace(SCENARIO, model=model, recompute=Recompute.FULL, dtype=torch.float32))
     assert answer.plan is not None and answer.timeline is not None
     verify(answer.plan)
     assert "periodic" in [stage.name for stage in answer.plan.stages]
-    direct = chunkc.plan(model.build(recompute=True), HW, example_inputs=model.inputs(2, 16))
+    direct = chunkc.plan(model.build(recompute=True), HW, example_inputs=model.inputs(2, 16), dtype=torch.float32)
     assert "periodic" not in [stage.name for stage in direct.stages]
     assert replace(answer.plan, model=direct.model).digest() == direct.digest()
     assert answer.timeline.num_tokens == 32
     assert answer.timeline.step_ms > 0
+
+
+def test_loss_scaling_is_left_out() -> None:
+    """In fp16 ``chunkc.plan`` has norms and a decision beside the same actions."""
+    answer = Scenarios().answer(replace(SCENARIO, recompute=Recompute.FULL))
+    direct = chunkc.plan(TINY_GPT.build(recompute=True), HW, example_inputs=TINY_GPT.inputs(2, 16))
+    assert answer.plan is not None and direct.measures and not answer.plan.measures
+    assert direct.layout == answer.plan.layout
+    for program in answer.plan.programs:
+        others = [a for a in direct.program(program.name).actions if a.op not in (Op.NORM, Op.DECIDE)]
+        assert [replace(a, waits=()) for a in others] == [replace(a, waits=()) for a in program.actions]
 
 
 def test_layers_are_computed_again_only_where_memory_is_short() -> None:

@@ -171,6 +171,11 @@ class Plan:
         return any(p.role == "evaluate" for p in self.programs)
 
     @property
+    def measures(self) -> bool:
+        """Whether gradients are measured as they land, and updates follow a decision."""
+        return any(a.op is Op.DECIDE for p in self.programs for a in p.actions)
+
+    @property
     def cold(self) -> State:
         """The canonical state: what stands on the device before the first program."""
         return self.program("evaluate" if self.is_evaluation else "forward").entry

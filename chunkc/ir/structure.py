@@ -36,7 +36,7 @@ _MOVES = frozenset(
 _ALLOWED: dict[str, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
     "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.NORM, Op.REDUCE},
-    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.REDUCE},
+    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.NORM, Op.REDUCE},
     "step": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,

@@ -173,7 +173,8 @@ def _norm(machine: Machine, event: Event) -> None:
 def _decide(machine: Machine, event: Event) -> None:
     if machine.iteration.decided:
         machine.refuse(event, "the decision is taken twice")
-    missing = machine.facts.to_update - machine.iteration.normed
+    due = {chunk for chunk in machine.facts.to_update if machine.facts.due[chunk]}
+    missing = due - machine.iteration.normed
     if missing:
         machine.refuse(event, f"no norm of {', '.join(f'c{c}' for c in sorted(missing))} precedes it")
     for chunk in sorted(machine.iteration.normed):
@@ -277,6 +278,7 @@ def begin(machine: Machine, program: Program) -> None:
         machine.iteration.num_micro_batches = 0
         for chunk in machine.facts.grad_chunk.values():
             _discard(machine, chunk)
+    machine.iteration.normed = set()  # of gradients to which this one adds
     machine.iteration.num_micro_batches += 1
 
 

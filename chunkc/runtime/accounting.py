@@ -96,6 +96,10 @@ class Accounting:
             self._device.reserve(nbytes - self._reserved_nbytes)
             self._reserved_nbytes = nbytes
 
+    def can_reserve(self, nbytes: int) -> bool:
+        """Whether the device has room for a reservation of ``nbytes`` in place of the model's own."""
+        return nbytes - self._reserved_nbytes <= self._device.free_device_nbytes()
+
     def unreserve(self) -> None:
         """Give the reservation back."""
         self._device.unreserve(self._reserved_nbytes)

@@ -91,14 +91,18 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
-        """Update the active parameters and write param16 of all.
+        """Update the active parameters and write param16 of all, as the decision of the step says where there is one.
 
         Raises:
             ValueError: when a step count is below 1; nothing has changed then.
         """
+        factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
+        if is_skipped:
+            self.restore()
+            return
         runs = list(self._runs(inputs))
         groups = {run.group for run in runs if run.group is not None}
-        coefficients = {group: coefficients_of(group.hyper, group.step) for group in groups}
+        coefficients = {group: coefficients_of(group.hyper, group.step, factor) for group in groups}
         num_threads = torch.get_num_threads()  # asking also gives a new thread PyTorch's number of OpenMP threads
         for run in runs:
             if run.group is None:

@@ -18,6 +18,7 @@ from chunkc.ir.layout import Chunk, Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.runtime.adam import Piece
 from chunkc.runtime.device import Device, Update
+from chunkc.runtime.gauge import Gauge
 from chunkc.runtime.step_inputs import StepInputs
 from chunkc.runtime.store import ChunkStore, Triple
 
@@ -106,6 +107,7 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
+        gauge: where norms and the decision on them stand; a plan that measures has one.
         updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
             gradient chunk's (-1 where there is none), or None.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
@@ -116,6 +118,7 @@ class Binder:
     device: Device
     graphs: Mapping[str, CompiledGraph]
     frame: Frame
+    gauge: Gauge | None = None
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
     _program: str = ""
@@ -128,9 +131,11 @@ class Binder:
         return tuple(self._bind(label, action) for label, action in program.labelled())
 
     def _bind(self, label: str, action: Action) -> Bound:
-        update = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
+        update: Update | None = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
+        if action.op is Op.DECIDE:
+            update = self._gauge(action)
         work = update.restore if update is not None else self._work(action)
-        wanted = update if action.op is Op.UPDATE else None
+        wanted = None if action.op is Op.RESTORE else update
         return Bound(label, str(action), action.stream, action.waits, work, wanted)
 
     def _work(self, action: Action) -> Callable[[], None]:
@@ -144,6 +149,7 @@ class Binder:
             Op.RUN: self._run,
             Op.STASH: self._stash,
             Op.ADD: self._stash,
+            Op.NORM: self._norm,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -289,6 +295,23 @@ class Binder:
         target = self.store.payload_slot(chunk, slot)[part.start : part.end]
         span = slice(part.first, part.first + part.end - part.start)
         return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
+
+    def _gauge(self, action: Action) -> Gauge:
+        if self.gauge is None:
+            raise PlanError(f"`{action}` has no place in a plan that does not measure gradients")
+        return self.gauge
+
+    def _norm(self, action: Action) -> Callable[[], None]:
+        """Of the gradients that land by this plan; what else the chunk holds are parameters."""
+        chunk = self._chunk(action)
+        holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
+        if action.stream is not Stream.COMPUTE or f"c{holder}" not in self._resident:
+            raise PlanError(f"this release measures gradients on the device only: `{action}` is not executed")
+        gauge = self._gauge(action)
+        landed = {param for segment in self.plan.segments for param in segment.lands}
+        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
+        gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._resident[f"c{holder}"])
+        return self.device.make_norm(gradient, pieces, gauge.table[chunk.index])
 
     def _update_of(self, action: Action) -> Update:
         chunk, slots = self._chunk(action), None

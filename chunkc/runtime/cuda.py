@@ -36,8 +36,10 @@ from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch, Update
+from chunkc.runtime.gpu_norm import GpuNorm, NormScratch
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
 from chunkc.runtime.host_homes import HostHomes
+from chunkc.runtime.shared_tiles import SharedTiles
 
 _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
@@ -152,6 +154,7 @@ class CudaDevice:
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
         self._tables = StepTables(api.upload)
+        self._norm_scratch = NormScratch(api.torch_device)
         self._kernels: ChunkKernels | None = None
         self._has_warned = False
         self._reading = AllocatorReading(api)
@@ -282,9 +285,16 @@ class CudaDevice:
         if stream is Stream.CPU:
             param32, exp_avg, exp_avg_sq = triple
             return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
+        return GpuUpdate(self._chunk_kernels(), self._tables, payload, triple, pieces, gradient)
+
+    def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> GpuNorm:
+        """Kernels on the compute stream."""
+        return GpuNorm(self._chunk_kernels(), self._norm_scratch, gradient, pieces, out)
+
+    def _chunk_kernels(self) -> ChunkKernels:
         if self._kernels is None:
-            self._kernels = self._api.kernels()
-        return GpuUpdate(self._kernels, self._tables, payload, triple, pieces, gradient)
+            self._kernels = SharedTiles(self._api.kernels())
+        return self._kernels
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; see `chunkc.runtime.cuda_streams`.

@@ -34,6 +34,10 @@ class ChunkKernels(Protocol):
         """Write param16 from param32."""
         ...
 
+    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
+        """Sum of squares and finiteness of one chunk, into ``out``; ``partial`` is working memory."""
+        ...
+
 
 class CudaApi(Protocol):
     """One CUDA device. Streams and events are opaque; all methods may be called from any thread.
@@ -224,9 +228,11 @@ class TritonKernels:
     def __init__(self) -> None:
         from chunkc.triton_kernels.cast import restore
         from chunkc.triton_kernels.chunk_adam import chunk_adam
+        from chunkc.triton_kernels.grad_norm import grad_norm
         from chunkc.triton_kernels.launch import make_tiles
 
         self._restore, self._chunk_adam, self._make_tiles = restore, chunk_adam, make_tiles
+        self._grad_norm = grad_norm
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return self._make_tiles(pieces, device)
@@ -236,3 +242,6 @@ class TritonKernels:
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
         self._restore(param32, payload, tiles)
+
+    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
+        self._grad_norm(grad, tiles, out, partial=partial)

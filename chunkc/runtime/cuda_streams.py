@@ -16,7 +16,8 @@ streams, for a wait of ``b`` for ``a``:
                           home; update overwrites a home that a fetch has    completion makes device writes to host
                           read                                               memory visible to the host
     cpu         h2d, ...  fetch reads the home that an update wrote          ``b`` is *held back* on the host, below
-    cpu         compute   (no plan asks for it)                              the caller waits for the worker
+    cpu         compute   backward ends behind updates of what no graph      the caller waits for the worker
+                          reads, where a step decides
     cpu         cpu       updates share scratch and threads                  one worker
     caller      any       values that the user writes; tables of a step      blocking copies have finished; the others
                                                                              are on the compute stream already

@@ -42,6 +42,9 @@ class Update(Protocol):
         ...
 
 
+Norm = Callable[[], None]
+"""Measures one chunk: called as the ``work`` of a launch on the compute stream."""
+
 Launch = Callable[[Stream, str, Sequence[Event], Callable[[], None]], Event]
 """`Device.launch`: stream, label, waits, work."""
 
@@ -141,6 +144,17 @@ class Device(Protocol):
 
         Raises:
             ValueError: when a tensor or a piece breaks these rules.
+        """
+        ...
+
+    def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> Norm:
+        """What measures the gradients of a chunk on the device.
+
+        Args:
+            gradient: device memory, contiguous, one dimension.
+            pieces: the elements that are gradients; what lies between them is not read.
+            out: float64 [2] in device memory, written: the sum of squares; and 1 where an element is infinite or NaN,
+                else 0.
         """
         ...
 

@@ -33,6 +33,7 @@ from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch
+from chunkc.runtime.gauge import HostNorm
 from chunkc.runtime.meter import NonModelMeter
 from chunkc.runtime.pace import PaceLaw, Timekeeper
 from chunkc.runtime.slab import Slab, allocate_slab
@@ -300,6 +301,10 @@ class EmulatedDevice:
         """The host update, on either stream: device memory is host memory here."""
         param32, exp_avg, exp_avg_sq = triple
         return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
+
+    def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> HostNorm:
+        """The host measures: device memory is host memory here."""
+        return HostNorm(gradient, pieces, out)
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``, in the order of launching.

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 
 from chunkc.errors import DeviceMemoryError
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
+from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.live_set import live_set
+from chunkc.runtime.scaling import LossScale, scale_tangents
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
 
@@ -32,6 +34,7 @@ class Executor:
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
+        gauge: what its backward measures of gradients, and the decision of its step; None where the plan has none.
         trace: set it to a list to record the text of every action launched.
         step_number: of the step for which it ran forward last, as ``enter_step`` was told.
     """
@@ -44,6 +47,8 @@ class Executor:
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
+        self.gauge = Gauge(len(plan.layout.chunks), device.torch_device) if plan.measures else None
+        self._decide = _label_of(plan, "step", Op.DECIDE)
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = {"forward": forward, "backward": backward}
@@ -51,7 +56,7 @@ class Executor:
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame)
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
@@ -78,18 +83,48 @@ class Executor:
         self.join()
         return outputs
 
-    def backward(self, args: list[Any], accumulated: Set[int] = frozenset()) -> list[Any]:
+    def backward(
+        self, args: list[Any], accumulated: Set[int] = frozenset(), loss_scale: LossScale | None = None
+    ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
         Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
         land are added to them.
+
+        Under a ``loss_scale`` its tangents are multiplied by the scale, and so are the gradients in chunks; those that
+        come back are not.
         """
         self._frame.accumulated = accumulated
-        return self._run_graph("accumulate" if accumulated else "backward", "backward", args)
+        program = "accumulate" if accumulated else "backward"
+        if loss_scale is None:
+            return self._run_graph(program, "backward", args)
+        scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
+        outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
+        return [(g * inverse).to(g.dtype) if isinstance(g, torch.Tensor) else g for g in outputs]
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program with these hyperparameters; host updates run while the caller goes on."""
-        self._launch("step", StepInputs(hypers, steps, len(self.plan.layout.params)))
+    def step(
+        self,
+        hypers: Mapping[int, Hyper],
+        steps: Mapping[int, int],
+        factor: torch.Tensor | None = None,
+        found: torch.Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> Outcome | None:
+        """Launch the step program with these hyperparameters; host updates run while the caller goes on.
+
+        Args:
+            hypers, steps, factor, found, loss_scale: as in `StepInputs`; the last three only where the plan measures.
+
+        Returns:
+            What becomes of it, where ``found`` may have it skipped.
+        """
+        gauge, num_params = self.gauge, len(self.plan.layout.params)
+        if gauge is None:
+            self._launch("step", StepInputs(hypers, steps, num_params))
+            return None
+        inputs = StepInputs(hypers, steps, num_params, factor, gauge.control, gauge.seen, found, loss_scale)
+        self._launch("step", inputs)
+        return None if found is None else Outcome(self._events[self._decide], gauge.seen)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
@@ -178,3 +213,9 @@ class Executor:
 def _wanted(compiled: CompiledGraph) -> frozenset[str]:
     taken = {name for segment in compiled.graph.segments for name in segment.inputs}
     return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
+
+
+def _label_of(plan: Plan, program: str, op: Op) -> str:
+    """The label of the first ``op`` in a program; empty where there is none."""
+    found = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
+    return next(found, "")

@@ -36,8 +36,10 @@ class StepTables:
         """
         if inputs is not self._inputs:
             rows, row_of_param = tables_of(inputs)
-            control = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu")
-            self._tables = tuple(self._upload(table) for table in (row_of_param, rows, control))
+            control = inputs.control
+            if control is None:
+                control = self._upload(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"))
+            self._tables = (self._upload(row_of_param), self._upload(rows), control)
             self._inputs = inputs
             self.num_uploads += 1
         return self._tables

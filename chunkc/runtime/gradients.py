@@ -29,6 +29,13 @@ class Gradients:
         zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
         num_micro_batches: backwards whose gradients add up since the last step.
+        factor: what clipping and unscaling have multiplied all of them by, float32 [] on the model's device; they
+            themselves stand as they landed until the step, or until somebody writes one. None for 1.
+        unscaling: the factor that the latest backward left, which undoes a loss scale; None for 1.
+        found: 1 where one of them was infinite or NaN when the script that scales them looked, else 0: float32 []
+            there. None where it has not.
+        measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
+            there are and nobody has written one since; else None.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
@@ -37,6 +44,10 @@ class Gradients:
         self.zeroed: set[int] = set()
         self.stamp = 0
         self.num_micro_batches = 0
+        self.factor: torch.Tensor | None = None
+        self.unscaling: torch.Tensor | None = None
+        self.found: torch.Tensor | None = None
+        self.measured: frozenset[int] | None = None
         self._params, self._store = params, store
         self._handles: dict[int, ManagedTensor] = {}
         self._stamps: dict[int, int] = {}
@@ -95,7 +106,10 @@ class Gradients:
     def begin(self, backward: int, call: int) -> None:
         """A new backward, or one more micro-batch."""
         self.stamp += 1
+        if self.num_micro_batches == 0:
+            self.found = None
         self.num_micro_batches += 1
+        self.factor = self.unscaling = self.measured = None
         self._ran.clear()
         self._backward, self._call = backward, call
 
@@ -108,8 +122,8 @@ class Gradients:
         part, before = part.to("cpu"), self.apart.get(index)
         self.apart[index] = part if before is None else before + part
 
-    def hand_out(self, graph: object, indexes: Iterable[int]) -> None:
-        """``graph`` has run backward: set ``param.grad``.
+    def hand_out(self, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None) -> None:
+        """``graph`` has run backward: set ``param.grad``. All its gradients are multiplied by ``scale``, if it has one.
 
         A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
         for the case that this backward fails.
@@ -119,7 +133,8 @@ class Gradients:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
-                self.add(index, param.grad.detach().clone())
+                plain = param.grad.detach().clone()
+                self.add(index, plain if scale is None else plain.mul_(scale.to(plain.device)))
             self.zeroed.discard(index)
             if self.is_handle(index) and index in self._live:
                 continue  # one tensor, to which each backward adds
@@ -131,6 +146,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
+        self.factor = self.unscaling = self.found = self.measured = None
         self.landed.clear()
         self.apart.clear()
         self._replaced.clear()

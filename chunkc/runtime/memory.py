@@ -173,7 +173,8 @@ class ModelMemory:
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
-        return self._gradient(index).to(self.device.torch_device)
+        found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor
+        return found if factor is None else found.mul_(factor)
 
     def _gradient(self, index: int) -> torch.Tensor:
         apart = self.gradients.apart.get(index)
@@ -186,6 +187,8 @@ class ModelMemory:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
         self.gradients.zeroed.discard(index)
+        self._apply_factor()
+        self.gradients.measured = None
         if index in self.gradients.landed:
             self._chunk_values().write_gradient(index, value)
             self.gradients.apart.pop(index, None)
@@ -210,6 +213,19 @@ class ModelMemory:
                 f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "
                 "between backward() and step()"
             )
+
+    def _apply_factor(self) -> None:
+        """Multiply the gradients themselves by what clipping asks for, where the step can not: it must be drained."""
+        gradients = self.gradients
+        factor, gradients.factor = gradients.factor, None
+        if factor is None:
+            return
+        gradients.measured = None
+        for index in gradients.landed:
+            found = self._chunk_values().read_gradient(index)
+            self._chunk_values().write_gradient(index, found.mul_(factor.to(found.device)))
+        for part in gradients.apart.values():
+            part.mul_(factor.to(part.device))
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
         """Free the payloads of these parameters from their gradients, which go on in host memory."""

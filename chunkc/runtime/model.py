@@ -26,19 +26,21 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
+from chunkc.runtime.gauge import Outcome, Skipped
 from chunkc.runtime.interrupt import deferred_interrupt
-from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
-class ModelRuntime(ModelMemory):
+class ModelRuntime(ScaledGradients):
     """State machine over the executors of one model; see the module docstring.
 
     Attributes:
         num_forwards: compiled forwards so far.
         executors: of every captured graph, by a key of its own.
         ran: what has run forward in the latest call.
+        measures: ``wants_norms`` as the call under way found it.
         plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
     """
 
@@ -57,6 +59,7 @@ class ModelRuntime(ModelMemory):
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
         self.plan_recorded: Callable[[], None] | None = None
+        self.measures = False
 
     @property
     def executor(self) -> Executor | None:
@@ -104,6 +107,7 @@ class ModelRuntime(ModelMemory):
                 "declare it with chunkc.compile(..., accumulate=N)"
             )
         self._num_calls += 1
+        self.measures = self.wants_norms
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
@@ -157,26 +161,29 @@ class ModelRuntime(ModelMemory):
         self._begin_backward(executor)
         self._enter_backward(executor)
         self.accounting.begin_backward()
-        added_to = frozenset(self.gradients.landed if self.accumulate > 1 else ())
+        added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
 
         def run() -> list[Any]:
-            outputs = executor.backward(args, added_to)
+            outputs = executor.backward(args, added_to, scale)
             self.accounting.end_backward(self.layout)
             self._saved, self._consumed = False, False
             self.gradients.land(executor.graded_params)
-            self.gradients.hand_out(executor, executor.graded_params)
+            self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
+            self._note_landed(executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
         return self._guarded(executor, run)
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
+        self._refuse_scaling_parts()
         self._begin_backward(graph)
         self.to_cold()
         self.accounting.begin_backward()
         try:
             outputs, made = graph.backward(args, self.read_param)
             self.accounting.end_backward(self.layout)
+            self.gradients.measured = None
             for index, gradient in made.items():
                 self.gradients.add(index, gradient)
             self._consumed = False
@@ -195,6 +202,7 @@ class ModelRuntime(ModelMemory):
             return
         if self.accumulate > 1:
             self._check_room(executor, backward)
+            self._prepare_to_add()
             gradients.begin(backward, call)
             return
         if gradients.is_under_way(backward):
@@ -271,52 +279,42 @@ class ModelRuntime(ModelMemory):
 
     # Step.
 
-    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
-        """Indexes of all parameters that have a gradient now; see ``OptimizerRuntime``."""
-        gradients = self.gradients
-        present = [i for i, p in enumerate(self.params) if p.grad is not None]
-        stale = [i for i in present if hasattr(self.params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
-        if stale:
-            raise ChunkcError(
-                f"{self._names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
-                "place (`param.grad.copy_(g)`) or plain tensors"
-            )
-        lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
-        if lost and gradients.pending:
-            raise ChunkcError(
-                f"{self._names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
-                "zero_grad() after each step()"
-            )
-        handed = [i for i in present if gradients.is_handle(i)]
-        if handed and not gradients.pending:
-            raise ChunkcError(
-                "step() was already called for the gradients of the last backward; call zero_grad() and run forward "
-                "and backward before the next step()"
-            )
-        untrained = [i for i in present if not self.is_trained(i)]
-        if untrained:
-            raise ChunkcError(
-                f"{self._names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
-                "so they have no optimizer state; set their .grad to None, or use them in the forward"
-            )
-        return frozenset(present)
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program and raise the autograd version of every parameter that it changes.
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program and raise the autograd version of every parameter that it changes."""
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
+        if self.outcome is not None:
+            self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)
-        executor = self._running()
-        self.gradients.forget()
+        executor, gradients, scale = self._running(), self.gradients, self.own_scale
+        found = gradients.found
+        if scale is not None:
+            found = self._find_nonfinite(frozenset(hypers))
+        if executor.gauge is None and found is not None and bool(found):
+            self._restore_landed()
+            gradients.forget()
+            self._consumed = True
+            self.accounting.steps.end()
+            return Skipped()
+        if executor.gauge is None and gradients.factor is not None:
+            self.drain()
+            self._apply_factor()
+        factor = gradients.factor
+        gradients.forget()
         self._consumed = True
         self._raise_versions(hypers)
         try:
             with deferred_interrupt():
-                executor.step(hypers, steps)
+                self.outcome = executor.step(hypers, steps, factor, found, scale)
                 self.accounting.steps.end()
         except BaseException:
             self._broken = True
             raise
+        return self.outcome
 
     def _take_assigned(self, active: Mapping[int, Hyper]) -> None:
         """Plain tensors that eager operators or the user put into ``param.grad`` become gradients in chunks."""
@@ -327,6 +325,8 @@ class ModelRuntime(ModelMemory):
             return
         self.drain()
         self.to_cold()
+        if plain:
+            self._apply_factor()
         for index in zeros:
             dtype = self.params[index].dtype
             gradients.apart[index] = torch.zeros(self.infos[index].shape, dtype=dtype, device="cpu")

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.optimizer_state import (
     TORCH_OPTIONS,
     OptimizerRuntime,
@@ -34,12 +35,12 @@ from chunkc.runtime.optimizer_state import (
 )
 from chunkc.runtime.step_inputs import Hyper
 
-__all__ = ["Adam", "AdamW", "OptimizerRuntime", "find_runtime"]
+__all__ = ["Adam", "AdamW", "ChunkOptimizer", "OptimizerRuntime", "find_runtime"]
 
 _MAX_NAMED = 5
 
 
-class _ChunkOptimizer(torch.optim.Optimizer):
+class ChunkOptimizer(torch.optim.Optimizer):
     """What Adam and AdamW share; they differ in where weight decay goes."""
 
     _decoupled: bool
@@ -53,11 +54,12 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         weight_decay: float,
         max_grad_norm: float | None,
     ) -> None:
-        if max_grad_norm is not None:
-            raise ChunkcError(f"max_grad_norm={max_grad_norm}: clipping is not built yet; leave it out")
+        self.max_grad_norm = max_grad_norm
+        self._check_max_norm()
         self._runtime: OptimizerRuntime | None = None
         self._token = object()
         self._steps: dict[int, int] = {}
+        self._latest: tuple[Outcome, tuple[int, ...]] | None = None
         self._has_warned = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_OPTIONS}
         super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
@@ -75,6 +77,8 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             check_range(group)
             check_options(group, self._decoupled)
             runtime = self._common_runtime(group)
+            if runtime is not None and self.max_grad_norm is not None:
+                runtime.wants_norms = True
         except (ChunkcError, ValueError):
             self.param_groups.pop()
             raise
@@ -94,7 +98,8 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        runtime, groups = self._require_runtime(), self._groups_by_index()
+        self._settle()
+        runtime, groups = self.runtime, self._groups_by_index()
         active = runtime.check_step({index: param for index, (param, _) in groups.items()})
         if not active:
             self._warn_without_gradients()
@@ -104,7 +109,11 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
         hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
         steps = {index: self._steps.get(index, 0) + 1 for index in hypers}
-        runtime.step(hypers, steps)
+        if self.max_grad_norm is not None:
+            self._check_max_norm()
+            runtime.clip(self.max_grad_norm)
+        outcome = runtime.step(hypers, steps)
+        self._latest = None if outcome is None else (outcome, tuple(steps))
         self._steps.update(steps)
         runtime.owners.update(dict.fromkeys(steps, self._token))
         return loss
@@ -116,9 +125,10 @@ class _ChunkOptimizer(torch.optim.Optimizer):
         """
 
         def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            runtime = self._require_runtime()
+            runtime = self.runtime
             return {**state_dict, "state": read_states(runtime, state_dict, self.param_groups, self._steps)}
 
+        self._settle()
         self._check_owned(self._steps)
         handle = self.register_state_dict_post_hook(add_states, prepend=True)
         try:
@@ -140,9 +150,10 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             return {**state_dict, "state": {}}
 
         def write(_: torch.optim.Optimizer) -> None:
-            runtime = self._require_runtime()
+            runtime = self.runtime
             write_states(runtime, loaded)
             runtime.owners.update(dict.fromkeys(loaded, self._token))
+            self._latest = None
             self._steps = {index: int(state["step"]) for index, state in loaded.items() if int(state["step"]) > 0}
 
         handles = (
@@ -184,7 +195,25 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             "Save optimizer.state_dict(), and load it into an optimizer of the other model"
         )
 
-    def _require_runtime(self) -> OptimizerRuntime:
+    def _settle(self) -> None:
+        """Take back the counts of the latest step where it was skipped; torch's scaler would not have stepped."""
+        if self._latest is None:
+            return
+        outcome, indexes = self._latest
+        self._latest = None
+        if outcome.is_skipped():
+            counts = {index: self._steps[index] - 1 for index in indexes}
+            self._steps.update({index: count for index, count in counts.items() if count})
+            for index in (index for index, count in counts.items() if not count):
+                del self._steps[index]
+
+    def _check_max_norm(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
+            raise ValueError(f"max_grad_norm must be positive, found {self.max_grad_norm}; None clips nothing")
+
+    @property
+    def runtime(self) -> OptimizerRuntime:
+        """The compiled model that all its parameters belong to."""
         if self._runtime is None:
             raise ChunkcError(f"chunkc.{type(self).__name__} has no parameters")
         return self._runtime
@@ -250,7 +279,7 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             )
 
     def _check_owned(self, indexes: Iterable[int]) -> None:
-        owners = self._require_runtime().owners
+        owners = self.runtime.owners
         foreign = sorted(index for index in indexes if owners.get(index) is not self._token)
         if foreign:
             raise ChunkcError(
@@ -259,17 +288,18 @@ class _ChunkOptimizer(torch.optim.Optimizer):
             )
 
     def _names(self, indexes: list[int]) -> str:
-        runtime = self._require_runtime()
+        runtime = self.runtime
         names = ", ".join(repr(runtime.name_of(index)) for index in indexes[:_MAX_NAMED])
         return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")
 
 
-class AdamW(_ChunkOptimizer):
+class AdamW(ChunkOptimizer):
     """Adam with decoupled weight decay; arguments and defaults are torch.optim.AdamW's.
 
     Args:
         params: parameters of one compiled model, or groups of them.
-        max_grad_norm: global-norm clipping inside the step; not built yet.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
     """
 
     _decoupled = True
@@ -287,12 +317,13 @@ class AdamW(_ChunkOptimizer):
         super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)
 
 
-class Adam(_ChunkOptimizer):
+class Adam(ChunkOptimizer):
     """Adam, whose weight decay is an L2 penalty; arguments and defaults are torch.optim.Adam's.
 
     Args:
         params: parameters of one compiled model, or groups of them.
-        max_grad_norm: global-norm clipping inside the step; not built yet.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
     """
 
     _decoupled = False

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.step_inputs import Hyper
 
 Groups = Sequence[Mapping[str, Any]]
@@ -38,9 +39,13 @@ class OptimizerRuntime(Protocol):
 
     Attributes:
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
+        wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
+        is_scaled_outside: set it where a script scales its losses by itself.
     """
 
     owners: dict[int, object]
+    wants_norms: bool
+    is_scaled_outside: bool
 
     @property
     def is_sixteen_bit(self) -> bool:
@@ -59,8 +64,27 @@ class OptimizerRuntime(Protocol):
         """
         ...
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments."""
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
+        ...
+
+    def unscale(self, inverse: Tensor) -> Tensor:
+        """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
+
+        Returns:
+            1 where that is so, else 0: float32 [], on the model's device; nothing waits.
+
+        Raises:
+            ChunkcError: when no loss was scaled by a scaler.
+        """
+        ...
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments.
+
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
         ...
 
     def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,7 +178,12 @@ def check_range(group: Mapping[str, Any]) -> None:
 
 
 def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
-    """Refuse options of torch's Adam that would change what a step computes."""
+    """Refuse options of torch's Adam that would change what a step computes, and those that no group has."""
+    if "max_grad_norm" in group:
+        raise ChunkcError(
+            "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
+            "optimizer: chunkc.AdamW(groups, max_grad_norm=...)"
+        )
     for name in UNSUPPORTED_OPTIONS:
         if group.get(name):
             raise ChunkcError(

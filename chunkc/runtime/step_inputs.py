@@ -15,6 +15,8 @@ from typing import Final
 
 import torch
 
+from chunkc.runtime.scaling import LossScale
+
 ROW_NUMEL: Final = 10
 """Columns of a row: step size, square root of the variance's correction, eps, decay factor, L2 coefficient, beta1,
 1 - beta1, beta2, 1 - beta2, and 1 in the first step, else 0."""
@@ -47,11 +49,23 @@ class StepInputs:
             are; their param16 is cast again over whatever gradient the payload holds.
         steps: step count of each active parameter, this step included: 1 or more.
         num_params: parameters of the model; indexes are below it.
+        factor: what ``decide`` multiplies gradients by, float32 [] on the device; None for 1.
+        control: what updates on the device read of the decision, float32 [2]: the factor of every gradient; and 0, or
+            anything else to leave all parameters as they are. None where a plan has no decision: 1 and 0.
+        seen: the same for updates on the host.
+        found: on the device, float32 []: not 0 where parameters must stay as they are, since some gradient is infinite
+            or NaN. None where nobody has looked.
+        loss_scale: what follows ``found``; None where there is none, or somebody else adapts it.
     """
 
     hypers: Mapping[int, Hyper]
     steps: Mapping[int, int]
     num_params: int
+    factor: torch.Tensor | None = None
+    control: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    found: torch.Tensor | None = None
+    loss_scale: LossScale | None = None
 
 
 def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:

@@ -107,7 +107,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "ambiguous hw": ({"hw": "v100-32g"}, "32g"),
     "several gpus": ({"hw": "8xv100-240g"}, "8 GPUs"),
     "dtype": ({"dtype": torch.int8}, "int8"),
-    "fp16": ({"dtype": torch.float16}, "loss scaling"),
+    "loss_scale": ({"loss_scale": 0.0}, "loss_scale=0.0"),
     "backend": ({"backend": "cudagraphs"}, "cudagraphs"),
     "chunk_size": ({"chunk_size": 0}, "chunk_size=0"),
     "chunk_size text": ({"chunk_size": "big"}, "'big'"),

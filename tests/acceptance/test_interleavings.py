@@ -27,7 +27,9 @@ calls = st.lists(
         st.tuples(st.sampled_from(["backward", "backward twice", "backward of two"]), st.integers(0, 2)),
         st.tuples(st.sampled_from(["step", "step", "zero_grad", "model.zero_grad"]), st.just(0)),
         st.tuples(st.sampled_from(["zero in place", "evaluate", "state_dict", "gradients"]), st.integers(0, 2)),
-        st.tuples(st.sampled_from(["write", "assign gradient", "penalty", "thread"]), st.integers(0, 2)),
+        st.tuples(
+            st.sampled_from(["write", "assign gradient", "penalty", "thread", "clip", "clip"]), st.integers(0, 2)
+        ),
     ),
     min_size=4,
     max_size=16,
@@ -126,6 +128,19 @@ class Driver:
 
     def step(self, number: int) -> None:
         self._both(lambda model, optimizer, _: optimizer.step())
+
+    def clip(self, number: int) -> None:
+        """From the first call on, later plans measure gradients as they land."""
+        norm_type = (2.0, 2.0, float("inf"))[number]
+        found = self._both(
+            lambda model, _, side: (
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
+                if side
+                else chunkc.clip_grad_norm_(model, 0.1, norm_type)
+            )
+        )
+        if found is not None:
+            assert found[0].item() == pytest.approx(found[1].item(), rel=1e-3, abs=1e-6)
 
     def zero_grad(self, number: int) -> None:
         self._both(lambda model, optimizer, _: optimizer.zero_grad())

@@ -155,20 +155,26 @@ def compiled(
     return chunkc.compile(model, hw, dtype=dtype, backend=backend, reserve=reserve), batch
 
 
-def smallest_hw(make: Make, dtype: torch.dtype, backend: str = "eager", reserve: int = 0) -> tuple[str, int]:
+def smallest_hw(
+    make: Make, dtype: torch.dtype, backend: str = "eager", reserve: int = 0, max_grad_norm: float | None = None
+) -> tuple[str, int]:
     """The machine that the error names, and its device bytes."""
     model, batch = compiled(make, "emulated-64k-4g", dtype, backend, reserve)
+    optimizer = chunkc.AdamW(model.parameters(), max_grad_norm=max_grad_norm)
+    assert optimizer.param_groups
     with pytest.raises(chunkc.BudgetError) as caught:
         model(**batch)
     return f"emulated-{caught.value.min_device_nbytes / 1024}k-4g", caught.value.min_device_nbytes
 
 
-def train(model: nn.Module, batch: dict[str, torch.Tensor], readings: Readings) -> list[dict[str, int]]:
+def train(
+    model: nn.Module, batch: dict[str, torch.Tensor], readings: Readings, max_grad_norm: float | None = None
+) -> list[dict[str, int]]:
     """Numbers of every step; outputs of a step are held until the next forward has returned, as users do.
 
     At least ``NUM_STEPS``; more, up to ``MAX_STEPS``, until the sampling has met a peak close to the plan.
     """
-    optimizer = chunkc.AdamW(model.parameters(), lr=1e-4)
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
     readings.meter = model._compiled_call_impl.runtime.device.meter
     found: list[dict[str, int]] = []
     while len(found) < NUM_STEPS or (len(found) < MAX_STEPS and not is_close(found)):
@@ -190,12 +196,14 @@ def is_close(steps: list[dict[str, int]]) -> bool:
 CASES: dict[str, tuple[Make, torch.dtype, str]] = {
     "llama-fp32": (llama, torch.float32, "eager"),
     "llama-bf16": (llama, torch.bfloat16, "eager"),
+    "llama-fp16": (llama, torch.float16, "eager"),
     "resnet-fp32": (resnet, torch.float32, "eager"),
     "llama-fp32-inductor": (llama, torch.float32, "inductor"),
     "llama-bf16-inductor": (llama, torch.bfloat16, "inductor"),
     "resnet-fp32-inductor": (resnet, torch.float32, "inductor"),
 }
-LONG = {"llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
+CLIPPED = {"llama-fp16": 1.0}
+LONG = {"llama-fp16", "llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp32"}
 
 
 @pytest.mark.timeout(1200)
@@ -203,10 +211,12 @@ LONG = {"llama-bf16-inductor", "resnet-fp32-inductor", "llama-fp32", "resnet-fp3
 def test_the_plan_holds_and_is_close_at_the_smallest_budget(case: str, readings: Readings) -> None:
     """Everything evicted: non-model bytes are nearly all of the budget, so that they must be planned well."""
     make, dtype, backend = CASES[case]
-    hw, budget_nbytes = smallest_hw(make, dtype, backend)
+    max_grad_norm = CLIPPED.get(case)
+    hw, budget_nbytes = smallest_hw(make, dtype, backend, max_grad_norm=max_grad_norm)
     model, batch = compiled(make, hw, dtype, backend)
-    steps = train(model, batch, readings)
+    steps = train(model, batch, readings, max_grad_norm)
     check(model, steps)
+    assert chunkc.plan_of(model).measures == (case in CLIPPED)
     assert len(readings.nodes) > (50 if backend == "eager" else 10), "operators, or segments, were sampled"
     assert not chunkc.plan_of(model).memory.is_bound
     assert steps[0]["budget_nbytes"] == budget_nbytes

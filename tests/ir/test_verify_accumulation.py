@@ -23,6 +23,10 @@ PLANS: dict[str, Plan] = {
     "two slots": planned(chain(3), target(), replace(HOST, max_slots=2)).plan,
     "three slots": planned(chain(4), target(), replace(HOST, max_slots=3)).plan,
     "states anywhere": planned(chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6)).plan,
+    "measured": planned(chain(4), target(), replace(HOST, max_slots=3, measures=True)).plan,
+    "measured, states anywhere": planned(
+        chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6, measures=True)
+    ).plan,
     "resident": planned(chain(3), target(), replace(HOST, os_home="device")).plan,
     "shared chunks": planned(
         schedule(

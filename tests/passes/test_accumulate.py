@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
-from schedules import planned, planned_somewhere, requests
+from schedules import accumulating, planned, planned_somewhere
 
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Op
@@ -19,18 +18,6 @@ Request = tuple[Schedule, Target, Options]
 PAYLOAD = GRADIENT = 64 * 4
 TRIPLE = 64 * 12
 TWO = Options(chunk_numel=64, os_home="host", accumulate=2)
-
-
-@st.composite
-def accumulating(draw: st.DrawFn) -> Request:
-    """Any request of one rank, with several micro-batches and optimizer states anywhere."""
-    found, where, options = draw(requests())
-    home = draw(st.sampled_from(["auto", "host", "host"]))
-    num = draw(st.integers(0, 12))
-    share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
-    micro_batches = draw(st.integers(2, 5))
-    options = replace(options, os_home=home, num_resident_triples=num, streamed_share=share, accumulate=micro_batches)
-    return found, replace(where, world_size=1, rank=0), options
 
 
 @given(accumulating())

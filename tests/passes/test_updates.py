@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from schedules import (
     chain,
     gpt_like,
+    mixed,
     op,
     param,
     planned,
     planned_somewhere,
-    requests,
     schedule,
     target,
     texts,
@@ -37,16 +37,6 @@ Request = tuple[Schedule, Target, Options]
 PAYLOAD = GRADIENT = 64 * 4
 TRIPLE = 64 * 12
 ON_HOST = Options(chunk_numel=64, os_home="host")
-
-
-@st.composite
-def mixed(draw: st.DrawFn) -> Request:
-    """Any request, with any number of resident triples and any share of streamed ones."""
-    found, where, options = draw(requests())
-    home = draw(st.sampled_from(["auto", "host", "host", "host"]))
-    num = draw(st.integers(0, 12))
-    share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
-    return found, where, replace(options, os_home=home, num_resident_triples=num, streamed_share=share)
 
 
 def with_room(request: Request) -> Planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,12 +56,17 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
     devices.clear()
 
 
-def iterate(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int, micro_batches: int = 1) -> list[float]:
+def iterate(
+    model: nn.Module, optimizer: chunkc.AdamW, num_steps: int, micro_batches: int = 1, bad: Collection[int] = ()
+) -> list[float]:
+    """Of steps in ``bad`` all gradients are infinite or NaN."""
     losses = []
     for step in range(num_steps):
         torch.manual_seed(step)
         for _ in range(micro_batches):
-            loss = model(torch.randn(4, 64)).square().sum()
+            x = torch.randn(4, 64)
+            x[0, 0] = torch.inf if step in bad else 0.0
+            loss = model(x).square().mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -149,19 +154,49 @@ def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
     assert model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"] == 0
 
 
+def train_decided(nbytes: int, wishes: Mapping[str, Any]) -> tuple[nn.Module, chunkc.AdamW]:
+    """In fp16, where one step overflows; all others are clipped."""
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", torch.float16, wishes)
+    optimizer.max_grad_norm = 1e-3
+    iterate(model, optimizer, STEPS, bad={2})
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED), (RESIDENT, {})], ids=["host", "mixed", "resident"]
+)
+def test_gradients_are_unscaled_clipped_and_skipped_wherever_updates_run(
+    nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice]
+) -> None:
+    wanted, wanted_optimizer = train_decided(nbytes, wishes)
+    on_cuda.append(cuda_device(FakeCuda(), nbytes, DebugSettings(poison=True, max_delay_ms=1, seed=5)))
+    model, optimizer = train_decided(nbytes, wishes)
+    scales = [m._compiled_call_impl.runtime.loss_scale.state_dict() for m in (model, wanted)]
+    assert scales[0] == scales[1] and scales[0]["scale"] < 2.0**16
+    for found, right in zip(states(model, optimizer), states(wanted, wanted_optimizer), strict=True):
+        tolerance = 1e-2 * min(float(right.abs().max()), 0.1)  # an update is of size 1e-2
+        torch.testing.assert_close(found, right, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED)], ids=["host", "mixed"])
 def test_every_wait_of_the_plan_is_kept(
-    nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+    nbytes: int,
+    wishes: Mapping[str, Any],
+    dtype: torch.dtype,
+    on_cuda: list[CudaDevice],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """In fp16 those of the decision too."""
     api = FakeCuda()
     on_cuda.append(cuda_device(api, nbytes))
-    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", wishes=wishes)
+    model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype, wishes)
     iterate(model, optimizer, 2)
     recorder = record(on_cuda[0], api, monkeypatch)
     iterate(model, optimizer, 2)
     plan = chunkc.plan_of(model)
     texts = [str(a) for name in ("forward", "backward", "step") for a in plan.program(name).actions]
-    assert [launch.label for launch in recorder.launches] == texts * 2
+    assert [launch.label for launch in recorder.launches if launch.label != "read the gauge"] == texts * 2
     waits = [(launch.stream, recorder.launches[w].stream) for launch in recorder.launches for w in launch.waits]
     crossings = {pair for pair in waits if pair[0] is not pair[1]}
     assert crossings >= {
@@ -170,6 +205,7 @@ def test_every_wait_of_the_plan_is_kept(
         (Stream.CPU, Stream.D2H),
         (Stream.H2D, Stream.CPU),
     }
+    assert ((Stream.CPU, Stream.COMPUTE) in crossings) == (dtype is torch.float16)
     assert found_faults(recorder, on_cuda[0], api) == []
 
 

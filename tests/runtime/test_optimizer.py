@@ -209,8 +209,10 @@ def test_uncovered_gradients_are_refused_before_anything_changes() -> None:
 def test_bad_arguments_are_refused() -> None:
     model, _, _ = make_pair()
     params = list(model.parameters())
-    with pytest.raises(ChunkcError, match="clipping is not built yet"):
-        AdamW(params, max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="max_grad_norm must be positive"):
+        AdamW(params, max_grad_norm=0.0)
+    with pytest.raises(ChunkcError, match="no option of a group"):
+        AdamW([{"params": params, "max_grad_norm": 1.0}])
     for bad in ({"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must"):
             AdamW(params, **bad)  # type: ignore[arg-type]

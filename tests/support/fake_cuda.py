@@ -225,3 +225,9 @@ class TorchKernels:
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
         for start, end, _ in tiles.tolist():
             payload[start:end] = param32[start:end].to(payload.dtype)
+
+    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
+        assert partial.shape == (2, tiles.shape[0])
+        spans = [grad[start:end].double() for start, end, _ in tiles.tolist()]
+        out[0] = sum(float(span.square().sum()) for span in spans)
+        out[1] = float(not all(bool(span.isfinite().all()) for span in spans))

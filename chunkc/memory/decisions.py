@@ -1,0 +1,63 @@
+"""Device bytes that a plan which measures gradients takes beside its arena and its graphs' values.
+
+Norms are taken tile by tile: on the device each chunk has a table of its tiles, all chunks share working memory for the
+tiles of one, and each chunk has a row of results. How parameters are packed into chunks is decided later, and by the
+budget that is left; so what is stated here is a bound for every packing, known from the parameters alone: it stands for
+working memory as large as if all parameters lay in one chunk, which is more than the tables grow by where a parameter
+is cut into several. What the device's allocator adds to a tensor is no part of it.
+
+A loss scale multiplies the tangents of a backward, which takes copies of them: the caller may hold what it handed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chunkc.capture.graphs import Captured
+from chunkc.capture.joined import beside
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import ParamInfo, Schedule
+from chunkc.memory.footprint import tensors_in
+
+NORM_TILE_NUMEL = 1024
+"""Elements that a program of the norm kernel measures at a time."""
+
+_TILE_NBYTES = 12 + 8  # a row of three int32; and two float32 of working memory
+_FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single numbers on the way to them
+
+
+def norms_nbytes(params: Sequence[ParamInfo]) -> int:
+    """Bytes of tables and results of the norms of all parameters that may be trained, however they are packed."""
+    num_tiles = sum(-(-info.numel // NORM_TILE_NUMEL) + 1 for info in params if info.trainable and info.numel)
+    return _TILE_NBYTES * num_tiles + _FIXED_NBYTES
+
+
+def tangents_nbytes(captured: Captured) -> int:
+    """Bytes of the tangents that the backward graph takes."""
+    nodes = captured.backward.module.graph.find_nodes(op="placeholder")
+    found = [t for n in nodes if n.name.startswith("tangents") for t in tensors_in(n.meta.get("val"))]
+    return sum(t.numel() * t.element_size() for t in found if t.is_floating_point())
+
+
+def with_norms(schedule: Schedule) -> Schedule:
+    """``schedule`` with what norms take, alive all the while."""
+    return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
+
+
+def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
+    """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
+    nbytes = norms_nbytes(captured.schedule.params) if measures else 0
+    nbytes += tangents_nbytes(captured) if scales else 0
+    if not nbytes:
+        return captured
+    schedule = beside(captured.schedule, nbytes, captured.schedule.also_trained)
+    return replace(captured, schedule=schedule, beside_nbytes=captured.beside_nbytes + nbytes)
+
+
+def beside_norms(plan: Plan) -> Plan:
+    """``plan``, made without them, with what norms take in every segment; it may pass its budget then."""
+    nbytes = norms_nbytes(plan.layout.params)
+    segments = tuple(replace(segment, live_nbytes=segment.live_nbytes + nbytes) for segment in plan.segments)
+    memory = replace(plan.memory, nonmodel_nbytes=plan.memory.nonmodel_nbytes + nbytes)
+    return replace(plan, segments=segments, memory=memory)

@@ -1,0 +1,172 @@
+"""Parameters that stay in fp32 in a model computed in 16 bits: which, and how their modules meet the others.
+
+Sums of squares in normalisations, and the logits by which routers choose, lose in 16 bits what matters. A pattern of
+``keep_fp32`` names parameters; the modules that own them then compute in fp32: floating-point inputs are cast on the
+way in and outputs back on the way out, by hooks on those modules, which are captured with the forward. Their parameters
+have chunks of fp32. A module that owns such parameters computes in fp32 with all that is inside it.
+
+Batch normalisation keeps its dtype by itself and takes inputs in 16 bits (``chunkc.policy``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from chunkc._torch_compat import pytree
+from chunkc.errors import ChunkcError
+from chunkc.policy import own_dtype_params, unique_params
+
+
+def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> frozenset[nn.Parameter]:
+    """The parameters one of whose names matches a pattern (``*``, ``?`` and ``[...]``, as in file names).
+
+    Raises:
+        ChunkcError: when ``patterns`` is a single string, or one of them matches no name.
+    """
+    if isinstance(patterns, str):
+        raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
+    names = [(name, param) for param, found in params.items() for name in found]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name, _ in names):
+            some = ", ".join(name for name, _ in names[:3])
+            raise ChunkcError(f"keep_fp32: {pattern!r} matches no parameter; their names are {some}, ...")
+    return frozenset(p for name, p in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+class _Cast:
+    """A hook of one module that casts floating-point tensors to ``dtype``; to None it leaves them as they are.
+
+    So it does in a copy of the model (``copy.deepcopy``, pickle), whose parameters all have the dtypes in which they
+    were handed over.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+
+    def __deepcopy__(self, memo: object) -> _Cast:
+        return type(self)(None)
+
+    def __reduce__(self) -> tuple[type[_Cast], tuple[None]]:
+        return type(self), (None,)
+
+    def _cast(self, values: Any) -> Any:
+        dtype = self.dtype
+        if dtype is None:
+            return values
+        return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
+
+
+class _CastIn(_Cast):
+    """Of arguments, before the forward."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._cast(args), self._cast(kwargs)
+
+
+class _CastOut(_Cast):
+    """Of results, behind it."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self._cast(output)
+
+
+class Fp32Modules:
+    """The modules of one model that compute in fp32 beside others that compute in ``dtype``.
+
+    Attributes:
+        params: the parameters that are kept in fp32.
+    """
+
+    def __init__(
+        self,
+        params: frozenset[nn.Parameter] = frozenset(),
+        modules: Sequence[nn.Module] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.params = params
+        self._modules = tuple(modules)
+        self._dtype = dtype
+        self._hooks: list[_Cast] = []
+
+    def attach(self) -> list[RemovableHandle]:
+        """Cast on their way in and out from now on."""
+        handles = []
+        for module in self._modules:
+            before, behind = _CastIn(torch.float32), _CastOut(self._dtype)
+            self._hooks += before, behind
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(behind))
+        return handles
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Within the block they cast, and are left without a trace."""
+        handles = self.attach()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._hooks.clear()
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Within the block they compute as the user made them."""
+        before = [hook.dtype for hook in self._hooks]
+        for hook in self._hooks:
+            hook.dtype = None
+        try:
+            yield
+        finally:
+            for hook, dtype in zip(self._hooks, before, strict=True):
+                hook.dtype = dtype
+
+
+def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype | None) -> Fp32Modules:
+    """The parameters that match ``patterns`` and their modules, beside others in ``dtype``; None: in what they have.
+
+    Raises:
+        ChunkcError: when a pattern matches nothing, a module has kept parameters and others, or the others have several
+            dtypes.
+    """
+    kept, ignored = _kept(unique_params(model), patterns), own_dtype_params(model)
+    others = {p.dtype for p in model.parameters() if p not in kept and p not in ignored} if dtype is None else {dtype}
+    if kept and len(others) > 1:
+        raise ChunkcError(
+            f"keep_fp32: the other parameters have {len(others)} dtypes; pass dtype= to compute them in one"
+        )
+    common = next(iter(others), torch.float32)
+    return Fp32Modules(kept, [] if common is torch.float32 else _owners_of(model, kept, ignored), common)
+
+
+def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
+    """The outermost modules that own parameters of ``kept``, in which all must be kept; without those of ``ignored``.
+
+    Raises:
+        ChunkcError: when such a module has other parameters too, of its own or of modules inside it.
+    """
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p not in ignored]
+        if module in inside or not any(p in kept for p in own):
+            continue
+        params = dict(module.named_parameters())
+        outside = sorted(n for n, p in params.items() if p not in kept and p not in ignored)
+        if outside:
+            ours = ", ".join(n for n, p in params.items() if p in kept)
+            raise ChunkcError(
+                f"keep_fp32 keeps {ours} of {name or 'the model'} ({type(module).__name__}), but not its "
+                f"{', '.join(outside[:5])}; a module computes in one dtype, so name all of its parameters: "
+                f"{name + '.*' if name else '*'!r}"
+            )
+        found.append(module)
+        inside.update(module.modules())
+    return found

@@ -1,0 +1,90 @@
+"""Loss scales: the factor that keeps small fp16 gradients representable, and its rules of growth and backoff.
+
+The rules are those of ``torch.amp.GradScaler`` (dynamic loss scaling, Micikevicius et al., "Mixed precision training",
+ICLR 2018, section 3.2): after ``growth_interval`` steps in a row without an infinite or NaN gradient the scale is
+multiplied by ``growth_factor``, after a step with one, which changes nothing else, by ``backoff_factor``. Scale and
+count stay on the device, so that neither a backward, which multiplies its tangents by the scale, nor a step, which
+divides gradients by it, waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class LossScale:
+    """One scale on one device.
+
+    Args:
+        device: where it stands.
+        init_scale: the scale at first.
+        growth_factor, backoff_factor, growth_interval: as torch.amp's, and its defaults.
+        is_dynamic: whether ``update`` changes anything.
+
+    Attributes:
+        scale: float32 [].
+        growth_tracker: int32 [], steps in a row without overflow.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        is_dynamic: bool = True,
+    ) -> None:
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.is_dynamic = is_dynamic
+        self.scale = torch.tensor(init_scale, dtype=torch.float32, device=device)
+        self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
+
+    def inverse(self) -> torch.Tensor:
+        """What gradients are multiplied by, float32 [], computed in float64 as torch does."""
+        return self.scale.double().reciprocal().float()
+
+    @torch.no_grad()
+    def update(self, found: torch.Tensor) -> None:
+        """A step has ended; ``found`` (float32 [], on the device) is not 0 where it overflowed."""
+        if not self.is_dynamic:
+            return
+        overflowed, count = found != 0, self.growth_tracker + 1
+        is_due = count == self.growth_interval
+        grown = (self.scale.double() * self.growth_factor).float()
+        better = torch.where(is_due & grown.isfinite(), grown, self.scale)
+        worse = (self.scale.double() * self.backoff_factor).float()
+        self.scale.copy_(torch.where(overflowed, worse, better))
+        self.growth_tracker.copy_(torch.where(overflowed | is_due, 0, count))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.amp.GradScaler's; waits for the device."""
+        return {
+            "scale": float(self.scale),
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": int(self.growth_tracker),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave, or torch.amp.GradScaler's."""
+        self.scale.fill_(state["scale"])
+        self.growth_factor = state["growth_factor"]
+        self.backoff_factor = state["backoff_factor"]
+        self.growth_interval = state["growth_interval"]
+        self.growth_tracker.fill_(state["_growth_tracker"])
+
+
+def scale_tangents(names: Sequence[str], args: list[Any], scale: torch.Tensor) -> None:
+    """Multiply the tangents among the inputs of a backward graph, in their dtype; the products replace them."""
+    for position, name in enumerate(names):
+        value = args[position]
+        if name.startswith("tangents") and isinstance(value, torch.Tensor) and value.is_floating_point():
+            args[position] = (value * scale).to(value.dtype)

@@ -1,0 +1,61 @@
+"""Measuring gradients: where their norms are taken, and the decision that updates wait for.
+
+Clipping by the global norm and dynamic loss scaling need all gradients before the first update. So each chunk is
+measured on the compute stream as soon as its last gradient has landed (and is reduced, where ranks share groups), while
+its bytes are in the device's fast memory and backward goes on; and the step begins with one decision, the only barrier:
+no update starts before it, and nothing else waits for it.
+
+Where micro-batches add up, each backward measures the sums so far. Whichever turns out to be the last of its step, its
+norms are those of all. This reads a sum once more in each micro-batch, where it has just been written, at the bandwidth
+of the device's memory; measuring in the step would copy it to the device once more, over the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from chunkc.ir.actions import LANDINGS, Action, Op, Stream
+from chunkc.ir.layout import Layout
+from chunkc.passes.draft import Item
+
+_DECISION = "decision"
+
+
+def norm_name(chunk: int) -> str:
+    """The resource name of a chunk's norm."""
+    return f"n{chunk}"
+
+
+def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
+    """``backward`` with the norm of every own chunk behind what makes its gradients final."""
+    last: dict[int, int] = {}
+    for position, item in enumerate(backward):
+        if item.action.op in (*LANDINGS, Op.REDUCE):
+            last[_own_chunk(layout, item.action)] = position
+    own = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
+    due = {position: chunk for chunk, position in last.items() if chunk in own}
+    found: list[Item] = []
+    for position, item in enumerate(backward):
+        found.append(item)
+        if position in due:
+            chunk = due[position]
+            norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
+            found.append(Item(norm, item.writes, (norm_name(chunk),)))
+    return tuple(found)
+
+
+def _own_chunk(layout: Layout, action: Action) -> int:
+    """The chunk whose gradients an action leaves somewhere: of a reduced group that of this rank."""
+    if action.target[0] == "g":
+        return layout.groups[action.index].chunks[layout.rank]
+    partner = layout.chunks[action.index].partner
+    return action.index if partner is None else partner
+
+
+def with_decision(backward: Sequence[Item], step: Sequence[Item]) -> tuple[Item, ...]:
+    """``step`` behind the decision on the norms that ``backward`` takes."""
+    norms = tuple(r for item in backward if item.action.op is Op.NORM for r in item.writes)
+    decide = Item(Action(Op.DECIDE, "", Stream.COMPUTE), norms, (_DECISION,))
+    updates = (replace(x, reads=(*x.reads, _DECISION)) if x.action.op is Op.UPDATE else x for x in step)
+    return (decide, *updates)

@@ -1,0 +1,74 @@
+"""What norms take on the device is within what plans state for it, however parameters are packed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+from chunkc.capture.graphs import Captured
+from chunkc.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, tangents_nbytes, with_decisions
+from chunkc.planahead import capture_ahead
+from chunkc.runtime.gauge import Gauge
+from chunkc.triton_kernels.launch import BLOCK, make_tiles
+
+SIZES = ((1,), (53,), (13, 7), (0,), (64, 1024), (1025,), (300, 700), (1,), (2, 40_000))
+
+
+class Odd(nn.Module):
+    """Parameters of odd sizes, each used once; gives a vector, so that its tangent is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(size) for size in SIZES)
+        self.frozen = nn.Parameter(torch.randn(5000), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.frozen.sum()
+        for weight in self.weights:
+            total = total + weight.square().sum()
+        return x * total
+
+
+def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
+    """Device bytes of tables, rows and working memory of one packing, and what is stated for them."""
+    model = chunkc.compile(Odd(), "emulated-64m-64m", dtype=torch.float32, backend="eager", chunk_size=chunk_size)
+    model(torch.ones(3)).sum().backward()
+    runtime = model._compiled_call_impl.runtime
+    layout, store = runtime.layout, runtime._store
+    pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
+    tables = [make_tiles(found, "cpu") for found in pieces]
+    assert sum(int((t[:, 1] - t[:, 0]).sum()) for t in tables) == sum(i.numel for i in layout.params if i.trainable)
+    gauge = Gauge(len(layout.chunks), torch.device("cpu"))
+    rows = sum(t.numel() * t.element_size() for t in (gauge.table, gauge.control))
+    scratch = max(8 * t.shape[0] for t in tables)
+    return sum(t.numel() * t.element_size() for t in tables) + rows + scratch, norms_nbytes(layout.params)
+
+
+@pytest.mark.parametrize("chunk_size", ["auto", 4096, 10_240, 32_832, 200_000])
+def test_tables_are_within_what_is_stated(chunk_size: int | str) -> None:
+    taken, stated = taken_nbytes(chunk_size)
+    assert taken <= stated
+    assert stated <= 2 * taken + 4096, "the bound says nothing"
+
+
+def test_tiles_are_the_kernels() -> None:
+    assert NORM_TILE_NUMEL == BLOCK
+
+
+def captured() -> Captured:
+    return capture_ahead(Odd().half(), None, (torch.ones(3000, dtype=torch.float16),), "eager")
+
+
+def test_a_loss_scale_counts_tangents_and_norms_only_where_asked() -> None:
+    found = captured()
+    assert tangents_nbytes(found) == 6000
+    assert with_decisions(found, measures=False, scales=False) is found
+    norms = norms_nbytes(found.schedule.params)
+    for measures, scales, more in ((True, False, norms), (False, True, 6000), (True, True, norms + 6000)):
+        beside = with_decisions(found, measures=measures, scales=scales)
+        assert beside.beside_nbytes == found.beside_nbytes + more
+        for graph, before in zip(beside.schedule.graphs, found.schedule.graphs, strict=True):
+            grown = [(b.live_nbytes - a.live_nbytes) for a, b in zip(before.operators, graph.operators, strict=True)]
+            assert set(grown) == {more}
