@@ -89,6 +89,21 @@ def test_the_first_step_has_no_speed() -> None:
     assert found["num_steps"] == 1 and not {"step_ms", "tokens_per_s", "stall_ms"} & found.keys()
 
 
+def test_micro_batches_count_in_the_step_that_takes_them() -> None:
+    pair = Pair(accumulate=2)
+    for num_backwards in (2, 2, 1):
+        for seed in range(num_backwards):
+            pair.model(*batch(seed)).backward()
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        found = chunkc.metrics(pair.model)
+    assert found["num_steps"] == 3 and found["num_tokens"] == NUM_TOKENS
+    for seed in range(2):
+        pair.model(*batch(seed)).backward()
+    pair.optimizer.step()
+    assert chunkc.metrics(pair.model)["num_tokens"] == 2 * NUM_TOKENS
+
+
 def test_a_model_without_tokens_has_no_tokens_per_second() -> None:
     model = chunkc.compile(nn.Linear(8, 8), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters())

@@ -1,0 +1,1 @@
+"""chunkc inside other libraries' training loops; each module needs that library."""

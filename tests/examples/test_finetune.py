@@ -1,0 +1,127 @@
+"""The fine-tuning example: killed and resumed it ends as if it had never stopped; its export is a plain model."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import chunkc
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--layers=2", "--hidden=64", "--batch=2", "--seq=16", "--backend=eager", "--hw=emulated-700k-64m", "--seed=3"]
+HAS_PEFT = importlib.util.find_spec("peft") is not None
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, with its neighbours importable as they are when it runs."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import finetune
+
+    return finetune
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), *TINY, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def checkpoints(out: Path) -> list[Path]:
+    return sorted(out.glob("checkpoints/0*/manifest.json"))
+
+
+def await_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
+    """Until the run has saved for the first time."""
+    end_s = time.monotonic() + 240
+    while not checkpoints(out):
+        if process.poll() is not None or time.monotonic() > end_s:
+            process.kill()
+            raise AssertionError(f"no checkpoint was saved: {process.communicate()}")
+        time.sleep(0.01)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
+    """``eval_loss`` and ``final_loss``, which is the last line."""
+    lines = capsys.readouterr().out.splitlines()
+    found = re.fullmatch(r"eval_loss=(.*)", lines[-2]), re.fullmatch(r"final_loss=(.*)", lines[-1])
+    assert found[0] and found[1], lines
+    return float(found[0][1]), float(found[1][1])
+
+
+def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Losses are equal to the bit, and the export has the same logits in plain transformers."""
+    steps = ["--steps=40", "--save-every=4"]
+    assert example.main([*TINY, *steps, f"--out={tmp_path / 'whole'}", "--resume"]) == 0
+    whole = told(capsys)
+    process = start(*steps, f"--out={tmp_path / 'killed'}")
+    await_checkpoint(process, tmp_path / "killed")
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
+    assert example.main([*TINY, *steps, f"--out={tmp_path / 'killed'}", "--resume"]) == 0
+    resumed = told(capsys)
+    assert resumed == whole
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").eval() for name in ("whole", "killed")]
+    text = example.standard_library()
+    held_out = text[-int(len(text) * example.EVALUATION_SHARE) :]
+    inputs = list(islice(example.batches(held_out, 2, 16, 3), example.NUM_EVALUATION_BATCHES))
+    with torch.no_grad():
+        logits, others = ([model(input_ids=batch).logits for batch in inputs] for model in models)
+    assert all(torch.equal(a, b) for a, b in zip(logits, others, strict=True))
+    assert example.evaluate(models[1], inputs) == pytest.approx(resumed[0], rel=1e-5)
+
+
+def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start("--steps=100000", "--save-every=3", f"--out={tmp_path}")
+    await_checkpoint(process, tmp_path)
+    process.terminate()
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "step/s" in errors or "s/step" in errors
+    assert checkpoints(tmp_path) and not (tmp_path / "model").exists()
+
+
+def test_an_export_is_a_pretrained_model_for_the_next_run(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It begins with the exported weights, of which nothing was evaluated in between."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert example.main([*TINY, "--steps=8", f"--out={first}"]) == 0
+    eval_loss, _ = told(capsys)
+    assert example.main([*TINY, "--steps=0", f"--model={first / 'model'}", f"--out={second}"]) == 0
+    assert told(capsys)[0] == pytest.approx(eval_loss, rel=1e-5)
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="runs where peft is installed, as `make test` does")
+def test_adapters_are_trained_and_exported_alone(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert example.main([*TINY, "--steps=6", "--lora", f"--out={tmp_path}"]) == 0
+    assert told(capsys)[1] < 6.0
+    assert {p.name for p in (tmp_path / "model").glob("*.safetensors")} == {"adapter_model.safetensors"}
+
+
+def test_the_defaults_fit_their_device(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    args = example.parse([])
+    assert args.hw == "emulated-96m-4g"
+    tokens = torch.zeros(args.batch, args.seq, dtype=torch.long)
+    options = {"dtype": getattr(torch, args.dtype), "backend": "eager", "accumulate": args.accumulate}
+    inputs = {"input_ids": tokens, "labels": tokens}
+    plan = chunkc.plan(example.build(args.layers, args.hidden, args.seq), args.hw, example_inputs=inputs, **options)
+    assert plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes < plan.layout.model_data_nbytes()

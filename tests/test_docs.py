@@ -1,0 +1,54 @@
+"""The pages in docs/ are right where that can be read off: errors say what they are listed by, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import chunkc
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SOURCES = [path for folder in ("chunkc", "passes") for path in sorted((ROOT / folder).rglob("*.py"))]
+ROW = re.compile(r"^\| `(.+?)` \| `(\w+)` \|", re.MULTILINE)
+
+
+def said() -> str:
+    """Every text that the package can say; what is filled in is a zero character."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_every_error_is_listed_by_words_that_it_says() -> None:
+    texts, rows = said(), ROW.findall((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+    assert len(rows) > 30
+    unsaid = [text for text, kind in rows if not text.startswith("any text") and text not in texts]
+    assert not unsaid
+    assert {kind for _, kind in rows} <= set(chunkc.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere_and_python_is_python(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        ast.parse(block)
+
+
+def test_names_of_the_package_in_python_blocks_exist() -> None:
+    """A name that a page calls must be one of the package's."""
+    used = set()
+    for page in PAGES:
+        for block in re.findall(r"^```(?:python|diff)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
+            used |= set(re.findall(r"\bchunkc\.(\w+)\(", block))
+    assert used and used <= set(chunkc.__all__)
