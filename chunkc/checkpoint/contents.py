@@ -137,6 +137,7 @@ def gather(
             "steps": {runtime.name_of(index): count for index, count in steps.items()},
         },
         "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler.state_dict()"),
+        "loss_scale": None if runtime.loss_scale is None else runtime.loss_scale.state_dict(),
         "generators": {"0": encoder.encode(read_generators(), "generators")},
         "extra": encoder.encode(extra, "extra"),
     }

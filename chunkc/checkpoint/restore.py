@@ -187,11 +187,15 @@ def resume(
     scheduler: Stateful | None,
     groups: list[dict[str, Any]],
 ) -> None:
-    """What is not the model: step counts, hyperparameters, the scheduler, and generators, which come last."""
+    """What is not the model: step counts, hyperparameters, the scheduler, the loss scale where it is dynamic on both
+    sides, and generators, which come last."""
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
     if scheduler is not None:
         scheduler.load_state_dict(objects["scheduler"])
+    scale, saved = fit.runtime.loss_scale, objects["loss_scale"]
+    if scale is not None and scale.is_dynamic and saved is not None:
+        scale.load_state_dict(saved)
     write_generators(objects["generators"]["0"])
 
 

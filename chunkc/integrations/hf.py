@@ -79,8 +79,11 @@ class ChunkcTrainer(Trainer):
             self.optimizer_cls_and_kwargs = (AdamW, _adamw_options(args))
 
     @property
-    def _runtime(self) -> ModelRuntime:
-        return compiled_of(self.model).runtime
+    def _managed(self) -> nn.Module:
+        """The model, which Trainer's type does not say is there."""
+        if self.model is None:
+            raise ChunkcError("ChunkcTrainer has no model yet: pass model= or model_init=")
+        return self.model
 
     def _compiled(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
         """``model`` compiled for ``args``, or as it is where it was compiled before."""
@@ -126,27 +129,38 @@ class ChunkcTrainer(Trainer):
         """As Trainer's; accelerate takes what it gives as its own."""
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, _PreparedOptimizer):
-            optimizer = self.optimizer = _PreparedOptimizer(optimizer, self._runtime)
+            optimizer = self.optimizer = _PreparedOptimizer(optimizer, compiled_of(self._managed).runtime)
         return optimizer
 
     # Steps.
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return clip_grad_norm_(self.model, self.args.max_grad_norm)
+        return clip_grad_norm_(self._managed, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
+        return clip_grad_norm_(self._managed, float("inf")) if grad_norm is None else grad_norm
 
     # Checkpoints.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
         """As Trainer's. ``resume_from_checkpoint=True`` passes over a last checkpoint that was not finished."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_complete(Path(self.args.output_dir)) or True
+            resume_from_checkpoint = _newest_complete(Path(str(self.args.output_dir))) or True
         return super().train(resume_from_checkpoint, *positional, **named)
 
+    @property
+    def _chunk_optimizer(self) -> Adam | AdamW:
+        """The optimizer below what accelerate wraps."""
+        inner = getattr(self.optimizer, "optimizer", None)
+        if not isinstance(inner, (Adam, AdamW)):
+            raise ChunkcError(
+                f"a checkpoint holds chunkc.AdamW's or chunkc.Adam's states, but the trainer's optimizer is "
+                f"{type(self.optimizer).__name__}: save and load after create_optimizer()"
+            )
+        return inner
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(Path(output_dir) / STATE_FOLDER, self.model, self.optimizer.optimizer, self.lr_scheduler)
+        save_checkpoint(Path(output_dir) / STATE_FOLDER, self._managed, self._chunk_optimizer, self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing where optimizer and scheduler bring the parameters: masters are more exact than saved weights."""
@@ -158,7 +172,7 @@ class ChunkcTrainer(Trainer):
         if folder is None or not folder.is_dir():
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
-            load_checkpoint(folder, self.model, self.optimizer.optimizer, self.lr_scheduler)
+            load_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler)
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):

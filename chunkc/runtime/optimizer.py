@@ -173,14 +173,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
         Raises:
             ChunkcError: when another optimizer has begun to step them since.
         """
+        self._settle()
         self._check_owned(self._steps)
         return dict(self._steps)
 
     def continue_from(self, groups: Sequence[Mapping[str, Any]], steps: Mapping[int, int]) -> None:
         """Go on from moments that the model was given: ``groups`` in torch's layout, step counts by index."""
         self.load_state_dict({"state": {}, "param_groups": list(groups)})
-        self._require_runtime().owners.update(dict.fromkeys(steps, self._token))
-        self._steps = dict(steps)
+        self.runtime.owners.update(dict.fromkeys(steps, self._token))
+        self._steps, self._latest = dict(steps), None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give loaded groups the options that older states lack; torch calls this when it loads."""
