@@ -156,11 +156,27 @@ MACHINES = (STREAM_RATES, rates(runs_inline=True), rates(sharing=Capacities({HOS
     name: 256e-6 for name in ("host link to the device", "host link from the device")}})))  # fmt: skip
 
 
+def check_settled(timeline: Timeline, plan: Plan, machine: CostRates) -> None:
+    """The iteration repeats; where it does not, loops that take almost equally long drift apart, within 1 % a step.
+
+    A copy and its update on the host may take a trifle longer than the computation beside them. The step becomes as
+    long as they are when they have fallen behind by all the room that there was, which may take any number of steps.
+    """
+    if timeline.is_steady:
+        return
+    run = Run(script_of(plan, machine), machine)
+    while run.num_done < timeline.num_iterations:
+        run.iterate()
+    before, after = (run.tasks(run.num_done - back) for back in (2, 1))
+    shifts = [late.start_ms - early.start_ms for early, late in zip(before, after, strict=True)]
+    assert [min(shifts), max(shifts)] == pytest.approx([timeline.step_ms] * 2, rel=0.01)
+
+
 @LAWS
 @given(plans(), st.sampled_from(MACHINES))
 def test_a_step_is_no_shorter_than_what_any_stream_has_to_do(plan: Plan, machine: CostRates) -> None:
     timeline = simulate_with(plan, machine)
-    assert timeline.is_steady
+    check_settled(timeline, plan, machine)
     costs = ActionCosts(plan, machine)
     for stream in Stream:
         actions = [a for p in plan.programs if p.name in REPEATED_PROGRAMS for a in p.actions if a.stream is stream]
@@ -198,6 +214,7 @@ def test_the_next_iteration_is_the_same_a_step_later(plan: Plan, machine: CostRa
 def test_what_repeats_goes_on_repeating(plan: Plan, machine: CostRates) -> None:
     run = Run(script_of(plan, machine), machine)
     while not run.cycle():
+        assume(run.num_done < 64)  # see check_settled
         run.iterate()
     length, last = run.cycle(), run.num_done - 1
     period_ms = run.began_ms(last) - run.began_ms(last - length)
