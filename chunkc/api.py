@@ -372,7 +372,7 @@ def _loss_scale(loss_scale: float | str, infos: Sequence[ParamInfo]) -> float | 
     """The scale to begin with; None where none is needed."""
     if loss_scale == "dynamic":
         return 2.0**16 if needs_scaling(infos) else None
-    if isinstance(loss_scale, str) or not 0.0 < loss_scale < float("inf"):
+    if not isinstance(loss_scale, int | float) or not 0.0 < loss_scale < float("inf"):
         raise ChunkcError(f"loss_scale={loss_scale!r}: give a positive number, or 'dynamic'")
     return float(loss_scale)
 

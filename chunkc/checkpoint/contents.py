@@ -124,6 +124,7 @@ def gather(
     """
     runtime.staging.check_complete()
     tensors, encoder, steps = ModelTensors(model), Encoder(_PREFIX), optimizer.step_counts
+    scale = runtime.loss_scale
     held = model.state_dict(keep_vars=True)
     objects = {
         "model": {
@@ -137,7 +138,7 @@ def gather(
             "steps": {runtime.name_of(index): count for index, count in steps.items()},
         },
         "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler.state_dict()"),
-        "loss_scale": None if runtime.loss_scale is None else runtime.loss_scale.state_dict(),
+        "loss_scale": scale.state_dict() if scale is not None and scale.is_dynamic else None,
         "generators": {"0": encoder.encode(read_generators(), "generators")},
         "extra": encoder.encode(extra, "extra"),
     }

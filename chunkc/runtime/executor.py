@@ -21,7 +21,7 @@ from chunkc.runtime.bind import Binder, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.live_set import live_set
-from chunkc.runtime.scaling import LossScale, scale_tangents
+from chunkc.runtime.scaling import LossScale, scale_tangents, times
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
 
@@ -100,7 +100,7 @@ class Executor:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
         outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
-        return [(g * inverse).to(g.dtype) if isinstance(g, torch.Tensor) else g for g in outputs]
+        return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
 
     def step(
         self,

@@ -85,13 +85,16 @@ class GradScaler:
             raise RuntimeError("unscale_() is being called after step().")
         if key in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        self._found[key] = _runtime_of(optimizer).unscale(self._scale.inverse())
+        found = _runtime_of(optimizer).unscale(self._scale.inverse())
+        if found is not None:
+            self._found[key] = found
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step``, which changes nothing where a gradient is infinite or NaN.
 
         Raises:
             RuntimeError: when it was called for this optimizer since the last `update`, or with a closure.
+            ChunkcError: when there were no gradients to look at.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -102,6 +105,8 @@ class GradScaler:
             raise RuntimeError("step() has already been called since the last update().")
         if key not in self._found:
             self.unscale_(optimizer)
+        if key not in self._found:
+            raise ChunkcError("step() comes after backward(): the model of this optimizer had no gradient to look at")
         result = optimizer.step(**kwargs)
         self._stepped.add(key)
         return result

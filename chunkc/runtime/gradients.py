@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from chunkc.runtime.params import ManagedTensor, ParamStore, inner_of
+from chunkc.runtime.scaling import multiply
 
 
 class Gradients:
@@ -134,7 +135,7 @@ class Gradients:
             if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
                 plain = param.grad.detach().clone()
-                self.add(index, plain if scale is None else plain.mul_(scale.to(plain.device)))
+                self.add(index, plain if scale is None else multiply(plain, scale.to(plain.device)))
             self.zeroed.discard(index)
             if self.is_handle(index) and index in self._live:
                 continue  # one tensor, to which each backward adds

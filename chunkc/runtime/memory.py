@@ -26,6 +26,7 @@ from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.params import inner_of, manage_all
+from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
@@ -174,7 +175,7 @@ class ModelMemory:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
         found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor
-        return found if factor is None else found.mul_(factor)
+        return found if factor is None else multiply(found, factor)
 
     def _gradient(self, index: int) -> torch.Tensor:
         apart = self.gradients.apart.get(index)
@@ -223,9 +224,9 @@ class ModelMemory:
         gradients.measured = None
         for index in gradients.landed:
             found = self._chunk_values().read_gradient(index)
-            self._chunk_values().write_gradient(index, found.mul_(factor.to(found.device)))
+            self._chunk_values().write_gradient(index, multiply(found, factor.to(found.device)))
         for part in gradients.apart.values():
-            part.mul_(factor.to(part.device))
+            multiply(part, factor.to(part.device))
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
         """Free the payloads of these parameters from their gradients, which go on in host memory."""

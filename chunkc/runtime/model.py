@@ -269,14 +269,6 @@ class ModelRuntime(ScaledGradients):
         executor.resume()
         self._saved = True
 
-    def _check_hooks(self) -> None:
-        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
-        if hooked:
-            raise ChunkcError(
-                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
-                "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
-            )
-
     # Step.
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
@@ -291,6 +283,7 @@ class ModelRuntime(ScaledGradients):
             self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)
         executor, gradients, scale = self._running(), self.gradients, self.own_scale
+        self.is_scaled_outside = False  # until a script scales a loss again
         found = gradients.found
         if scale is not None:
             found = self._find_nonfinite(frozenset(hypers))
@@ -301,7 +294,7 @@ class ModelRuntime(ScaledGradients):
             self.accounting.steps.end()
             return Skipped()
         if executor.gauge is None and gradients.factor is not None:
-            self.drain()
+            self.device.synchronize()
             self._apply_factor()
         factor = gradients.factor
         gradients.forget()

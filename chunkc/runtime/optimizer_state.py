@@ -68,11 +68,11 @@ class OptimizerRuntime(Protocol):
         """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
         ...
 
-    def unscale(self, inverse: Tensor) -> Tensor:
+    def unscale(self, inverse: Tensor) -> Tensor | None:
         """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
 
         Returns:
-            1 where that is so, else 0: float32 [], on the model's device; nothing waits.
+            1 where that is so, else 0: float32 [], on the model's device; nothing waits. None without gradients.
 
         Raises:
             ChunkcError: when no loss was scaled by a scaler.

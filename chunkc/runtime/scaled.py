@@ -19,7 +19,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.scaling import LossScale
+from chunkc.runtime.scaling import LossScale, multiply
 
 
 class ScaledGradients(ModelMemory):
@@ -28,7 +28,7 @@ class ScaledGradients(ModelMemory):
     Attributes:
         wants_norms: whether gradients are to be measured as they land, by plans that say so, from the next call on.
         loss_scale: by which backward multiplies its tangents; None where none is needed.
-        is_scaled_outside: whether the script scales its losses itself, so that ``loss_scale`` rests.
+        is_scaled_outside: whether the script has scaled a loss since the last step, so that ``loss_scale`` rests.
         outcome: of the latest step that may be skipped.
     """
 
@@ -66,6 +66,14 @@ class ScaledGradients(ModelMemory):
             raise ChunkcError(
                 "built-in loss scaling needs a forward of one graph, but this one breaks into several (the log says "
                 "where): scale the loss with chunkc.GradScaler, train in bfloat16, or remove the breaks"
+            )
+
+    def _check_hooks(self) -> None:
+        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            raise ChunkcError(
+                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+                "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
             )
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
@@ -120,13 +128,15 @@ class ScaledGradients(ModelMemory):
             norm, factor = self._on_compute(gauge.total_norm), self.gradients.factor
             norm = norm if factor is None else norm * factor
         else:
-            norms = [torch.linalg.vector_norm(g, norm_type) for g in self._exact(present)]
-            norm = torch.as_tensor(torch.linalg.vector_norm(torch.stack(norms), norm_type)).to(torch.float32)
+            norms = [torch.linalg.vector_norm(g, norm_type) for g in self._exact(present) if g.numel()]
+            found = torch.stack(norms) if norms else torch.zeros(1, device=self.device.torch_device)
+            norm = torch.as_tensor(torch.linalg.vector_norm(found, norm_type)).to(torch.float32)
         self._multiply(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def unscale(self, inverse: torch.Tensor) -> torch.Tensor:
-        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite; 1 then, else 0."""
+    def unscale(self, inverse: torch.Tensor) -> torch.Tensor | None:
+        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite; 1 then, else 0.
+        None where there are no gradients."""
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
@@ -134,6 +144,8 @@ class ScaledGradients(ModelMemory):
             )
         self.wants_norms = True
         present = self.check_step({})
+        if not present:
+            return None
         found = self.gradients.found = self._find_nonfinite(present)
         self._multiply(present, inverse.to(self.device.torch_device))
         return found
@@ -158,11 +170,16 @@ class ScaledGradients(ModelMemory):
         for index in present:
             grad = self.params[index].grad
             if grad is not None and not self.gradients.is_handle(index):
-                grad.detach().mul_(factor.to(grad.device))
+                multiply(grad.detach(), factor.to(grad.device))
 
     def _exact(self, present: Iterable[int]) -> Iterator[torch.Tensor]:
-        """The gradients of ``present`` in float64 on the device, one after another."""
+        """The gradients of ``present`` in float64 on the device, one after another.
+
+        Who clips or unscales has not asked to see them: the wait for those in chunks counts as unasked.
+        """
         device, gradients = self.device.torch_device, self.gradients
+        if gradients.pending:
+            self.device.synchronize()
         for index in sorted(present):
             grad = self.params[index].grad
             if grad is None:
@@ -174,7 +191,7 @@ class ScaledGradients(ModelMemory):
             else:
                 self._require_gradient(index, gradients.stamp_of(index))
                 whole = self._gradient(index).to(device, torch.float64)
-                yield whole if gradients.factor is None else whole.mul_(gradients.factor)
+                yield whole if gradients.factor is None else multiply(whole, gradients.factor)
 
     def _on_compute(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What ``read()`` gives on the compute stream, behind what has been launched there."""

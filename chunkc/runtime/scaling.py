@@ -82,9 +82,32 @@ class LossScale:
         self.growth_tracker.fill_(state["_growth_tracker"])
 
 
+def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """``value`` times ``factor`` (float32 [], on its device), multiplied in float32 and rounded once to its dtype.
+
+    On a GPU torch rounds an operand without dimensions to the dtype of the other one first: in fp16 a factor of 2^16 is
+    infinite then, and makes NaN of zeros. On the host it does not, and an operand with dimensions is copied there.
+    """
+    if value.device.type == "cpu":
+        return (value * factor).to(value.dtype)
+    return _in_float32(value, factor, None)
+
+
+def multiply(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """`times` in place; returns ``value``."""
+    return value.mul_(factor) if value.device.type == "cpu" else _in_float32(value, factor, value)
+
+
+def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """In one kernel, whose operands both have dimensions."""
+    row = value if value.dim() else value.reshape(1)
+    target = torch.empty_like(row) if out is None else out if out.dim() else out.reshape(1)
+    return torch.mul(row, factor.reshape(1), out=target).reshape(value.shape)
+
+
 def scale_tangents(names: Sequence[str], args: list[Any], scale: torch.Tensor) -> None:
     """Multiply the tangents among the inputs of a backward graph, in their dtype; the products replace them."""
     for position, name in enumerate(names):
         value = args[position]
         if name.startswith("tangents") and isinstance(value, torch.Tensor) and value.is_floating_point():
-            args[position] = (value * scale).to(value.dtype)
+            args[position] = times(value, scale)

@@ -18,6 +18,7 @@ from clipping import (
     check_clipping,
     check_gradients,
     check_moments,
+    check_shown,
     clip,
     clipping,
     smallest,
@@ -27,6 +28,7 @@ from clipping import (
     train_clipped,
 )
 from models import CASES
+from overflows import Poisoned, poisonous
 from pair import MIXED, Pair, batch
 from rig import GetRig, Setup, cuts_of
 from torch import nn
@@ -36,6 +38,7 @@ import chunkc
 from chunkc.errors import ChunkcError
 from chunkc.passes import Options
 from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.scaled import ScaledGradients
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +204,17 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
     assert any(text.startswith("norm") for text in wanted) and any(text.startswith("decide") for text in wanted)
 
 
+def test_gradients_read_one_by_one_are_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would notice: such a wait is none that the script asked for."""
+    monkeypatch.setattr(ScaledGradients, "_measured", lambda self, present: None)
+    backward(pair, 1)
+    before = chunkc.stats(pair.model)["num_unasked_syncs"]
+    clip(pair, 0.05)
+    assert chunkc.stats(pair.model)["num_unasked_syncs"] > before
+    step(pair)
+    check_moments(pair)
+
+
 def test_a_program_that_trains_fewer_parameters() -> None:
     """Those that it leaves out share chunks with others, and are no gradients."""
 
@@ -226,17 +240,48 @@ def test_a_program_that_trains_fewer_parameters() -> None:
     assert len(chunkc.plan_of(pair.model).layout.chunks) == 1
 
 
-def test_frozen_unused_and_tied_parameters(rig_of: GetRig) -> None:
-    """``odd`` has all of them; gradients and norm of the first step."""
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_frozen_unused_tied_and_empty_parameters(norm_type: float) -> None:
+    """``odd`` has all of them; norm, gradients and moments of the first step."""
     model, other = CASES[NAME].build(), CASES[NAME].build()
     compiled = chunkc.compile(model, "emulated-64m-1g", dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(compiled.parameters(), max_grad_norm=1.0)
     for found in (compiled, other):
         found(**CASES[NAME].batches()[0]).backward()
-    norm = chunkc.clip_grad_norm_(compiled, 0.5)
+    wanted = torch.nn.utils.clip_grad_norm_([p for p in other.parameters() if p.numel()], 0.2, norm_type)
+    assert wanted > 0.4
+    torch.testing.assert_close(chunkc.clip_grad_norm_(compiled, 0.2, norm_type), wanted, rtol=2e-6, atol=0)
     assert chunkc.plan_of(compiled).measures, "an optimizer that clips is known before the first plan"
-    torch.testing.assert_close(norm, torch_clip(other, 0.5), rtol=2e-6, atol=0)
+    check_shown(compiled, other)
+    optimizer.max_grad_norm = None
     optimizer.step()
+    ours = dict(zip(compiled.parameters(), exp_avg_by_place(optimizer, compiled), strict=True))
+    for param, theirs in zip(compiled.parameters(), other.parameters(), strict=True):
+        assert (ours[param] is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            torch.testing.assert_close(ours[param], 0.1 * theirs.grad, rtol=1e-5, atol=1e-9)
+
+
+def exp_avg_by_place(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[torch.Tensor | None]:
+    """First moments in the order of parameters; None where there is no state."""
+    states = optimizer.state_dict()["state"]
+    return [states[i]["exp_avg"] if i in states else None for i, _ in enumerate(model.parameters())]
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["nan", "inf"])
+def test_what_is_not_finite_is_clipped_as_torch_clips_it(kind: int) -> None:
+    """Without a loss scale nothing is skipped: an infinite norm makes zeros, and NaN of what was infinite."""
+    pair = Pair("emulated-645k-16m", Poisoned(), {**MIXED, "measures": True})
+    data = (*batch(0), poisonous(kind))
+    for model in (pair.model, pair.plain):
+        model(*data).backward()
+    norm, wanted = chunkc.clip_grad_norm_(pair.model, 0.1), torch_clip(pair.plain, 0.1)
+    torch.testing.assert_close(norm, wanted, equal_nan=True)
+    assert not wanted.isfinite()
+    check_shown(pair.model, pair.plain)
+    pair.both(lambda _, optimizer: optimizer.step())
+    for ours, theirs in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.detach().clone(), theirs.detach(), rtol=0, atol=1e-5, equal_nan=True)
 
 
 def test_what_cannot_be_clipped() -> None:

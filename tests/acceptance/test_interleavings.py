@@ -193,19 +193,21 @@ class Driver:
         self._both(lambda model, *_: (list(model.parameters())[number] * 0.01).sum().backward())
 
 
+SCALED = {"loss_scale": 1024.0}
+"""In fp32 a power of two changes no digit: what is scaled and unscaled on its way equals plain PyTorch's."""
 PAIRS = [
-    pytest.param(({}, 1), id="host"),
-    pytest.param((MIXED, 1), id="mixed", marks=SLOW),
-    pytest.param(({}, 3), id="accumulating"),
-    pytest.param((MIXED, 3), id="accumulating mixed", marks=SLOW),
+    pytest.param(({}, 1, {}), id="host"),
+    pytest.param((MIXED, 1, SCALED), id="mixed scaled", marks=SLOW),
+    pytest.param(({}, 3, SCALED), id="accumulating scaled"),
+    pytest.param((MIXED, 3, {}), id="accumulating mixed", marks=SLOW),
 ]
 
 
 @pytest.fixture(scope="module", params=PAIRS)
 def pair(request: pytest.FixtureRequest) -> Pair:
     """The longest sequences come first: they lay out the arena beside which the others must fit."""
-    wishes, accumulate = request.param
-    pair = Pair(wishes=wishes, accumulate=accumulate)
+    wishes, accumulate, options = request.param
+    pair = Pair(wishes=wishes, accumulate=accumulate, **options)
     pair.train(0, max(LENGTHS))
     assert (min(pair.kinds().values()) > 0) == bool(wishes), pair.kinds()
     return pair

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from halves import BAD, PLACES, built_in, inputs, make, restart
-from overflows import INTERVAL, Poisoned, assert_same_state, grow_soon, scale_of, state_of
+from overflows import INTERVAL, Poisoned, assert_same_state, check_stepped, grow_soon, scale_of, state_of
 from pair import Pair, Tower, batch
 from torch import nn
 
@@ -180,6 +180,22 @@ def test_a_script_scales_by_grad_scaler(pair: Pair, clips: bool) -> None:
     assert scale_of(pair.model) == 2.0**16, "the built-in scale rests"
 
 
+def test_a_script_may_go_back_to_the_scale_that_is_built_in(pair: Pair) -> None:
+    """Without its scaler the next gradients would not be scaled at all, and overflows not be noticed."""
+    scaler = chunkc.GradScaler(init_scale=2.0**10)
+    scripted(pair, scaler, 0)
+    built_in(pair, 2)
+    before = state_of(pair)
+    built_in(pair, BAD[0])
+    assert_same_state(state_of(pair), before)
+    assert (scaler.get_scale(), scale_of(pair.model)) == (2.0**10, 2.0**15)
+    for number in (0, 2):
+        pair.plain(*inputs(number)).backward()
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+    check_stepped(pair)
+
+
 def test_gradients_are_scaled_until_unscale(pair: Pair) -> None:
     scaler = chunkc.GradScaler(init_scale=1024.0)
     scaler.scale(pair.model(*inputs(0))).backward()
@@ -242,7 +258,7 @@ def test_a_static_scale_stays_and_skips() -> None:
     built_in(pair, BAD[0])
     assert_same_state(state_of(pair), before)
     assert scale_of(pair.model) == 256.0
-    for bad in (0.0, -1.0, float("inf"), "static"):
+    for bad in (0.0, -1.0, float("inf"), float("nan"), "static", None):
         with pytest.raises(ChunkcError, match="loss_scale="):
             chunkc.compile(Tower(), "emulated-64m-1g", loss_scale=bad)
 
@@ -260,6 +276,23 @@ def test_a_scaler_asks_for_losses_that_it_scaled(pair: Pair) -> None:
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ChunkcError, match=r"goes with chunkc\.AdamW"):
         scaler.step(plain)
+
+
+def test_a_scaler_asks_for_gradients(pair: Pair) -> None:
+    """As torch's, which would otherwise count a step without overflow; then it goes on."""
+    scaler = chunkc.GradScaler()
+    loss = scaler.scale(pair.model(*inputs(0)))
+    before = scaler.state_dict()
+    scaler.unscale_(pair.optimizer)
+    with pytest.raises(ChunkcError, match=r"step\(\) comes after backward\(\)"):
+        scaler.step(pair.optimizer)
+    with pytest.raises(ChunkcError, match="no gradients were looked at"):
+        scaler.update()
+    assert scaler.state_dict() == before
+    loss.backward()
+    scaler.step(pair.optimizer)
+    scaler.update()
+    assert scaler.state_dict()["_growth_tracker"] == 1
 
 
 def test_a_forward_that_breaks_asks_for_a_scaler() -> None:

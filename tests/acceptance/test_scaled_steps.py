@@ -41,14 +41,22 @@ MAX_NORM = 0.3
 Step = Callable[[Pair, chunkc.GradScaler, tuple[torch.Tensor, ...]], object]
 
 
-def by_model(clips: bool) -> Step:
+def by_model(clip: Callable[[nn.Module], object] | None) -> Step:
     def step(pair: Pair, _: chunkc.GradScaler, data: tuple[torch.Tensor, ...]) -> None:
         pair.model(*data).backward()
-        if clips:
-            chunkc.clip_grad_norm_(pair.model, MAX_NORM)
+        if clip is not None:
+            clip(pair.model)
         pair.optimizer.step()
 
     return step
+
+
+def clip(model: nn.Module) -> torch.Tensor:
+    return chunkc.clip_grad_norm_(model, MAX_NORM)
+
+
+def clip_by_torch(model: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
 def by_scaler(clip: Callable[[nn.Module], object] | None) -> Step:
@@ -64,17 +72,14 @@ def by_scaler(clip: Callable[[nn.Module], object] | None) -> Step:
 
 
 STEPS: dict[str, tuple[Step, bool, float | None]] = {
-    "built in": (by_model(clips=False), False, None),
-    "built in, clipped": (by_model(clips=True), True, None),
-    "built in, clipped by the optimizer": (by_model(clips=False), True, MAX_NORM),
+    "built in": (by_model(None), False, None),
+    "built in, clipped": (by_model(clip), True, None),
+    "built in, clipped by the optimizer": (by_model(None), True, MAX_NORM),
+    "built in, clipped by torch": (by_model(clip_by_torch), True, None),
     "scaler": (by_scaler(None), False, None),
-    "scaler, clipped": (by_scaler(lambda model: chunkc.clip_grad_norm_(model, MAX_NORM)), True, None),
+    "scaler, clipped": (by_scaler(clip), True, None),
     "scaler, clipped by the optimizer": (by_scaler(None), True, MAX_NORM),
-    "scaler, clipped by torch": (
-        by_scaler(lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)),
-        True,
-        None,
-    ),
+    "scaler, clipped by torch": (by_scaler(clip_by_torch), True, None),
 }
 """A step in fp16, whether it clips, and the optimizer's ``max_grad_norm``."""
 

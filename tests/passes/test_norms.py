@@ -11,6 +11,7 @@ from schedules import (
     chain,
     gpt_like,
     mixed,
+    param,
     planned,
     planned_somewhere,
     requests,
@@ -140,6 +141,20 @@ def test_an_update_that_does_not_wait_is_refused() -> None:
     position = next(i for i, a in enumerate(step) if "s0" in a.waits)
     with pytest.raises(PlanError, match=r"update c\d+.*reads decision without being ordered after s0 `decide"):
         verify(without_wait(plan, "step", position, "s0"))
+
+
+def test_a_decision_follows_updates_of_what_no_graph_touches() -> None:
+    """They read the one before, and nothing that comes in between waits for them but this."""
+    base = chain(3)
+    found = replace(base, params=(*base.params, param("elsewhere", 64)), also_trained=(3,))
+    plan = planned(found, target(), replace(MEASURES, chunk_numel=64, max_slots=2)).plan
+    updates = {label for label, a in plan.program("step").labelled() if str(a).startswith("update c3 @cpu")}
+    backward = plan.program("backward").actions
+    [(position, wait)] = [(i, w) for i, a in enumerate(backward) for w in a.waits if w in updates]
+    with pytest.raises(
+        PlanError, match=r"decide @compute.*writes decision without being ordered after s\d+ `update c3"
+    ):
+        verify(without_wait(plan, "backward", position, wait))
 
 
 def test_resident_plans_measure_too() -> None:
