@@ -69,8 +69,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
         the files written; the index, if there is one, comes last.
 
     Raises:
-        ChunkcError: for parameters without a value, and for state that is no tensor or has a dtype that safetensors
-            cannot hold; nothing is written then.
+        ChunkcError: for parameters without a value, for other state (``get_extra_state``), and for dtypes that
+            safetensors cannot hold; nothing is written then.
         OSError: when the files cannot be written; those of an earlier save are still there.
     """
     started_s = time.perf_counter()
@@ -101,8 +101,8 @@ def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
     others = [name for name in tensors.others if name not in ignored]
     if others:
         raise ChunkcError(
-            f"the state of {others[0]} ({len(others)} in all) is no tensor (get_extra_state), which safetensors cannot "
-            "hold; save it beside the weights, for example with chunkc.save_checkpoint"
+            f"the state of {others[0]} ({len(others)} in all) is neither parameter nor buffer (get_extra_state); save "
+            "it beside the weights, for example with chunkc.save_checkpoint"
         )
     entries = {name: entry for entry in tensors.entries if (name := saved_name(model, entry)) not in ignored}
     wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in _NAMES]
