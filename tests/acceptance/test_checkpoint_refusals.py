@@ -139,7 +139,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(ChunkcError, match=r"extra\['rows'\] is a builtins\.set"):
         chunkc.save_checkpoint(tmp_path, model, optimizer, extra={"rows": {1}})
     with pytest.raises(
-        ChunkcError, match=r"second\.bias \(4 in all\) is a parameter of the compiled model, but not of"
+        ChunkcError, match=r"second\.weight \(4 in all\) is a parameter of the compiled model, but not of"
     ):
         chunkc.save_checkpoint(tmp_path, model.first, optimizer)
     with pytest.raises(ChunkcError, match="keep=0: give the number"):

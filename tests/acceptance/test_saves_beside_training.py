@@ -89,8 +89,8 @@ def test_a_save_that_is_written_late_is_of_the_moment_of_the_call(
         runtime = runtime_of(run.model)
         snapshot = runtime._store.snapshot
         change(run)
-        places = enumerate(runtime.layout.placements)
-        changed = {place.chunk for index, place in places if change is written or runtime.is_trained(index)}
+        indexes = [i for i in range(len(runtime.params)) if change is written or runtime.is_trained(i)]
+        changed = {part.chunk for index in indexes for part in runtime._store.parts(index)}
         assert snapshot.num_copies == len(changed)
 
     save_late(tmp_path, change_all, **options)
