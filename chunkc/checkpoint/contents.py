@@ -138,7 +138,8 @@ def gather(
     runtime.staging.check_complete()
     runtime.drain()
     tensors, encoder, steps = ModelTensors(model), Encoder(_PREFIX), optimizer.step_counts
-    held, scale = model.state_dict(keep_vars=True), runtime.loss_scale
+    scale = runtime.loss_scale
+    held = model.state_dict(keep_vars=True)
     objects = {
         "model": {
             "params": [[info.name, *info.aliases] for info in runtime.infos],
@@ -151,7 +152,7 @@ def gather(
             "steps": {runtime.name_of(index): count for index, count in steps.items()},
         },
         "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler.state_dict()"),
-        "loss_scale": None if scale is None or not scale.is_dynamic else scale.state_dict(),
+        "loss_scale": scale.state_dict() if scale is not None and scale.is_dynamic else None,
         "generators": {"0": encoder.encode(read_generators(), "generators")},
         "extra": encoder.encode(extra, "extra"),
     }
