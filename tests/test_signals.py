@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import chunkc
+from chunkc.checkpoint import directory as folders
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,28 @@ def test_a_forked_child_ends_as_usual() -> None:
         assert not stop
 
 
-def test_the_exit_code_of_a_process() -> None:
-    code = "import os, signal, chunkc\nwith chunkc.graceful_exit():\n    os.kill(os.getpid(), signal.SIGTERM)"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], timeout=120, check=False)
+STOPPED = """
+import os, signal, sys
+import torch
+import chunkc
+
+model = chunkc.compile(torch.nn.Linear(8, 8), "emulated-96k-16m", dtype=torch.float32, backend="eager")
+optimizer = chunkc.AdamW(model.parameters())
+with chunkc.graceful_exit() as stop:
+    for step in range(5):
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if stop:
+            chunkc.save_checkpoint(sys.argv[1], model, optimizer, asynchronous=True)
+            break
+"""
+
+
+def test_a_process_ends_with_the_documented_code_when_its_save_is_whole(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", STOPPED, tmp_path], timeout=120, check=False)
     assert done.returncode == 143
+    [path] = folders.checkpoints(tmp_path)
+    assert folders.newest(tmp_path) == path and folders.verify(path).step == 2

@@ -10,7 +10,7 @@ import logging
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from chunkc.checkpoint.planners import load, save
 from chunkc.checkpoint.restore import check_optimizer_fits, fit_model, resume, stored_shapes, write_model
 from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter, write_json
 from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -101,18 +102,32 @@ def save_checkpoint(
     """
     if keep is not None and keep < 1:
         raise ChunkcError(f"keep={keep}: give the number of checkpoints to keep, 1 or more")
-    runtime = runtime_of(model)
-    _finish_last(runtime)
-    contents = gather(model, runtime, check_optimizer(optimizer, runtime), scheduler, extra, max_copied_nbytes)
-    work = partial(_save, Path(directory), model, runtime, contents, keep)
-    if not (asynchronous and contents.is_lasting):
+    runtime, root = runtime_of(model), Path(directory)
+    error = _finish_last(runtime)
+    if error is not None:
+        raise error
+    contents: Contents | None = None
+    try:
+        with deferred_interrupt():
+            contents = gather(model, runtime, check_optimizer(optimizer, runtime), scheduler, extra, max_copied_nbytes)
+            work = partial(_save, root, model, runtime, contents, keep)
+            if asynchronous and contents.is_lasting:
+                runtime.saving = _beside(work)
+                return runtime.saving
         done: Future[Path] = Future()
         done.set_result(work())
         return done
+    finally:
+        if contents is not None and runtime.saving is None:
+            runtime.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
+
+
+def _beside(work: Callable[[], Path]) -> Future[Path]:
+    """``work`` on a thread of its own, which the process waits for before it exits."""
     executor = ThreadPoolExecutor(1, "chunkc-checkpoint")
-    runtime.saving = executor.submit(work)
+    future = executor.submit(work)
     executor.shutdown(wait=False)
-    return runtime.saving
+    return future
 
 
 def load_checkpoint(
@@ -137,7 +152,9 @@ def load_checkpoint(
         ChunkcError: when gradients wait to be stepped, or the model is not compiled.
     """
     runtime, started_s = runtime_of(model), time.perf_counter()
-    _finish_last(runtime)
+    error = _finish_last(runtime)
+    if error is not None:
+        logger.warning("the asynchronous save before this load had failed: %s", error)
     path = _find(Path(directory))
     manifest = folders.verify(path)
     encoded, tensors = read_objects(path), dict[str, torch.Tensor]()
@@ -159,7 +176,7 @@ def load_checkpoint(
 
 
 def _find(directory: Path) -> Path:
-    if (directory / folders.MANIFEST_NAME).is_file():
+    if folders.is_checkpoint(directory):
         return directory
     path = folders.newest(directory)
     if path is None:
@@ -167,15 +184,14 @@ def _find(directory: Path) -> Path:
     return path
 
 
-def _finish_last(runtime: ModelRuntime) -> None:
-    """Wait for a save under way; what stopped it is said once more, since nobody may have asked its future."""
-    last, runtime.saving = runtime.saving, None
+def _finish_last(runtime: ModelRuntime) -> BaseException | None:
+    """Wait for a save under way; what stopped it is to be said once more, since nobody may have asked its future."""
+    last = runtime.saving
     if last is None:
-        return
+        return None
     wait([last])
-    error = last.exception()
-    if error is not None:
-        raise error
+    runtime.saving = None  # not before, so that an interrupted wait forgets no save
+    return last.exception()
 
 
 def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Contents, keep: int | None) -> Path:
@@ -189,7 +205,7 @@ def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Content
             path=root,
         ) from error
     finally:
-        runtime.end_snapshot()
+        runtime.end_snapshot(contents.reader)
     if keep is not None:
         folders.prune(root, keep)
     logger.info("saved %s, %.1f MB, in %.1f s", path, contents.nbytes / 1e6, time.perf_counter() - started_s)
@@ -197,16 +213,15 @@ def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Content
 
 
 def _write_files(root: Path, contents: Contents) -> Path:
-    root.mkdir(parents=True, exist_ok=True)
-    free_nbytes = shutil.disk_usage(root).free
-    if free_nbytes < contents.nbytes:
-        raise CheckpointError(
-            f"a checkpoint of {contents.nbytes} bytes does not fit into {root}, where {free_nbytes} are free: make "
-            "room, or keep fewer (`keep=`)",
-            path=root,
-        )
     path = folders.begin(root, contents.step)
     try:
+        free_nbytes = shutil.disk_usage(root).free
+        if free_nbytes < contents.nbytes:
+            raise CheckpointError(
+                f"a checkpoint of {contents.nbytes} bytes does not fit into {root}, where {free_nbytes} are free: make "
+                "room, or keep fewer (`keep=`)",
+                path=root,
+            )
         writer = SafetensorsWriter(path)
         save(writer, contents.stand_ins, contents.read)
         digests = {**writer.digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}

@@ -58,14 +58,19 @@ class Contents:
         stand_ins: dtype and shape of every tensor, in the order in which they must be read.
         read: gives one of them.
         objects: everything else, for ``json.dumps``.
-        is_lasting: whether all that is the moment's even when training goes on before it is read.
+        reader: of the snapshot that ``read`` reads, to be ended; None where parameters have no chunks yet.
     """
 
     step: int
     stand_ins: Mapping[str, torch.Tensor]
     read: Callable[[str], torch.Tensor]
     objects: Any
-    is_lasting: bool
+    reader: SnapshotReader | None
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether all this stays the moment's even when training goes on before it is read."""
+        return self.reader is not None
 
     @property
     def nbytes(self) -> int:
@@ -77,12 +82,20 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
     """What runs a compiled model whose state can be saved or replaced now: between whole steps.
 
     Raises:
-        ChunkcError: when it is not compiled, in a forked child, when gradients wait, or when an update has failed.
+        ChunkcError: when it is not compiled or a part of what is, in a forked child, when gradients wait, or when an
+            update has failed.
     """
     runtime = memory_of(model)
     if not isinstance(runtime, ModelRuntime):
         raise TypeError(f"a compiled model has a {type(runtime).__name__}")
     runtime.device.check_usable()
+    given = set(model.parameters())
+    outside = [info.name for info, param in zip(runtime.infos, runtime.params, strict=True) if param not in given]
+    if outside:
+        raise ChunkcError(
+            f"{outside[0]} ({len(outside)} in all) is a parameter of the compiled model, but not of the module given. "
+            "A checkpoint holds whole models: give the one that chunkc.compile returned"
+        )
     if runtime.is_broken:
         raise ChunkcError(
             "an update failed halfway through the last step(), so parameters are of two steps and no checkpoint: load "
@@ -123,6 +136,7 @@ def gather(
         ChunkcError: for what a checkpoint cannot hold; nothing is open then.
     """
     runtime.staging.check_complete()
+    runtime.drain()
     tensors, encoder, steps = ModelTensors(model), Encoder(_PREFIX), optimizer.step_counts
     scale = runtime.loss_scale
     held = model.state_dict(keep_vars=True)
@@ -151,7 +165,7 @@ def gather(
     def read(key: str) -> torch.Tensor:
         return sources[key][1]() if key in sources else held_tensors[key]
 
-    return Contents(max(steps.values(), default=0), stand_ins, read, objects, reader is not None)
+    return Contents(max(steps.values(), default=0), stand_ins, read, objects, reader)
 
 
 Source = tuple[torch.Tensor, Callable[[], torch.Tensor]]

@@ -63,12 +63,25 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint that ``latest`` names, whole or not; else the newest complete one; None without any."""
-    with suppress(FileNotFoundError, UnicodeDecodeError):
-        name = (root / LATEST_NAME).read_text(encoding="utf-8").strip()
-        if _NAME.fullmatch(name):
+    """The checkpoint that ``latest`` names, whole or not; else the newest complete one; None without any.
+
+    Where it names none that is there, since it was damaged or the checkpoint was removed by hand, a log line says so.
+    """
+    found = max(checkpoints(root), key=_number, default=None)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        name = (root / LATEST_NAME).read_text(encoding="utf-8", errors="replace").strip()
+        if _NAME.fullmatch(name) and (root / name).is_dir():
             return root / name
-    return max(checkpoints(root), key=_number, default=None)
+        if found is not None:
+            logger.warning(
+                "%s names no checkpoint (%.80r); the newest complete one is %s", root / LATEST_NAME, name, found
+            )
+    return found
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a checkpoint itself, whole or not, and no directory of checkpoints."""
+    return (path / MANIFEST_NAME).is_file() or (path.is_dir() and _NAME.fullmatch(path.resolve().name) is not None)
 
 
 def before(path: Path) -> Path | None:
@@ -78,7 +91,7 @@ def before(path: Path) -> Path | None:
 
 def begin(root: Path, step: int) -> Path:
     """A new folder to write a checkpoint into; what killed saves have left is removed."""
-    root.mkdir(parents=True, exist_ok=True)
+    _make(root)
     _remove_leftovers(root)
     taken = [_number(path) for path in root.iterdir() if _NAME.fullmatch(path.name)]
     path = _hidden(root, "saving", f"{max(taken, default=0) + 1:08d}-step-{step}")
@@ -142,7 +155,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
         return Manifest(body["format"], body["step"], body["versions"], files), ""
     except FileNotFoundError:
         return None, "missing"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return None, f"not readable ({type(error).__name__})"
 
 
@@ -211,6 +224,15 @@ def _flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _make(root: Path) -> None:
+    """Make a folder and those above it, each on disk before something stands in it."""
+    missing = [path for path in (root, *root.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _flush(path.parent)
+    root.mkdir(exist_ok=True)
 
 
 def _hidden(root: Path, what: str, name: str) -> Path:

@@ -56,6 +56,8 @@ DTYPE_NAMES: Final = {
 }
 """What safetensors calls each dtype that can be stored."""
 
+_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+
 _PIECE_NBYTES: Final = 2**24
 
 
@@ -305,7 +307,7 @@ def _bytes_of(value: torch.Tensor) -> memoryview:
 
 def _tensor_metadata(found: Mapping[str, Any]) -> TensorStorageMetadata:
     parts = [ChunkStorageMetadata(torch.Size(p["offsets"]), torch.Size(p["sizes"])) for p in found["parts"]]
-    return TensorStorageMetadata(TensorProperties(getattr(torch, found["dtype"])), torch.Size(found["shape"]), parts)
+    return TensorStorageMetadata(TensorProperties(_DTYPES[found["dtype"]]), torch.Size(found["shape"]), parts)
 
 
 def _part(stored: torch.Tensor, item: ReadItem) -> torch.Tensor:

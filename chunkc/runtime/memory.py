@@ -249,7 +249,7 @@ class ModelMemory:
     def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copies of exp_avg, exp_avg_sq and param32 in host memory."""
         self.drain()
-        if self._values is None:
+        if self._values is None or self.staging.holds(param):
             value = self.staging.exact(param)
             state = self.staging.state(param)
             moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
@@ -262,7 +262,7 @@ class ModelMemory:
     ) -> None:
         """Replace moments and, if given, param32."""
         self.drain()
-        if self._values is None:
+        if self._values is None or self.staging.holds(param):
             self.staging.write_state(param, exp_avg, exp_avg_sq, param32)
             self._raise_versions([param])
             return
@@ -286,10 +286,10 @@ class ModelMemory:
             return None
         return self._values.snapshot(max_copied_nbytes)
 
-    def end_snapshot(self) -> None:
-        """Nobody reads the snapshot any more."""
-        if self._store is not None:
-            self._store.end_snapshot()
+    def end_snapshot(self, reader: SnapshotReader | None) -> None:
+        """``reader`` has read what it wanted; None where there was nothing to keep."""
+        if self._store is not None and reader is not None:
+            self._store.end_snapshot(reader.snapshot)
 
     def _chunk_values(self) -> ChunkValues:
         if self._values is None:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk
 
 Live = Callable[[int], tuple[torch.Tensor, ...]]
@@ -43,6 +44,7 @@ class Snapshot:
         self._copied_nbytes = 0
         self._max_copied_nbytes = max_copied_nbytes
         self._changed = threading.Condition()
+        self._is_closed = False
 
     def before_write(self, chunk: int) -> None:
         """Somebody is about to write to ``chunk``: returns when that cannot change what will be read."""
@@ -64,9 +66,12 @@ class Snapshot:
         """The chunk as it was, in host memory that belongs to the caller; once for each chunk.
 
         Raises:
-            KeyError: when it was taken before, is none of the snapshot's, or the snapshot was closed.
+            KeyError: when it was taken before, or is none of the snapshot's.
+            ChunkcError: when the snapshot was closed, so that the chunk may have been written to since.
         """
         with self._changed:
+            if self._is_closed:
+                raise ChunkcError("the snapshot was given up before all of it was read: nothing of it can be used")
             if chunk in self._copied:
                 tensors = self._copied.pop(chunk)
                 self._copied_nbytes -= _nbytes(tensors)
@@ -79,6 +84,7 @@ class Snapshot:
     def close(self) -> None:
         """Nobody reads any more: writers go on."""
         with self._changed:
+            self._is_closed = True
             self._waiting.clear()
             self._copied.clear()
             self._copied_nbytes = 0
@@ -108,6 +114,9 @@ class SnapshotReader:
     """Whole tensors out of a snapshot, in the order in which parameters stand in chunks.
 
     A chunk is taken when its first parameter is read and let go when one is read that has no part of it.
+
+    Attributes:
+        snapshot: what it reads.
     """
 
     def __init__(
@@ -117,7 +126,7 @@ class SnapshotReader:
         gather: Callable[[int, Callable[[Chunk], torch.Tensor]], torch.Tensor],
     ) -> None:
         """``parts`` of a parameter by its index; ``gather`` puts one together from what a function gives per chunk."""
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._parts = parts
         self._gather = gather
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -126,12 +135,13 @@ class SnapshotReader:
         """Parameter ``index`` (position 0), its exp_avg (1) or its exp_avg_sq (2), as it was, in host memory.
 
         Raises:
-            KeyError: when parameters are read in another order than that of their chunks, or after the end.
+            KeyError: when parameters are read in another order than that of their chunks.
+            ChunkcError: after the end.
         """
         needed = [part.chunk for part in self._parts(index)]
         if needed:
             self._taken = {chunk: held for chunk, held in self._taken.items() if chunk in needed}
         for chunk in needed:
             if chunk not in self._taken:
-                self._taken[chunk] = self._snapshot.take(chunk)
+                self._taken[chunk] = self.snapshot.take(chunk)
         return self._gather(index, lambda chunk: self._taken[chunk.index][position])

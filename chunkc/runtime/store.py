@@ -75,7 +75,7 @@ class ChunkStore:
 
         The garbage collector may call this while torch traces something else, so no operator runs here.
         """
-        self.end_snapshot()
+        self.end_snapshot(self.snapshot)
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
                 self._device.free_home(slab)
@@ -91,11 +91,17 @@ class ChunkStore:
         if snapshot is not None:
             snapshot.before_write(chunk)
 
-    def end_snapshot(self) -> None:
-        """Nobody reads the snapshot any more."""
-        snapshot, self.snapshot = self.snapshot, None
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep ``snapshot`` from now on; one before it that nobody ended is given up, and its reader is told so."""
+        self.end_snapshot(self.snapshot)
+        self.snapshot = snapshot
+
+    def end_snapshot(self, snapshot: Snapshot | None) -> None:
+        """Nobody reads ``snapshot`` any more."""
         if snapshot is not None:
             snapshot.close()
+        if self.snapshot is snapshot:
+            self.snapshot = None
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:
         place = self.layout.placements[index]

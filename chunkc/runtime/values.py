@@ -94,10 +94,11 @@ class ChunkValues:
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
         """All parameters and moments as they are now, to be read while training goes on; one at a time.
 
-        What is read last must be followed by ``end_snapshot`` of the store.
+        What is read last must be followed by ``end_snapshot`` of the store. A snapshot before it ends.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
-        snapshot = self._store.snapshot = Snapshot(self._masters, used, max_copied_nbytes)
+        snapshot = Snapshot(self._masters, used, max_copied_nbytes)
+        self._store.begin_snapshot(snapshot)
         return SnapshotReader(snapshot, self._store.parts, self._gather)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:

@@ -136,6 +136,12 @@ def _read_index(path: Path) -> dict[str, Path]:
             f"{path} is no index of safetensors shards ({type(error).__name__}: {error}); it must be JSON with a "
             "`weight_map` from names to files. Copy or download it again"
         ) from error
+    outside = [file for file in map(Path, map(str, weight_map.values())) if file.is_absolute() or ".." in file.parts]
+    if outside:
+        raise ChunkcError(
+            f"{path} names {str(outside[0])!r}, which is outside of its folder; shards stand beside their index. These "
+            "files are not to be trusted: download the model from where it was published"
+        )
     missing = sorted({str(file) for file in found.values() if not file.is_file()})
     if missing:
         raise ChunkcError(f"{path} names {missing[0]}, which is missing ({len(missing)} in all); copy or download it")

@@ -33,7 +33,8 @@ logger = logging.getLogger("chunkc")
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SHARD_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+_PARTIAL: Final = ".partial"
+_OUR_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 @dataclass(slots=True)
@@ -57,7 +58,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     (which wants the configuration too: ``model.config.save_pretrained(directory)``), and with
     ``safetensors.torch.load_model``.
 
-    New files take their names when all are written whole; those of an earlier save that are not replaced go then.
+    New files take their names when all are written whole; those of an earlier save that are not replaced go then. A
+    save that is killed leaves the earlier one, or, while several shards take their names, no index.
 
     Args:
         max_shard_size: most bytes of values in a file, as a number or like ``"5GB"`` (powers of 1000). A larger tensor
@@ -67,8 +69,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
         the files written; the index, if there is one, comes last.
 
     Raises:
-        ChunkcError: for parameters without a value, and for state that is no tensor or has a dtype that safetensors
-            cannot hold; nothing is written then.
+        ChunkcError: for parameters without a value, for other state (``get_extra_state``), and for dtypes that
+            safetensors cannot hold; nothing is written then.
         OSError: when the files cannot be written; those of an earlier save are still there.
     """
     started_s = time.perf_counter()
@@ -86,8 +88,7 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
             names.append(INDEX_NAME)
             written.append(_temporary(folder / INDEX_NAME, cleanup))
             _write_whole(written[-1], [_index(shards, names).encode()])
-        for name, file in zip(names, written, strict=True):
-            os.replace(file, folder / name)
+        _put_in_place(folder, dict(zip(names, written, strict=True)))
     _remove_others(folder, names)
     nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
     logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
@@ -100,8 +101,8 @@ def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
     others = [name for name in tensors.others if name not in ignored]
     if others:
         raise ChunkcError(
-            f"the state of {others[0]} ({len(others)} in all) is no tensor (get_extra_state), which safetensors cannot "
-            "hold; save it beside the weights, for example with chunkc.save_checkpoint"
+            f"the state of {others[0]} ({len(others)} in all) is neither parameter nor buffer (get_extra_state); save "
+            "it beside the weights, for example with chunkc.save_checkpoint"
         )
     entries = {name: entry for entry in tensors.entries if (name := saved_name(model, entry)) not in ignored}
     wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in _NAMES]
@@ -182,9 +183,34 @@ def _write_whole(path: Path, head: Iterable[bytes], values: Iterable[memoryview]
 
 def _temporary(path: Path, cleanup: ExitStack) -> Path:
     """The name that a file has until it is whole; it does not outlive ``cleanup``."""
-    temporary = path.with_name(f".{path.name}.partial")
+    temporary = path.with_name(f".{path.name}{_PARTIAL}")
     cleanup.callback(temporary.unlink, missing_ok=True)
     return temporary
+
+
+def _put_in_place(folder: Path, written: Mapping[str, Path]) -> None:
+    """Whole files take their names, the index last.
+
+    Where shards of an earlier save have the same names, its index goes first: shards of two saves under one index would
+    load without a complaint.
+    """
+    if len(written) > 1 and any((folder / name).exists() for name in written if name != INDEX_NAME):
+        (folder / INDEX_NAME).unlink(missing_ok=True)
+        _flush(folder)
+    for name, file in written.items():
+        if name == INDEX_NAME:
+            _flush(folder)
+        os.replace(file, folder / name)
+    _flush(folder)
+
+
+def _flush(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
@@ -199,10 +225,11 @@ def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
 
 
 def _remove_others(folder: Path, names: Sequence[str]) -> None:
-    """Files of an earlier save that this one did not replace would be loaded instead, or take room for nothing."""
+    """Files of an earlier save that this one did not replace would be loaded instead, or take room for nothing; so
+    would what a save that was killed has left."""
     for path in list(folder.iterdir()):
-        is_weights = path.name == INDEX_NAME or _SHARD_NAME.fullmatch(path.name) is not None
-        if is_weights and path.name not in names:
+        is_ours = _OUR_NAME.fullmatch(path.name.removeprefix(".").removesuffix(_PARTIAL)) is not None
+        if is_ours and path.name not in names:
             path.unlink()
 
 

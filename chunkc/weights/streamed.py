@@ -69,9 +69,10 @@ def streamed_state(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ChunkcError: when ``model`` is not compiled, or has parameters without a value.
     """
-    tensors = ModelTensors(model)
+    tensors, held = ModelTensors(model), model.state_dict(keep_vars=True)
     check_values(tensors, {entry.name: entry for entry in tensors.entries})
-    return {
+    extra = {name: held[name] for name in tensors.others if isinstance(held[name], torch.Tensor)}
+    return extra | {
         saved_name(model, entry): StreamedTensor.of(partial(tensors.read, entry), entry.shape, entry.dtype)
         if entry.buffer is None
         else entry.buffer

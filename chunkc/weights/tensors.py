@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from torch import nn
 from chunkc.errors import ChunkcError
 from chunkc.runtime.memory import ModelMemory
 from chunkc.runtime.params import ManagedTensor
+
+_EXTRA_STATE: Final = "_extra_state"
+"""The last part of the name that torch gives to what ``get_extra_state`` returns, which may be a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class ModelTensors:
 
     Attributes:
         entries: in the order of the state dict.
-        others: names in the state dict whose values are no tensors (``get_extra_state``).
+        others: names in the state dict that are neither (``get_extra_state``): only their module can take a value.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,7 +70,7 @@ class ModelTensors:
         held: dict[tuple[str, int], torch.Tensor] = {}
         others = []
         for name, value in model.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 others.append(name)
                 continue
             is_param = isinstance(value, ManagedTensor)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 import chunkc
 from chunkc import CheckpointError, ChunkcError
+from chunkc.checkpoint import directory as folders
 
 
 class Net(nn.Module):
@@ -135,6 +138,10 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     step(model, optimizer)
     with pytest.raises(ChunkcError, match=r"extra\['rows'\] is a builtins\.set"):
         chunkc.save_checkpoint(tmp_path, model, optimizer, extra={"rows": {1}})
+    with pytest.raises(
+        ChunkcError, match=r"second\.weight \(4 in all\) is a parameter of the compiled model, but not of"
+    ):
+        chunkc.save_checkpoint(tmp_path, model.first, optimizer)
     with pytest.raises(ChunkcError, match="keep=0: give the number"):
         chunkc.save_checkpoint(tmp_path, model, optimizer, keep=0)
     assert not list(tmp_path.iterdir())
@@ -154,4 +161,50 @@ def test_a_save_that_fails_is_told_by_its_future_and_by_the_next_call(tmp_path: 
     with pytest.raises(CheckpointError, match="no checkpoint of step 1 was written into"):
         chunkc.save_checkpoint(tmp_path / "good", model, optimizer)
     step(model, optimizer)
-    assert chunkc.save_checkpoint(tmp_path / "good", model, optimizer).result().name == "00000001-step-3"
+    good = chunkc.save_checkpoint(tmp_path / "good", model, optimizer).result()
+    assert good.name == "00000001-step-3"
+    assert chunkc.save_checkpoint(blocked, model, optimizer, asynchronous=True).exception() is not None
+    assert chunkc.load_checkpoint(good, model, optimizer).step == 3, "going back is not held up by it"
+
+
+def test_what_a_killed_save_left_does_not_count_as_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a disk that has room for a new checkpoint only when that is gone."""
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    left = folders.begin(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0 if left.exists() else 10**9))
+    assert chunkc.save_checkpoint(tmp_path, model, optimizer).result().is_dir()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10))
+    with pytest.raises(CheckpointError, match="where 10 are free: make room"):
+        chunkc.save_checkpoint(tmp_path, model, optimizer)
+    assert not list(tmp_path.glob(".saving*"))
+
+
+@dataclass
+class Disk:
+    free: int
+
+
+def places(file: Path) -> list[int]:
+    """Both ends of a file, and some bytes in between."""
+    last = file.stat().st_size - 1
+    return sorted({*range(0, last, last // 25 + 1), 1, last})
+
+
+def test_one_bit_anywhere_is_found_and_the_file_named(saved: Path) -> None:
+    model, optimizer = run_of(Net())
+    newest, before = sorted(saved.glob("0*"))[::-1]
+    for file in sorted(newest.iterdir()):
+        data = file.read_bytes()
+        for place in places(file):
+            changed = bytearray(data)
+            changed[place] ^= 1 << place % 8
+            file.write_bytes(changed)
+            with pytest.raises(CheckpointError) as error:
+                chunkc.load_checkpoint(saved, model, optimizer)
+            assert error.value.damaged == (file.name,) and error.value.previous == before, place
+        file.write_bytes(data)
+    (newest / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is missing") as error:
+        chunkc.load_checkpoint(newest, model, optimizer)
+    assert error.value.previous == before

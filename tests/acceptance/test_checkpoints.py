@@ -10,6 +10,7 @@ import torch
 from pair import MIXED, batch
 from resumed import NUM_STEPS, POLICIES, Run, check_equal
 from small import Small
+from torch import nn
 
 import chunkc
 from chunkc import ChunkcError
@@ -177,3 +178,36 @@ def test_the_model_alone_is_loaded_without_moments(tmp_path: Path) -> None:
         if name in index:
             assert torch.equal(after[name], runtime_of(first.model).read_state(index[name])[2]), name
     check_equal({n: v for n, v in after.items() if "exp" in n}, {n: v for n, v in before.items() if "exp" in n})
+
+
+class Counting(nn.Linear):
+    """Keeps numbers by torch's way for what is no buffer."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+class Packed(Counting):
+    """Gives the same as a tensor, which is no part of the module."""
+
+    def get_extra_state(self) -> torch.Tensor:  # type: ignore[override]
+        return torch.arange(self.seen)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:  # type: ignore[override]
+        self.seen = len(state)
+
+
+def test_extra_states_of_modules_come_back(tmp_path: Path) -> None:
+    models = [nn.Sequential(Counting(4, 4), Packed(4, 4)) for _ in range(2)]
+    for model in models:
+        chunkc.compile(model, "emulated-96k-16m", dtype=torch.float32, backend="eager")
+    optimizers = [chunkc.AdamW(model.parameters()) for model in models]
+    models[0][0].seen, models[0][1].seen = 5, 6
+    chunkc.save_checkpoint(tmp_path, models[0], optimizers[0])
+    chunkc.load_checkpoint(tmp_path, models[1], optimizers[1])
+    assert [part.seen for part in models[1]] == [5, 6]

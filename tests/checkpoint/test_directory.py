@@ -103,6 +103,32 @@ def test_a_manifest_that_was_edited_is_damaged_and_a_later_format_is_refused(tmp
         folders.verify(later)
 
 
+def test_a_pointer_that_is_damaged_leads_to_the_newest_complete_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where the checkpoint was removed by hand; a log line says so. One that is there and damaged is named."""
+    first, second = add(tmp_path, 1), add(tmp_path, 2)
+    pointer = tmp_path / folders.LATEST_NAME
+    data = pointer.read_bytes()
+    for place in range(len(data) - 1):
+        for bit in (0, 3, 7):
+            changed = bytearray(data)
+            changed[place] ^= 1 << bit
+            pointer.write_bytes(changed)
+            caplog.clear()
+            assert folders.newest(tmp_path) == second
+            assert [record.levelname for record in caplog.records] == ["WARNING"]
+    pointer.write_bytes(data)
+    cut(second / "a.json")
+    assert folders.newest(tmp_path) == second
+    shutil.rmtree(second)
+    assert folders.newest(tmp_path) == first
+
+
+def test_folders_above_are_made(tmp_path: Path) -> None:
+    assert add(tmp_path / "new" / "runs" / "first", 1).is_dir()
+
+
 def test_old_ones_go_and_the_newest_complete_never(tmp_path: Path) -> None:
     paths = [add(tmp_path, step) for step in range(5)]
     cut(paths[4] / "a.json")

@@ -43,6 +43,8 @@ class Dropping(Tower):
 class Run:
     """A training run with two parameter groups and a scheduler; ``seed`` is that of its initialisation.
 
+    ``frozen`` are names of parameters that are not trained.
+
     Attributes:
         num_parts: micro-batches of a step.
     """
@@ -52,10 +54,11 @@ class Run:
     ) -> None:
         torch.manual_seed(seed)
         self.num_parts = options.get("accumulate", 1)
-        handed_over = options.pop("handed_over", torch.float32)
-        self.model = chunkc.compile(
-            Dropping().to(handed_over), hw, **{"dtype": torch.float32, "backend": "eager", **options}
-        )
+        handed_over, frozen = options.pop("handed_over", torch.float32), options.pop("frozen", ())
+        model = Dropping().to(handed_over)
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
         if wishes is not None:
             settings = self.model._compiled_call_impl.settings
             settings.options = replace(settings.options, **wishes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import re
 import shutil
@@ -199,6 +200,21 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"\x80")
 
 
+def outside(folder: Path) -> None:
+    shutil.copy(min(folder.glob("*.safetensors")), folder.parent / "other.safetensors")
+    _point_to(folder, "../other.safetensors")
+
+
+def absolute(folder: Path) -> None:
+    _point_to(folder, str(min(folder.glob("*.safetensors"))))
+
+
+def _point_to(folder: Path, file: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(found["weight_map"], file)}))
+
+
 def unindexed(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
 
@@ -218,6 +234,8 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "swapped": (swapped, r"stands both in"),
     "no index": (no_index, r"index\.json is no index of safetensors shards"),
     "pickled": (pickled, r"pytorch_model\.bin, which is pickled.*save_pretrained"),
+    "outside": (outside, r"names '\.\./other\.safetensors', which is outside of its folder"),
+    "absolute": (absolute, r"names '/.*', which is outside of its folder"),
     "unindexed": (unindexed, r"holds \d+ safetensors files and no model\.safetensors\.index\.json"),
     "emptied": (emptied, r"holds neither"),
 }

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -141,6 +144,47 @@ def test_a_save_that_fails_leaves_the_earlier_one(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         chunkc.save_safetensors(model, tmp_path, max_shard_size=300)
     assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_save_that_is_killed_among_its_shards_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever a file takes its name: what loads is the earlier save or the new one, and what is left over goes."""
+    model, other = odd(), odd()
+    num_files = len(chunkc.save_safetensors(model, tmp_path / "earlier", max_shard_size=300))
+    earlier, found, replace = model.state_dict(), [], os.replace
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    for num_replaced in range(num_files + 1):
+        folder = shutil.copytree(tmp_path / "earlier", tmp_path / str(num_replaced))
+        (folder / ".model-00001-of-00099.safetensors.partial").write_text("of a killed save")
+        left = num_replaced
+
+        def replace_some(source: Path, target: Path) -> None:
+            nonlocal left
+            if not left:
+                raise Killed
+            left -= 1
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", replace_some)
+        with suppress(Killed):
+            chunkc.save_safetensors(model, folder, max_shard_size=300)
+        monkeypatch.setattr(os, "replace", replace)
+        found.append("refused")
+        with suppress(ChunkcError):
+            chunkc.load_pretrained(other, folder, strict=True)
+            is_earlier = torch.equal(other.state_dict()["scalar"], earlier["scalar"])
+            assert_same(other.state_dict(), earlier if is_earlier else model.state_dict())
+            found[-1] = "earlier" if is_earlier else "new"
+        chunkc.save_safetensors(model, folder, max_shard_size=300)
+        assert len(list(folder.iterdir())) == num_files and not list(folder.glob(".*"))
+    assert found == ["refused"] * num_files + ["new"]
 
 
 def test_transformers_reads_tied_and_sharded_saves(tmp_path: Path) -> None:
