@@ -145,3 +145,20 @@ def test_adapters_of_peft_are_saved_alone_and_load_into_a_plain_model(tmp_path: 
     plain = BY_PEFT.build().unload()
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path).state_dict()
     assert all(torch.equal(loaded[name], found.params[name]) for name in found.params)
+
+
+@needs_peft
+def test_adapters_of_peft_generate_and_evaluate_as_in_the_plain_model() -> None:
+    rig = rig_for(BY_PEFT.name)
+    found = rig.train(smallest(rig), SEMANTICS)
+    plain = BY_PEFT.build()
+    plain.load_state_dict(found.params)
+    prompt, batch = torch.arange(8).view(2, 4), BY_PEFT.batches()[0]
+    tokens, losses = [], []
+    for model in (rig.model.eval(), plain.eval()):
+        tokens.append(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=6))
+        with torch.no_grad():
+            losses.append(model(**batch).loss.item())
+    rig.model.train()
+    assert torch.equal(*tokens)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
