@@ -9,7 +9,8 @@ Which micro-batch ends a window is Trainer's to say: it sets accelerate's ``sync
 early, at the end of an epoch. Clipping is `chunkc.clip_grad_norm_`, for which the plan makes room. accelerate neither
 moves the model (chunkc keeps it within its budget), nor wraps it (mixed precision is in the plan), nor scales losses
 (so is scaling). What its wrapper would give in fp32 is in fp32 where it is read: metrics, predictions, label smoothing
-and ``compute_loss_func``. In fp16 these two compute the loss behind the plan, so `chunkc.GradScaler` scales it.
+and ``compute_loss_func``. These two, and a subclass's ``compute_loss``, compute the loss behind the plan: in fp16
+`chunkc.GradScaler` scales it then.
 
 Checkpoints are Trainer's folders. In place of files of optimizer, scheduler and scaler they hold a folder ``chunkc``
 from `chunkc.save_checkpoint`, written without a second copy of the states in memory, and checked when it is loaded. The
@@ -90,15 +91,11 @@ class ChunkcTrainer(Trainer):
         self._take_losses_outside()
 
     def _take_losses_outside(self) -> None:
-        """Give what computes losses from outputs these in fp32, and scale such losses in fp16."""
-        if not (self.args.bf16 or self.args.fp16) or (self.label_smoother is None and self.compute_loss_func is None):
-            return
-        if self.label_smoother is not None:
-            self.label_smoother = _of_fp32_outputs(self.label_smoother)  # type: ignore[assignment]
-        if self.compute_loss_func is not None:
-            self.compute_loss_func = _of_fp32_outputs(self.compute_loss_func)
-        if self.args.fp16 and "loss_scale" not in self._compile_options:
-            self.accelerator.scaler = GradScaler()
+        """Note whether losses are computed from outputs, and give what does so these in fp32."""
+        functions: tuple[Any, Any] = (self.label_smoother, self.compute_loss_func)
+        self._has_losses_outside = type(self).compute_loss is not Trainer.compute_loss or functions != (None, None)
+        if self.args.bf16 or self.args.fp16:
+            self.label_smoother, self.compute_loss_func = (f and _of_fp32_outputs(f) for f in functions)
 
     @property
     def _managed(self) -> nn.Module:
@@ -162,6 +159,8 @@ class ChunkcTrainer(Trainer):
         runtime = compiled_of(self._managed).runtime
         check_arguments(self.args)
         check_compiled(runtime, self.args)
+        if self.args.fp16 and self._has_losses_outside and "loss_scale" not in self._compile_options:
+            self.accelerator.scaler = self.accelerator.scaler or GradScaler()
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, _PreparedOptimizer):
             optimizer = self.optimizer = _PreparedOptimizer(optimizer, runtime, self.accelerator.scaler)
