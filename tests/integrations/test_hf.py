@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import gpt2
+from pair import Pair, batch
 from trainers import (
     EVAL,
     HW,
@@ -88,6 +89,15 @@ def test_the_schedule_waits_for_steps_that_overflow(tmp_path: Path) -> None:
     trainer.train()
     assert logged(trainer, "learning_rate") == [args.learning_rate] * 3
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
+
+
+def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None:
+    """The scheduler asks: of a script that scales, and a plan without norms."""
+    pair, scaler = Pair(), chunkc.GradScaler()
+    scaler.scale(pair.model(*batch(0)) * torch.inf).backward()
+    assert not chunkc.plan_of(pair.model).measures
+    scaler.step(pair.optimizer)
+    assert pair.model._compiled_call_impl.runtime.outcome.is_skipped()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
