@@ -120,10 +120,10 @@ class ChunkcTrainer(Trainer):
             }
             model = compile(model, "auto" if self._hw is None else self._hw, **(wanted | self._compile_options))
         runtime = compiled_of(model).runtime
-        runtime.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
         check_compiled(runtime, args)
         if is_compiled:
             check_dtype(runtime, args)
+        runtime.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
