@@ -18,6 +18,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps of the whole run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("finetuned"), help="folder of checkpoints and of the model")
-    parser.add_argument("--save-every", type=int, default=20, metavar="N", help="steps between checkpoints")
+    parser.add_argument("--save-every", type=positive, default=20, metavar="N", help="steps between checkpoints")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--lora", action="store_true", help="train adapters only (needs peft)")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches of a step")
+    parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches of a step")
     parser.add_argument("--batch", type=int, default=2, help="pieces of text in a micro-batch")
     parser.add_argument("--seq", type=int, default=32, help="bytes in a piece of text")
     parser.add_argument("--layers", type=int, default=2)
@@ -75,6 +76,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32", help="compute dtype")
     parser.add_argument("--backend", choices=["inductor", "eager"], default="inductor")
     return parser.parse_args(argv)
+
+
+def positive(text: str) -> int:
+    """A number of the command line, 1 or more."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return int(text)
 
 
 class Run:
@@ -85,7 +93,7 @@ class Run:
         self.device = device_of(args.hw)
         self.model = compiled(args)
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = chunkc.AdamW(trained, lr=LEARNING_RATE)
+        self.optimizer = chunkc.AdamW(trained, lr=LEARNING_RATE, max_grad_norm=MAX_GRAD_NORM)
         self.scheduler = LambdaLR(self.optimizer, lambda step: 1.0 - step / max(1, args.steps))
         self.checkpoints = args.out / "checkpoints"
         self.loss, self.first_step = float("nan"), 0
@@ -104,10 +112,11 @@ class Run:
                 self.loss = self.step([batch.to(self.device) for batch in islice(data, args.accumulate)])
                 progress.update()
                 self.show(progress)
-                is_last = step + 1 == args.steps
-                if stop or is_last or (step + 1) % args.save_every == 0:
-                    self.save(step + 1)
-                if stop:
+                ends = bool(stop) or step + 1 == args.steps  # asked once: a signal may come at any moment
+                if ends or (step + 1) % args.save_every == 0:
+                    saving = self.save(step + 1)
+                if ends:
+                    saving.result()  # raises what went wrong with it
                     break
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> float:
@@ -117,16 +126,15 @@ class Run:
             loss = self.model(input_ids=batch, labels=batch).loss / len(micro_batches)
             loss.backward()
             total += loss.item()
-        chunkc.clip_grad_norm_(self.model, MAX_GRAD_NORM)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
         return total
 
-    def save(self, next_step: int) -> None:
+    def save(self, next_step: int) -> Future[Path]:
         """A checkpoint, written while training goes on; the last two are kept."""
         extra = {"next_step": next_step, "loss": self.loss}
-        chunkc.save_checkpoint(
+        return chunkc.save_checkpoint(
             self.checkpoints, self.model, self.optimizer, self.scheduler, extra, asynchronous=True, keep=2
         )
 

@@ -28,7 +28,7 @@ def said() -> str:
     return "\n".join(found)
 
 
-def test_every_error_is_listed_by_words_that_it_says() -> None:
+def test_errors_are_listed_by_words_that_they_say() -> None:
     texts, rows = said(), ROW.findall((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
     assert len(rows) > 30
     unsaid = [text for text, kind in rows if not text.startswith("any text") and text not in texts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections import Counter
 from itertools import pairwise
@@ -51,6 +52,13 @@ def test_metrics_are_numbers_and_hold_all_of_stats(trained: Pair) -> None:
     assert {name: found[name] for name in stats} == stats
     assert all(type(value) in (int, float) for value in found.values())
     assert found["num_steps"] >= 2 and found["evaluation_peak_nbytes"] == 0
+
+
+def test_the_page_on_observing_has_every_key(trained: Pair) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "observing.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(\w+)`", page))
+    assert {key.removeprefix("planned_") for key in chunkc.metrics(trained.model)} - {"peak_nbytes"} <= named
+    assert "planned_peak_nbytes" in named and "`planned_...`" in page
 
 
 def test_speeds_are_those_of_the_clock(trained: Pair) -> None:

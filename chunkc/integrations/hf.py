@@ -6,8 +6,11 @@
 The model is compiled before Trainer sees it, from what the arguments say: micro-batches by
 ``gradient_accumulation_steps``, the compute dtype by ``bf16`` and ``fp16``, AdamW by ``optim`` and its hyperparameters.
 Which micro-batch ends a window is Trainer's to say: it sets accelerate's ``sync_gradients`` and calls ``step()``, also
-early, at the end of an epoch. Clipping is `chunkc.clip_grad_norm_`. accelerate neither moves the model (chunkc keeps it
-within its budget), nor wraps it (mixed precision is in the plan), nor scales losses (so is scaling).
+early, at the end of an epoch. Clipping is `chunkc.clip_grad_norm_`, for which the plan makes room. accelerate neither
+moves the model (chunkc keeps it within its budget), nor wraps it (mixed precision is in the plan), nor scales losses
+(so is scaling). What its wrapper would give in fp32 is in fp32 where it is read: metrics, predictions, label smoothing
+and ``compute_loss_func``. These two, and a subclass's ``compute_loss``, compute the loss behind the plan: in fp16
+`chunkc.GradScaler` scales it then.
 
 Checkpoints are Trainer's folders. In place of files of optimizer, scheduler and scaler they hold a folder ``chunkc``
 from `chunkc.save_checkpoint`, written without a second copy of the states in memory, and checked when it is loaded. The
@@ -18,28 +21,36 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.training_args import OptimizerNames
 
 from chunkc.api import clip_grad_norm_, compile
 from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.compiled import CompiledModel, compiled_of
 from chunkc.devices import HardwareLike
 from chunkc.errors import ChunkcError
+from chunkc.integrations.hf_checks import (
+    check_arguments,
+    check_compiled,
+    check_dtype,
+    check_transformers,
+    wanted_dtype,
+)
+from chunkc.runtime.grad_scaler import GradScaler
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.optimizer import Adam, AdamW
 
 __all__ = ["ChunkcTrainer"]
 
 STATE_FOLDER = "chunkc"
-_ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
+SCALER_NAME = "scaler.pt"
 
 
 class ChunkcTrainer(Trainer):
@@ -55,8 +66,9 @@ class ChunkcTrainer(Trainer):
     On an emulated device pass ``use_cpu=True`` in the arguments where the machine has a GPU.
 
     Raises:
-        ChunkcError: for arguments that cannot be honoured, naming each and what to do; for a
-            compiled model that allows fewer micro-batches, or stands where Trainer would not put its inputs.
+        ChunkcError: for arguments that cannot be honoured, naming each and what to do; for a compiled model that allows
+            fewer micro-batches, computes in another dtype than ``bf16`` or ``fp16`` asks for, or stands where Trainer
+            would not put its inputs; for a transformers whose Trainer is built otherwise.
     """
 
     def __init__(
@@ -69,14 +81,21 @@ class ChunkcTrainer(Trainer):
         **named: Any,
     ) -> None:
         args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        _check_arguments(args)
+        check_transformers()
+        check_arguments(args)
         self._hw = hw
         self._compile_options = dict(compile_options or {})
         if model is not None:
             model = self._compiled(model, args)
         super().__init__(model, args, *positional, **named)
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
-            self.optimizer_cls_and_kwargs = (AdamW, _adamw_options(args))
+        self._take_losses_outside()
+
+    def _take_losses_outside(self) -> None:
+        """Note whether losses are computed from outputs, and give what does so these in fp32."""
+        functions: tuple[Any, Any] = (self.label_smoother, self.compute_loss_func)
+        self._has_losses_outside = type(self).compute_loss is not Trainer.compute_loss or functions != (None, None)
+        if self.args.bf16 or self.args.fp16:
+            self.label_smoother, self.compute_loss_func = (f and _of_fp32_outputs(f) for f in functions)
 
     @property
     def _managed(self) -> nn.Module:
@@ -87,26 +106,24 @@ class ChunkcTrainer(Trainer):
 
     def _compiled(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
         """``model`` compiled for ``args``, or as it is where it was compiled before."""
-        if isinstance(getattr(model, "_compiled_call_impl", None), CompiledModel):
+        is_compiled = isinstance(getattr(model, "_compiled_call_impl", None), CompiledModel)
+        if is_compiled:
             if self._hw is not None or self._compile_options:
                 raise ChunkcError(
                     "the model was compiled already, so hw= and compile_options= of ChunkcTrainer would be ignored: "
                     "leave them out, or hand over the model before chunkc.compile"
                 )
         else:
-            wanted: dict[str, Any] = {"dtype": _dtype(model, args), "accumulate": args.gradient_accumulation_steps}
+            wanted: dict[str, Any] = {
+                "dtype": wanted_dtype(model, args),
+                "accumulate": args.gradient_accumulation_steps,
+            }
             model = compile(model, "auto" if self._hw is None else self._hw, **(wanted | self._compile_options))
         runtime = compiled_of(model).runtime
-        if runtime.accumulate < args.gradient_accumulation_steps:
-            raise ChunkcError(
-                f"gradient_accumulation_steps={args.gradient_accumulation_steps}, but the model was compiled with "
-                f"accumulate={runtime.accumulate}: compile it with accumulate={args.gradient_accumulation_steps}"
-            )
-        if runtime.device.torch_device.type != args.device.type:
-            raise ChunkcError(
-                f"the model runs on {runtime.device.torch_device} ({runtime.device.name}), but Trainer would move its "
-                f"inputs to {args.device}: pass use_cpu={runtime.device.torch_device.type == 'cpu'} in the arguments"
-            )
+        check_compiled(runtime, args)
+        if is_compiled:
+            check_dtype(runtime, args)
+        runtime.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -123,22 +140,51 @@ class ChunkcTrainer(Trainer):
         """Nothing: it is where it should be."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """``model``, without the hook by which reentrant checkpoints get gradients through frozen embeddings: compiled
+        ones need none, and it would break the forward into two graphs."""
+        unhook = getattr(model, "disable_input_require_grads", None)
+        if unhook is not None:
+            unhook()
         return model
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: nn.Module | None = None
+    ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """`chunkc.AdamW` with the hyperparameters that the arguments have when the optimizer is made."""
+        return AdamW, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As Trainer's; accelerate takes what it gives as its own."""
+        """As Trainer's; accelerate takes what it gives as its own. Arguments may have changed until now."""
+        runtime = compiled_of(self._managed).runtime
+        check_arguments(self.args)
+        check_compiled(runtime, self.args)
+        if self.args.fp16 and self._has_losses_outside and "loss_scale" not in self._compile_options:
+            self.accelerator.scaler = self.accelerator.scaler or GradScaler()
         optimizer: torch.optim.Optimizer = super().create_optimizer(model)
         if not isinstance(optimizer, _PreparedOptimizer):
-            optimizer = self.optimizer = _PreparedOptimizer(optimizer, compiled_of(self._managed).runtime)
+            optimizer = self.optimizer = _PreparedOptimizer(optimizer, runtime, self.accelerator.scaler)
         return optimizer
 
     # Steps.
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        return clip_grad_norm_(self._managed, self.args.max_grad_norm)
+        return self._clip(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: torch.Tensor | None = None) -> torch.Tensor:
-        return clip_grad_norm_(self._managed, float("inf")) if grad_norm is None else grad_norm
+        return self._clip(float("inf")) if grad_norm is None else grad_norm
+
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self._chunk_optimizer)
+        return clip_grad_norm_(self._managed, max_norm)
+
+    def prediction_step(self, *positional: Any, **named: Any) -> tuple[Any, Any, Any]:
+        """As Trainer's; in mixed precision loss and predictions are in fp32."""
+        loss, predictions, labels = super().prediction_step(*positional, **named)
+        if self.args.bf16 or self.args.fp16:
+            loss, predictions = convert_to_fp32((loss, predictions))
+        return loss, predictions, labels
 
     # Checkpoints.
 
@@ -160,7 +206,8 @@ class ChunkcTrainer(Trainer):
         return inner
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        save_checkpoint(Path(output_dir) / STATE_FOLDER, self._managed, self._chunk_optimizer, self.lr_scheduler)
+        folder = Path(output_dir) / STATE_FOLDER
+        save_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler, keep=1)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Nothing where optimizer and scheduler bring the parameters: masters are more exact than saved weights."""
@@ -174,20 +221,37 @@ class ChunkcTrainer(Trainer):
         else:
             load_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler)
 
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """As Trainer's; built-in scaling goes on from the state that a Trainer's scaler left."""
+        if self.accelerator.scaler is not None or checkpoint is None:
+            super()._load_scaler(checkpoint)
+            return
+        built_in, path = compiled_of(self._managed).runtime.loss_scale, Path(checkpoint) / SCALER_NAME
+        if built_in is not None and path.is_file():
+            built_in.load_state_dict(torch.load(path, weights_only=True))
+
 
 class _PreparedOptimizer(AcceleratedOptimizer):
     """An optimizer as accelerate wraps it, which leaves states where they are and knows of steps that fp16 skipped."""
 
     _is_accelerate_prepared = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, runtime: ModelRuntime) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: ModelRuntime, loss_scaler: GradScaler | None) -> None:
         if not isinstance(optimizer, (Adam, AdamW)):
             raise ChunkcError(
                 f"ChunkcTrainer steps with chunkc.AdamW or chunkc.Adam, not {type(optimizer).__name__}: leave `optim` "
                 "at its default, or pass optimizers=(chunkc.AdamW(model.parameters(), ...), None) and a compiled model"
             )
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self._runtime = runtime
+        self._runtime, self._loss_scaler = runtime, loss_scaler
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """As accelerate's; losses that were scaled outside are unscaled, and the scale follows."""
+        if self._loss_scaler is None:
+            super().step(closure)
+        elif self.gradient_state.sync_gradients:
+            self._loss_scaler.step(self.optimizer)
+            self._loss_scaler.update()
 
     @property
     def step_was_skipped(self) -> bool:
@@ -196,33 +260,9 @@ class _PreparedOptimizer(AcceleratedOptimizer):
         return outcome is not None and outcome.is_skipped()
 
 
-def _check_arguments(args: TrainingArguments) -> None:
-    """Refuse what would go past chunkc, or run without it."""
-    wrong = {
-        "torch_compile": (args.torch_compile, "chunkc compiles the model already; leave it out"),
-        "fp16_full_eval": (args.fp16_full_eval, "evaluation is in the compute dtype already; leave it out"),
-        "bf16_full_eval": (args.bf16_full_eval, "evaluation is in the compute dtype already; leave it out"),
-        "fsdp": (args.fsdp, "a model takes one GPU; leave it out"),
-        "deepspeed": (args.deepspeed, "chunkc takes its place; leave it out"),
-        "optim": (args.optim not in _ADAMW, f"chunkc has AdamW: use {_ADAMW[0].value!r}"),
-        "world_size": (args.world_size > 1, "training on several GPUs is not built yet; start one process"),
-        "n_gpu": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
-    }
-    found = [f"{name}={getattr(args, name)!r}: {advice}" for name, (is_wrong, advice) in wrong.items() if is_wrong]
-    if found:
-        raise ChunkcError("ChunkcTrainer cannot honour these arguments. " + ". ".join(found))
-
-
-def _dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | str:
-    """What to compute in: as Trainer would, with fp32 masters in 16 bits; a 16-bit model keeps its dtype."""
-    if args.bf16 or args.fp16:
-        return torch.bfloat16 if args.bf16 else torch.float16
-    is_fp32 = all(p.dtype is torch.float32 for p in model.parameters())
-    return torch.float32 if is_fp32 else "auto"
-
-
-def _adamw_options(args: TrainingArguments) -> dict[str, Any]:
-    return {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+def _of_fp32_outputs(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """``loss`` of outputs in fp32."""
+    return lambda outputs, *positional, **named: loss(convert_to_fp32(outputs), *positional, **named)
 
 
 def _newest_complete(directory: Path) -> str | None:

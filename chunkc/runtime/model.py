@@ -292,7 +292,8 @@ class ModelRuntime(ScaledGradients):
             gradients.forget()
             self._consumed = True
             self.accounting.steps.end()
-            return Skipped()
+            self.outcome = Skipped()
+            return self.outcome
         if executor.gauge is None and gradients.factor is not None:
             self.device.synchronize()
             self._apply_factor()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pair import MIXED, batch
+from pair import MIXED, Pair, batch
 from resumed import NUM_STEPS, POLICIES, Run, check_equal
 from small import Small
 from torch import nn
@@ -95,6 +95,20 @@ def test_another_budget_chunk_size_and_placement_go_on_to_the_bit(tmp_path: Path
     plans = [chunkc.plan_of(run.model) for run in (first, second)]
     one, other = ((plan.layout, plan.memory.device_budget_nbytes) for plan in plans)
     assert one != other, "something was different"
+
+
+def test_a_run_resumed_elsewhere_trains_on_as_plain_pytorch(tmp_path: Path) -> None:
+    """Acceptance (b), across a save: losses, and every element of the parameters."""
+    first, second = Pair(), Pair("emulated-900k-16m", wishes=MIXED)
+    for seed in range(3):
+        first.train(seed)
+    second.train(20)
+    chunkc.save_checkpoint(tmp_path, first.model, first.optimizer)
+    chunkc.load_checkpoint(tmp_path, second.model, second.optimizer)
+    second.plain, second.plain_optimizer = first.plain, first.plain_optimizer
+    for seed in range(3, 6):
+        second.train(seed)
+    second.check()
 
 
 @pytest.mark.parametrize(

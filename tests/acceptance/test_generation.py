@@ -10,13 +10,15 @@ import pytest
 import torch
 import transformers
 from evaluating import messages
-from models import loss_of
+from models import CASES, loss_of
 from torch import nn
 
 import chunkc
 
 VOCABULARY = 97
 NUM_TOKENS = 12
+HW = "emulated-320k-64m"
+STEP = {"lr": 1e-2, "eps": 1e-4}
 
 
 def gpt2() -> nn.Module:
@@ -51,10 +53,10 @@ def test_tokens_are_the_plain_models(make: Any, caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO, "chunkc")
     torch.manual_seed(0)
     plain = make().eval()
-    model = chunkc.compile(copy.deepcopy(plain), "emulated-320k-64m", dtype=torch.float32, backend="eager")
+    model = chunkc.compile(copy.deepcopy(plain), HW, dtype=torch.float32, backend="eager")
     optimizers = [
-        chunkc.AdamW(model.parameters(), lr=1e-2, eps=1e-4),
-        torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-4),
+        chunkc.AdamW(model.parameters(), **STEP),
+        torch.optim.AdamW(plain.parameters(), **STEP),
     ]
     prompt = torch.randint(2, VOCABULARY, (2, 5))
 
@@ -92,3 +94,27 @@ def test_tokens_are_the_plain_models(make: Any, caplog: pytest.LogCaptureFixture
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=1e-5)
+
+
+def test_an_encoder_decoder_generates_the_plain_models_tokens() -> None:
+    """Before training, after a step; greedily and by beams, without a cache, as its configuration says."""
+    case = CASES["t5"]
+    plain, model = case.build(), case.build()
+    chunkc.compile(model, "emulated-1m-64m", dtype=torch.float32, backend="eager")
+    sides = ((model, chunkc.AdamW(model.parameters(), **STEP)), (plain, torch.optim.AdamW(plain.parameters(), **STEP)))
+    batch = case.batches()[0]
+
+    def check() -> None:
+        for how in ({"num_beams": 1}, {"num_beams": 2}):
+            found = [
+                side.eval().generate(batch["input_ids"], do_sample=False, max_new_tokens=5, min_new_tokens=5, **how)
+                for side, _ in sides
+            ]
+            assert found[0].shape == (2, 6) and torch.equal(*found)
+
+    check()
+    for side, optimizer in sides:
+        loss_of(side.train()(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check()

@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +94,21 @@ def test_one_of_two_models_on_a_shared_device_goes_and_the_other_trains_on() -> 
     assert after[0] > free[0] and after[1] >= free[1]
     second.train(3)
     second.check()
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_compiled_model_is_compiled_and_trained_beside_it(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """With an update under way when it is taken."""
+    pair = Pair()
+    pair.train(0)
+    other = Pair(model=copied(pair.model))
+    for seed in (1, 2):
+        pair.train(seed)
+        other.train(seed + 10)
+    pair.check()
+    other.check()
 
 
 @contextmanager

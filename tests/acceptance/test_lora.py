@@ -145,3 +145,24 @@ def test_adapters_of_peft_are_saved_alone_and_load_into_a_plain_model(tmp_path: 
     plain = BY_PEFT.build().unload()
     loaded = peft.PeftModel.from_pretrained(plain, tmp_path).state_dict()
     assert all(torch.equal(loaded[name], found.params[name]) for name in found.params)
+
+
+@needs_peft
+def test_adapters_of_peft_generate_and_evaluate_as_in_the_plain_model() -> None:
+    """After a step of both."""
+    plain, model, batch = BY_PEFT.build(), BY_PEFT.build(), BY_PEFT.batches()[0]
+    chunkc.compile(model, "emulated-1m-64m", dtype=torch.float32, backend="eager")
+    prompt = torch.arange(8).view(2, 4)
+    tokens, losses = [], []
+    for side, make in ((model, chunkc.AdamW), (plain, torch.optim.AdamW)):
+        optimizer = make([p for p in side.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
+        side(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        side.eval()
+        mask = torch.ones_like(prompt)
+        tokens.append(side.generate(input_ids=prompt, attention_mask=mask, do_sample=False, max_new_tokens=6))
+        with torch.no_grad():
+            losses.append(side(**batch).loss.item())
+    assert torch.equal(*tokens) and tokens[0].shape[1] > 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -9,81 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from models import gpt2, llama
-from torch import nn
+from models import gpt2
+from pair import Pair, batch
+from trainers import (
+    EVAL,
+    HW,
+    NUM_STEPS,
+    TRAIN,
+    LargestUpdate,
+    StopAfter,
+    arguments,
+    compiled,
+    logged,
+    saving,
+    scaled_by,
+    seeded,
+    transformers,
+    values,
+)
 from training import LOSS_TOLERANCE, UPDATE_TOLERANCE, assert_close_elements
 
 import chunkc
-
-pytest.importorskip("accelerate", reason="runs where accelerate is installed, as `make test` does")
-transformers = pytest.importorskip("transformers")
-hf = pytest.importorskip("chunkc.integrations.hf")
-
-HW = "emulated-320k-16m"
-NUM_SAMPLES, NUM_STEPS = 14, 8  # seven micro-batches an epoch: windows of two, two, two and one
-
-
-class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """Random tokens; every sample is its own labels."""
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(3, 97, (num_samples, 12), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-TRAIN, EVAL = Tokens(NUM_SAMPLES, 0), Tokens(4, 1)
-
-
-def arguments(directory: Path, **changed: Any) -> Any:
-    options = {
-        "output_dir": str(directory), "num_train_epochs": 2, "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "learning_rate": 1e-2, "adam_epsilon": 1e-4,
-        "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_steps": 1,
-        "eval_strategy": "steps", "eval_steps": 4, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
-        "use_cpu": True, "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return transformers.TrainingArguments(**(options | changed))
-
-
-def compiled(model: nn.Module, args: Any, **named: Any) -> Any:
-    options = {"hw": HW, "compile_options": {"backend": "eager"}} | named
-    return hf.ChunkcTrainer(model, args, train_dataset=TRAIN, eval_dataset=EVAL, **options)
-
-
-def scaled_by(loss_scale: float) -> dict[str, Any]:
-    return {"backend": "eager", "loss_scale": loss_scale}
-
-
-def seeded(make: Any = llama, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return make(**options)
-
-
-class LargestUpdate(transformers.TrainerCallback):  # type: ignore[misc]
-    """The largest change of any element in one step of a plain model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.largest, self._model = 0.0, model
-        self._before = [p.detach().clone() for p in model.parameters()]
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        now = [p.detach().clone() for p in self._model.parameters()]
-        moved = max(float((a - b).abs().max()) for a, b in zip(now, self._before, strict=True))
-        self.largest, self._before = max(self.largest, moved), now
-
-
-def logged(trainer: Any, key: str) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: v.detach().clone() for n, v in model.state_dict().items()}
 
 
 def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
@@ -104,6 +50,7 @@ def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
     assert min(logged(plain, "grad_norm")) > 0.5, "clipping changes nothing, so nothing is shown"
     assert logged(ours, "learning_rate") == logged(plain, "learning_rate")
     assert_close_elements(values(model), values(plain_model), UPDATE_TOLERANCE * measured.largest, "parameters")
+    assert chunkc.plan_of(model).measures, "norms are measured as gradients land"
     stats = chunkc.stats(model)
     assert stats["h2d_nbytes"] > 0 and stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
@@ -144,8 +91,13 @@ def test_the_schedule_waits_for_steps_that_overflow(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in values(model).items())
 
 
-def saving(directory: Path, **changed: Any) -> Any:
-    return arguments(directory, save_strategy="steps", save_steps=3, **changed)
+def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None:
+    """The scheduler asks: of a script that scales, and a plan without norms."""
+    pair, scaler = Pair(), chunkc.GradScaler()
+    scaler.scale(pair.model(*batch(0)) * torch.inf).backward()
+    assert not chunkc.plan_of(pair.model).measures
+    scaler.step(pair.optimizer)
+    assert pair.model._compiled_call_impl.runtime.outcome.is_skipped()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -168,16 +120,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(dtype: str, tmp_p
     wanted = values(model)
     assert all(torch.equal(v, wanted[n]) for n, v in values(again).items())
     assert json.loads((tmp_path / "half" / "checkpoint-6" / "trainer_state.json").read_text())["global_step"] == 6
-
-
-class StopAfter(transformers.TrainerCallback):  # type: ignore[misc]
-    """Ends training after some steps."""
-
-    def __init__(self, num_steps: int) -> None:
-        self._num_steps = num_steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop = state.global_step >= self._num_steps
 
 
 def test_a_saved_checkpoint_loads_in_plain_transformers(tmp_path: Path) -> None:
@@ -220,3 +162,23 @@ def test_a_model_compiled_otherwise_is_refused_by_what_differs(tmp_path: Path) -
     )
     with pytest.raises(chunkc.ChunkcError, match=r"chunkc\.AdamW or chunkc\.Adam, not SGD"):
         trainer.train()
+
+
+def test_a_dtype_asked_for_in_the_arguments_is_that_of_the_model(tmp_path: Path) -> None:
+    model = chunkc.compile(seeded(), HW, dtype=torch.float32, backend="eager", accumulate=2)
+    with pytest.raises(chunkc.ChunkcError, match=r"bf16=True, but the model was compiled to compute in float32"):
+        compiled(model, arguments(tmp_path, bf16=True), hw=None, compile_options=None)
+
+
+def test_arguments_that_change_later_are_checked_again(tmp_path: Path) -> None:
+    trainer = compiled(seeded(), arguments(tmp_path, eval_strategy="no"))
+    trainer.args.gradient_accumulation_steps = 4
+    with pytest.raises(chunkc.ChunkcError, match="compile it with accumulate=4"):
+        trainer.train()
+
+
+def test_a_trainer_that_is_built_otherwise_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ChunkcTrainer overrides would otherwise be passed over without a word."""
+    monkeypatch.delattr(transformers.Trainer, "_get_grad_norm")
+    with pytest.raises(chunkc.ChunkcError, match=r"has no _get_grad_norm"):
+        compiled(seeded(), arguments(tmp_path))
