@@ -260,7 +260,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
         return outcome is not None and outcome.is_skipped()
 
 
-def _of_fp32_outputs(loss: Callable[..., Any]) -> Callable[..., Any]:
+def _of_fp32_outputs(loss: Any) -> Any:
     """``loss`` of outputs in fp32."""
     return lambda outputs, *positional, **named: loss(convert_to_fp32(outputs), *positional, **named)
 
