@@ -171,7 +171,7 @@ def test_what_a_killed_save_left_does_not_count_as_full(tmp_path: Path, monkeypa
     """On a disk that has room for a new checkpoint only when that is gone."""
     model, optimizer = run_of(Net())
     step(model, optimizer)
-    left = folders.begin(tmp_path, 1)
+    left = folders.begin(tmp_path, 7)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(0 if left.exists() else 10**9))
     assert chunkc.save_checkpoint(tmp_path, model, optimizer).result().is_dir()
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Disk(10))
