@@ -7,9 +7,10 @@ TORCH ?= 2.15.0
 COMPAT := .venv-compat-$(TORCH)
 DEMO_ARGS ?= --compare 10
 TEST_ARGS ?=
-# Tests of one file share what they capture, so a file stays with one process. TEST_WORKERS=0 runs all in one.
+# Tests of one file share what they capture, so a file stays with one process, in the order of the files: sorted by how
+# many tests they have, as xdist would, files of few long ones come last and one process waits. TEST_WORKERS=0: one.
 TEST_WORKERS ?= 2
-PYTEST_ARGS = -rs --numprocesses=$(TEST_WORKERS) --dist=loadfile
+PYTEST_ARGS = -rs --numprocesses=$(TEST_WORKERS) --dist=loadfile --no-loadscope-reorder
 
 # Before Python starts: with a busy thread beside it, an OpenMP region that spins takes many times longer.
 export OMP_WAIT_POLICY := passive

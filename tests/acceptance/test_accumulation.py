@@ -42,9 +42,8 @@ SLOW = pytest.mark.slow
 SHORT = replace(PLACEMENT, num_steps=8)
 LARGE = [
     *(("odd", num) for num in (1, 4)),
-    ("t5", 2),
     *(pytest.param(name, 4, marks=SLOW) for name in ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral")),
-    *(pytest.param(name, 2, marks=SLOW) for name in ("odd", "gpt2", "llama", "vit")),
+    *(pytest.param(name, 2, marks=SLOW) for name in ("odd", "gpt2", "llama", "t5", "vit")),
 ]
 
 

@@ -115,7 +115,8 @@ def test_an_export_is_a_pretrained_model_for_the_next_run(
     assert told(capsys)[0] == pytest.approx(eval_loss, rel=1e-5)
 
 
-@pytest.mark.skipif(not HAS_PEFT, reason="runs where peft is installed, as `make test` does")
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_PEFT, reason="runs where peft is installed, as `make soak` does")
 def test_adapters_are_trained_and_exported_alone_also_after_a_resume(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,7 +66,7 @@ def test_accelerate_neither_moves_nor_wraps_the_model(tmp_path: Path) -> None:
     assert all(hasattr(p, "_chunkc_index") for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_in_16_bits_the_plan_computes_and_masters_learn(dtype: str, tmp_path: Path) -> None:
     """Losses stay within 2 % of the run in fp32, where fp16 has a scale that does not overflow."""
     exact = compiled(seeded(), arguments(tmp_path / "fp32"))
@@ -100,7 +100,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     assert pair.model._compiled_call_impl.runtime.outcome.is_skipped()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(dtype: str, tmp_path: Path) -> None:
     """From the middle of an epoch, with dropout; a later checkpoint that was not finished is passed over."""
     changed = {dtype: True} if dtype != "fp32" else {}

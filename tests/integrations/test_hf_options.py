@@ -51,7 +51,7 @@ def means(prediction: Any) -> dict[str, float]:
     return {"mean": float(prediction.predictions.mean())}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_metrics_and_label_smoothing_read_outputs_in_fp32(dtype: str, tmp_path: Path) -> None:
     """As they do under autocast; a smoothed loss of 16-bit outputs is off by more than is allowed here."""
     changed = {dtype: True, "label_smoothing_factor": 0.1, "max_steps": 2, "eval_steps": 2}
@@ -94,6 +94,7 @@ def test_built_in_scaling_goes_on_from_a_trainers_scaler(tmp_path: Path) -> None
     assert trainer.model._compiled_call_impl.runtime.loss_scale.state_dict() == state
 
 
+@pytest.mark.slow
 def test_hyperparameters_are_those_when_training_begins(tmp_path: Path) -> None:
     """As a search changes them between two trainings of models that ``model_init`` makes."""
     found = []
@@ -109,6 +110,7 @@ def test_hyperparameters_are_those_when_training_begins(tmp_path: Path) -> None:
     assert found[1][1:] == found[0][1:]
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end_and_old_checkpoints_go(tmp_path: Path) -> None:
     """A checkpoint that is written into the place of another takes no more than one."""
     changed = {
@@ -129,6 +131,7 @@ def test_the_best_model_is_loaded_at_the_end_and_old_checkpoints_go(tmp_path: Pa
     assert len(list((tmp_path / "again" / "chunkc").glob("0*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_trainer_goes_on_under_chunkc(tmp_path: Path) -> None:
     """Its checkpoint has optimizer.pt and scheduler.pt; losses to the end are those that Trainer goes on to."""
     first = plain(seeded(), saving(tmp_path, max_steps=NUM_STEPS))
@@ -162,7 +165,7 @@ def test_adapters_train_save_and_resume_under_trainer(tmp_path: Path) -> None:
 
 @needs_peft
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
 def test_adapters_with_checkpointed_activations_stay_one_graph(dtype: str, tmp_path: Path) -> None:
     """transformers' hook for frozen embeddings, which would break it, is taken away."""
     changed = {"max_steps": 2, "eval_strategy": "no", "gradient_checkpointing": True}

@@ -216,7 +216,9 @@ def probed(segment: LoweredSegment, compiled: Any, times: int = 7) -> list[Probe
 
 
 @pytest.mark.skipif(malloc_reader() is None, reason="no reading of malloc on this system")
-@pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)))
+@pytest.mark.parametrize(
+    "dtype", (pytest.param(torch.float32, marks=pytest.mark.slow), pytest.param(torch.bfloat16, marks=pytest.mark.slow))
+)
 def test_compiled_segments_take_what_is_read_from_their_code(dtype: torch.dtype) -> None:
     """Every statement that takes or frees 16 KiB or more, in order; and no kernel takes more than its allowance."""
     for segment in whole_graphs(dtype):
