@@ -77,15 +77,20 @@ def test_it_belongs_to_the_main_thread() -> None:
 
 def test_a_forked_child_ends_as_usual() -> None:
     """A worker that the handler would keep alive could not be terminated."""
+    ready, started = os.pipe()
     with chunkc.graceful_exit() as stop:
         pid = os.fork()
         if pid == 0:
+            os.write(started, b".")  # Python forgets signals that come before a fork has set its child up
             signal.pause()
             os._exit(0)
+        os.read(ready, 1)
         os.kill(pid, signal.SIGTERM)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM
         assert not stop
+    os.close(ready)
+    os.close(started)
 
 
 STOPPED = """
