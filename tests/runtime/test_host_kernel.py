@@ -87,6 +87,9 @@ def test_a_loop_with_other_results_is_not_used(
     assert "gives other results" in caplog.text
 
 
+NUM_TRIES = 9
+
+
 def seen_while(work: Callable[[], object]) -> int:
     """How often this thread runs Python in the middle half of ``work``, which another thread does."""
     span: list[float] = []
@@ -108,16 +111,18 @@ def seen_while(work: Callable[[], object]) -> int:
 
 
 def test_python_runs_meanwhile() -> None:
-    """And does not where the same loop is called without releasing the GIL, unless the machine is busy meanwhile."""
+    """And does not where the same loop is called without releasing the GIL. On a busy machine either may look like the
+    other in some tries, so they take turns, and it must be seen more often."""
     numel = 1 << 23
     tensors, coefficients = chunk(numel, BF16, BF16), coefficients_of(HYPER, 3)
     kernel = host_kernel(BF16, BF16, is_parallel=False)
     assert isinstance(kernel, module._Loop)
-    kernel(tensors, 0, numel, coefficients)
-    assert any(seen_while(lambda: kernel(tensors, 0, numel, coefficients)) for _ in range(5))
     library, symbol, order = inductor_loop(module._outputs_anew(BF16), examples(BF16), is_parallel=False)
     holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order)
-    assert not all(seen_while(lambda: holding(tensors, 0, numel, coefficients)) for _ in range(5))
+    num_seen = {kernel: 0, holding: 0}
+    for loop in (kernel, holding) * NUM_TRIES:
+        num_seen[loop] += bool(seen_while(lambda loop=loop: loop(tensors, 0, numel, coefficients)))
+    assert num_seen[kernel] > num_seen[holding] + NUM_TRIES // 4, num_seen
 
 
 def examples(dtype: torch.dtype) -> list[Tensor]:
