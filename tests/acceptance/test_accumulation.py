@@ -101,7 +101,7 @@ def test_placement_changes_no_bit(name: str, dtype: torch.dtype, placement: str,
     assert norms == their_norms
 
 
-@pytest.mark.parametrize("name", ["odd", pytest.param("gpt2", marks=SLOW)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in ("odd", "gpt2")])
 def test_placement_changes_no_bit_under_inductor(name: str, rig_of: GetRig) -> None:
     rig = rig_of(name, torch.float32, "inductor")
     found, _ = train_rig(rig, PLACEMENTS["all_on_host"](rig, 2), replace(SHORT, num_steps=3))

@@ -18,7 +18,8 @@ from chunkc.checkpoint.contents import runtime_of
 
 
 @pytest.mark.parametrize(
-    ("policy", "half"), [("fp32", 50), ("mixed", 5), ("bf16", 5), pytest.param("bf16", 50, marks=pytest.mark.slow)]
+    ("policy", "half"),
+    [("fp32", 50), ("mixed", 5), *(pytest.param("bf16", half, marks=pytest.mark.slow) for half in (5, 50))],
 )
 def test_a_hundred_steps_are_fifty_and_a_resume_and_fifty(tmp_path: Path, policy: str, half: int) -> None:
     """With dropout; the resumed run began as another one, and drew random numbers of its own before."""
@@ -38,7 +39,7 @@ def test_a_hundred_steps_are_fifty_and_a_resume_and_fifty(tmp_path: Path, policy
     assert first.train(half, half + 2) != losses[half : half + 2], "the masks matter, or dropout would prove nothing"
 
 
-@pytest.mark.parametrize(("there", "here"), [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("there", "here"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow), (2, 3)])
 def test_with_micro_batches_and_discarded_gradients(tmp_path: Path, there: int, here: int) -> None:
     """Also into a run that is planned for more of them; gradients that were let go of are in nobody's way."""
     first, second = Run(accumulate=there), Run(seed=7, accumulate=here)

@@ -87,12 +87,17 @@ def growth_nbytes(mode: str) -> tuple[int, int]:
 
 
 def test_workers_alive_during_training_do_not_multiply_memory() -> None:
-    """Steps that rewrite all of 151 MB under two persistent workers; with homes that a fork inherits, to compare."""
+    """Steps that rewrite all of 151 MB under two persistent workers."""
     data_nbytes, grown_nbytes = growth_nbytes("apart")
     assert data_nbytes > 100 << 20
     assert grown_nbytes < data_nbytes // 2, f"{grown_nbytes >> 20} MiB more with workers, {data_nbytes >> 20} of data"
-    _, inherited_nbytes = growth_nbytes("inherited")
-    assert inherited_nbytes > grown_nbytes + data_nbytes // 2, "the measure would see homes that are copied"
+
+
+@pytest.mark.slow
+def test_homes_that_a_fork_inherits_would_be_seen() -> None:
+    """The measure of the test above finds what it is there to refuse."""
+    data_nbytes, grown_nbytes = growth_nbytes("inherited")
+    assert grown_nbytes > data_nbytes // 2
 
 
 def in_child(run: Callable[[], object]) -> str:

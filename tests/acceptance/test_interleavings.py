@@ -203,9 +203,8 @@ ADDING_PAIRS = [
     pytest.param(({}, 3, SCALED), id="accumulating scaled"),
     pytest.param((MIXED, 3, {}), id="accumulating mixed", marks=SLOW),
 ]
-NUM_EXAMPLES = max(100, settings().max_examples)
-NUM_ADDING_EXAMPLES = NUM_EXAMPLES if NUM_EXAMPLES > 100 else 20
-"""Fewer in a quick run: theirs take longer, and the orders above are theirs as well."""
+NUM_EXAMPLES, NUM_ADDING_EXAMPLES = (settings().max_examples,) * 2 if settings().max_examples > 100 else (50, 20)
+"""Few in a quick run, fewer where micro-batches add up: theirs take longer, and the orders above are theirs as well."""
 
 
 def make_pair(request: pytest.FixtureRequest) -> Pair:

@@ -12,7 +12,7 @@ from torch import nn
 import chunkc
 
 
-@pytest.fixture(params=[{}, MIXED], ids=["host", "mixed"])
+@pytest.fixture(params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")])
 def pair(request: pytest.FixtureRequest) -> Pair:
     """With all optimizer states on the host, and with some on the device and some on their way there."""
     pair = Pair(wishes=request.param)

@@ -12,18 +12,25 @@ from placements import PLACEMENTS, Identities, check_placement, moved
 from rig import GetRig
 
 FP32, BF16 = torch.float32, torch.bfloat16
-CORE = ("gpt2", "llama", "t5", "vit", "odd")
-OTHERS = ("bert", "albert", "mixtral", "resnet")
+SOME = ("t5", "vit", "mixtral", "resnet")
+OTHERS = ("llama", "t5", "vit", "bert", "albert", "mixtral", "resnet")
 SLOW = pytest.mark.slow
 
 EAGER = [
-    *((name, FP32, placement) for name in CORE for placement in PLACEMENTS),
-    *((name, FP32, placement) for name in OTHERS for placement in ("smallest", "half_evicted")),
-    *((name, BF16, placement) for name in ("gpt2", "odd") for placement in PLACEMENTS),
+    *((name, FP32, placement) for name in ("gpt2", "odd") for placement in PLACEMENTS),
+    *((name, BF16, "smallest") for name in ("gpt2", "odd")),
+    *((name, FP32, "smallest") for name in SOME),
     *(
         pytest.param(name, FP32, placement, marks=SLOW)
         for name in OTHERS
-        for placement in ("all_on_host", "all_on_device")
+        for placement in PLACEMENTS
+        if name not in SOME or placement != "smallest"
+    ),
+    *(
+        pytest.param(name, BF16, placement, marks=SLOW)
+        for name in ("gpt2", "odd")
+        for placement in PLACEMENTS
+        if placement != "smallest"
     ),
     *(
         pytest.param(name, BF16, placement, marks=SLOW)
@@ -32,7 +39,8 @@ EAGER = [
     ),
 ]
 INDUCTOR = [
-    *((name, dtype, placement) for name, dtype in (("odd", FP32), ("odd", BF16)) for placement in PLACEMENTS),
+    *(("odd", FP32, placement) for placement in PLACEMENTS),
+    *(pytest.param("odd", BF16, placement, marks=SLOW) for placement in PLACEMENTS),
     *(
         pytest.param(name, dtype, placement, marks=SLOW)
         for name in ("gpt2", "llama", "t5", "vit")

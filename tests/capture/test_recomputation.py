@@ -62,8 +62,8 @@ def bert(num_layers: int) -> nn.Module:
     ("build", "layer_nbytes", "decided_by"),
     [
         (gpt2, INPUT_NBYTES, "model"),
-        (bert, INPUT_NBYTES + STATISTICS_NBYTES, "model"),
         (bert, INPUT_NBYTES + STATISTICS_NBYTES, "chunkc"),
+        pytest.param(bert, INPUT_NBYTES + STATISTICS_NBYTES, "model", marks=pytest.mark.slow),
         pytest.param(gpt2, INPUT_NBYTES, "chunkc", marks=pytest.mark.slow),
     ],
 )

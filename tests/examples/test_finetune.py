@@ -73,7 +73,7 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Losses are equal to the bit, and the export has the same logits in plain transformers."""
-    steps = ["--steps=40", "--save-every=4"]
+    steps = ["--steps=12", "--save-every=2"]
     assert example.main([*TINY, *steps, f"--out={tmp_path / 'whole'}", "--resume"]) == 0
     whole = told(capsys)
     process = start(*steps, f"--out={tmp_path / 'killed'}")

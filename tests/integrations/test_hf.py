@@ -100,7 +100,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     assert pair.model._compiled_call_impl.runtime.outcome.is_skipped()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "fp16"])
 def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(dtype: str, tmp_path: Path) -> None:
     """From the middle of an epoch, with dropout; a later checkpoint that was not finished is passed over."""
     changed = {dtype: True} if dtype != "fp32" else {}

@@ -164,8 +164,9 @@ def test_adapters_train_save_and_resume_under_trainer(tmp_path: Path) -> None:
 
 
 @needs_peft
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
-@pytest.mark.parametrize("dtype", ["fp32", pytest.param("fp16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_adapters_with_checkpointed_activations_stay_one_graph(dtype: str, tmp_path: Path) -> None:
     """transformers' hook for frozen embeddings, which would break it, is taken away."""
     changed = {"max_steps": 2, "eval_strategy": "no", "gradient_checkpointing": True}

@@ -85,7 +85,9 @@ def test_without_a_reading_everything_says_so(monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_glibc
-@pytest.mark.parametrize("nbytes", [300 * KIB, MIB, 5 * MIB + 12, 64 * MIB])
+@pytest.mark.parametrize(
+    "nbytes", [300 * KIB, *(pytest.param(n, marks=pytest.mark.slow) for n in (MIB, 64 * MIB)), 5 * MIB + 12]
+)
 def test_tensors_of_known_size_are_counted_exactly(meter: NonModelMeter, nbytes: int) -> None:
     gc.collect()
     meter.start()
