@@ -21,6 +21,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 
 import chunkc
 
@@ -84,7 +86,12 @@ def train(directory: Path | None, pipe: int, num_steps: int = MAX_STEPS) -> None
 
 
 def warm_up() -> None:
-    """Import and initialise all that a run does; the models are gone afterwards."""
+    """Import and initialise all that a run does; the models are gone afterwards.
+
+    torch.fx's interpreter makes a progress bar, whose lock would be one of all processes that are forked from here: a
+    run that is killed while it holds it would stop all later ones.
+    """
+    tqdm.set_lock(threading.RLock())
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as directory:
         for num_steps in (4, 8):
