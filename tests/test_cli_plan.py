@@ -114,6 +114,7 @@ def test_memory_that_misses_is_named_and_is_enough(tiny: str, capsys: pytest.Cap
     assert main(["simulate", tiny, "--hw", "emulated-1k-64m"]) == 1
 
 
+@pytest.mark.slow
 def test_advice_is_what_another_call_finds(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", tiny, "--hw", "v100-240g", "--recompute", "full", "--json"]
     assert main([*command, "--batch", "2"]) == 0

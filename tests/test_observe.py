@@ -62,13 +62,13 @@ def test_the_page_on_observing_has_every_key(trained: Pair) -> None:
 
 
 def test_speeds_are_those_of_the_clock(trained: Pair) -> None:
-    step(trained)
     begun_s = time.perf_counter()
+    step(trained)
     time.sleep(0.05)
     step(trained)
     limit_ms = (time.perf_counter() - begun_s) * 1e3
     found = chunkc.metrics(trained.model)
-    assert 50 <= found["step_ms"] <= limit_ms + 5
+    assert 50 <= found["step_ms"] <= limit_ms
     assert found["num_tokens"] == NUM_TOKENS
     assert found["tokens_per_s"] == pytest.approx(NUM_TOKENS / found["step_ms"] * 1e3)
     assert found["samples_per_s"] == pytest.approx(4 / found["step_ms"] * 1e3)

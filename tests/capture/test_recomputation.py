@@ -159,7 +159,9 @@ CASES: dict[str, tuple[type[Layer], Callable[..., torch.Tensor], int]] = {
 }
 
 
-@pytest.mark.parametrize("checkpointed", [True, False], ids=["model", "chunkc"])
+@pytest.mark.parametrize(
+    "checkpointed", [pytest.param(True, marks=pytest.mark.slow, id="model"), pytest.param(False, id="chunkc")]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_layer_adds_its_input_to_the_peak_of_backward_whatever_it_ends_in(case: str, checkpointed: bool) -> None:
     layer, between, layer_nbytes = CASES[case]

@@ -216,11 +216,11 @@ def test_a_plan_survives_json() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_175b_is_planned_within_seconds() -> None:
-    """96 layers of hidden size 12288 with 13,000 operators on one 32 GiB device and on one rank of eight."""
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 8])
+def test_175b_is_planned_within_seconds(world_size: int) -> None:
+    """96 layers of hidden size 12288 with 13,000 operators on 32 GiB devices."""
     found = gpt_like(96, 12288, ops_per_layer=150)
     assert sum(len(g.operators) for g in found.graphs) > 8_000
-    for world_size in (1, 8):
-        plan = planned(found, target(32 << 30, world_size=world_size)).plan
-        assert sum(s.elapsed_ms for s in plan.stages) < 20_000
-        assert [s.name for s in plan.stages] == [p.name for p in PIPELINE]
+    plan = planned(found, target(32 << 30, world_size=world_size)).plan
+    assert sum(s.elapsed_ms for s in plan.stages) < 20_000
+    assert [s.name for s in plan.stages] == [p.name for p in PIPELINE]
