@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,16 @@ def test_with_micro_batches_and_discarded_gradients(tmp_path: Path, there: int, 
     check_equal(second.bits(), wanted)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Inductor adds up the gradient of an embedding by atomic operations of several threads otherwise."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("deterministic")
 def test_with_inductor(tmp_path: Path) -> None:
     whole, first, second = (Run(seed=s, backend="inductor") for s in (0, 0, 7))
     losses = whole.train(0, NUM_STEPS)
