@@ -23,7 +23,7 @@ RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
     [
         ("gpt2_dropout", "eager"),
         ("gpt2_checkpointed", "eager"),
-        ("odd_dropout", "inductor"),
+        pytest.param("odd_dropout", "inductor", marks=pytest.mark.slow),
         pytest.param("gpt2_dropout", "inductor", marks=pytest.mark.slow),
         pytest.param("gpt2_checkpointed", "inductor", marks=pytest.mark.slow),
     ],

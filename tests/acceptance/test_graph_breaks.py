@@ -161,6 +161,7 @@ def test_fullgraph_refuses_a_break_before_anything_changes() -> None:
     pair.check()
 
 
+@pytest.mark.slow
 def test_other_shapes_and_rhythms() -> None:
     """Shapes before and after the plan, evaluations, a skipped step, and two forwards."""
     pair = pair_of(Broken)

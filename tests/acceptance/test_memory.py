@@ -225,6 +225,7 @@ def test_the_plan_holds_and_is_close_at_the_smallest_budget(case: str, readings:
     assert unused <= MAX_UNUSED * budget_nbytes, f"{unused / MIB:.1f} of {budget_nbytes / MIB:.1f} MiB were never used"
 
 
+@pytest.mark.slow
 def test_the_plan_holds_with_everything_resident(readings: Readings) -> None:
     """One segment per graph: all gradients stand beside the activations until it ends."""
     model, batch = compiled(llama, "emulated-192m-1g", torch.float32)

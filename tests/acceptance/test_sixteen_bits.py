@@ -12,7 +12,7 @@ from rig import GetRig
 from training import GetPlain
 
 MODELS = ("gpt2", "odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "albert", "t5", "vit")))
-INDUCTOR = ("odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "llama", "t5", "vit")))
+INDUCTOR = [pytest.param(n, marks=pytest.mark.slow) for n in ("odd", "gpt2", "llama", "t5", "vit")]
 
 
 @pytest.mark.parametrize("name", MODELS)

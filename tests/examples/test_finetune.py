@@ -94,6 +94,7 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
     assert example.evaluate(models[1], inputs) == pytest.approx(resumed[0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -> None:
     process = start("--steps=100000", "--save-every=3", f"--out={tmp_path}")
     await_checkpoint(process, tmp_path)

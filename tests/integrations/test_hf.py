@@ -66,7 +66,8 @@ def test_accelerate_neither_moves_nor_wraps_the_model(tmp_path: Path) -> None:
     assert all(hasattr(p, "_chunkc_index") for p in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_in_16_bits_the_plan_computes_and_masters_learn(dtype: str, tmp_path: Path) -> None:
     """Losses stay within 2 % of the run in fp32, where fp16 has a scale that does not overflow."""
     exact = compiled(seeded(), arguments(tmp_path / "fp32"))
