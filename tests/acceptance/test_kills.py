@@ -16,16 +16,14 @@ KEEP = 3
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs fork and SIGKILL")
-@pytest.mark.skipif(
-    torch.version.cuda is not None,
-    reason="runs with CPU builds of torch: others run no backward in a process forked after one",
-)
 @pytest.mark.parametrize("num_kills", [10, pytest.param(200, marks=pytest.mark.slow)])
 def test_killed_runs_go_on_as_if_they_had_not_been(tmp_path: Path, num_kills: int) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), str(num_kills), str(num_kills)],
         capture_output=True, text=True, timeout=60 + 6 * num_kills, check=False,
     )  # fmt: skip
+    if torch.version.cuda is not None and "fork-based multiprocessing" in done.stderr:
+        pytest.skip("runs where torch lets a forked process run backward: CPU builds do, this one for CUDA does not")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     reference, runs = found["reference"], found["runs"]
