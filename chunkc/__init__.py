@@ -14,6 +14,7 @@ from chunkc.errors import (
     HardwareError,
     PlanError,
     PlanNotReadyError,
+    RankError,
     ShapeLimitError,
 )
 from chunkc.hardware import Hardware
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanNotReadyError",
+    "RankError",
     "ShapeLimitError",
     "clip_grad_norm_",
     "compile",

@@ -41,6 +41,11 @@ class DeviceMemoryError(ChunkcError):
     """The device ran out of memory while a plan ran: the message names the action and what stood on the device."""
 
 
+class RankError(ChunkcError):
+    """The ranks of a job do different things with a model, or one of them has ended: the message says what each does,
+    or where this one stopped."""
+
+
 class CheckpointError(ChunkcError):
     """A checkpoint that cannot be written, or one that is missing, damaged or of another model.
 

@@ -22,7 +22,7 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors"}
-FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat"}
+FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_dist"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -30,6 +30,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "ir": BOTTOM,
     "hardware": BOTTOM,
     "_torch_compat": BOTTOM,
+    "_torch_dist": set(),
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,

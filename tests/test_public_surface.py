@@ -25,6 +25,7 @@ NAMES = frozenset(
         "Plan",
         "PlanError",
         "PlanNotReadyError",
+        "RankError",
         "ShapeLimitError",
         "clip_grad_norm_",
         "compile",

@@ -1,0 +1,108 @@
+"""torch.distributed as chunkc uses it: groups of its own and five collectives, with what differs between versions.
+
+``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are deprecated from torch 2.13 on in favour of names that older
+versions lack; the methods of a process group behind both are the same in 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+Group = dist.ProcessGroup
+
+
+class Store(Protocol):
+    """The part of a job's key-value store that is used."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def is_in_job() -> bool:
+    """Whether this process is one of a torch.distributed job."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def join(backend: str) -> None:
+    """Join the job that the environment (torchrun's) names."""
+    dist.init_process_group(backend)
+
+
+def job_rank() -> int:
+    """This process's rank in the job."""
+    return dist.get_rank()
+
+
+def job_size() -> int:
+    """Ranks of the job."""
+    return dist.get_world_size()
+
+
+def job_timeout() -> timedelta:
+    """What ``init_process_group`` was given, or its default."""
+    group = _world()
+    found: timedelta = group._get_backend(_device_of(group)).options._timeout
+    return found
+
+
+def job_store() -> Any:
+    """The job's key-value store."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def new_group(backend: str, timeout: timedelta, device: torch.device) -> Group:
+    """A group of all ranks for tensors on ``device``; every rank makes it at the same time."""
+    options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
+    group = dist.new_group(backend=backend, timeout=timeout, **options)
+    if not isinstance(group, Group):
+        raise RuntimeError(f"torch.distributed made no group for backend {backend!r}")
+    return group
+
+
+def all_gather(group: Group, whole: torch.Tensor, own: torch.Tensor) -> None:
+    """Fill ``whole`` with the ``own`` of all ranks; ``own`` may be this rank's part of it."""
+    _finish(group._allgather_base(whole, own))
+
+
+def reduce_scatter(group: Group, own: torch.Tensor, whole: torch.Tensor, *, mean: bool) -> None:
+    """Into ``own`` the sum or mean over all ranks of this rank's part of ``whole``; it may be that part."""
+    options = dist.ReduceScatterOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
+    _finish(group._reduce_scatter_base(own, whole, options))
+
+
+def reduce(group: Group, tensor: torch.Tensor, *, mean: bool) -> None:
+    """Replace ``tensor`` by the sum or mean over all ranks."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
+    _finish(group.allreduce([tensor], options))
+
+
+def broadcast(group: Group, tensor: torch.Tensor, source: int) -> None:
+    """Give ``tensor`` of rank ``source`` to all."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = source, 0
+    _finish(group.broadcast([tensor], options))
+
+
+def _finish(work: Any) -> None:
+    """On the host: until it is done. On a GPU: the current stream waits, not the host."""
+    if work is not None:
+        work.wait()
+
+
+def _world() -> Group:
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("torch.distributed is not initialised")
+    return group
+
+
+def _device_of(group: Group) -> torch.device:
+    devices = [str(d) for d in group._device_types]
+    return torch.device("cpu" if any(d.startswith("cpu") for d in devices) else devices[0])

@@ -1,0 +1,326 @@
+"""The ranks that train one model together: what they exchange, and how they notice that they do different things.
+
+Every model has its own process groups, so that nothing of the script's own exchanges can come between:
+
+    data      collectives of the plan, issued by the device's ``comm`` stream in plan order; payloads and sums of norms
+    control   everything the host does between programs: agreements, whole parameters, checkpoints' decisions
+
+**Agreement.** Before the ranks do anything together (a program, reading a parameter, a checkpoint) each says what it
+is about to do: a kind, a digest of it, and a number. All exchange these few bytes, and where they differ every rank
+raises `RankError` with what each of them does, so that ``if rank == 0: evaluate(model)`` is an error and no hang. A
+rank whose call is refused before it came to an agreement joins with the kind ``refused``: the others need not wait.
+
+**Failure.** When a collective fails or times out, the group cannot be used again: every later one fails at once, with
+the first cause, on this rank, and the ranks tell each other through the job's store where they stopped.
+
+`Ranks` is one rank alone, for which all of this is nothing; `JobRanks` are several.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from enum import StrEnum
+from typing import Final, NoReturn
+
+import torch
+
+from chunkc._torch_dist import Group, Store, all_gather, broadcast, new_group, reduce, reduce_scatter
+from chunkc.errors import RankError
+
+_STORY_WAIT_S: Final = 2.0
+"""How long a rank that saw a collective fail waits for the others to say where they stopped."""
+
+_SHOWN_LINES: Final = 3
+
+Lines = Callable[[], Sequence[str]]
+"""What a digest stands for, line by line; asked for only where digests differ."""
+
+
+class Kind(StrEnum):
+    """What ranks are about to do together."""
+
+    COMPILE = "compile"
+    PLAN = "plan"
+    LAYOUT = "layout"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    EVALUATE = "evaluate"
+    READ = "read"
+    SAVE = "save"
+    LOAD = "load"
+    REFUSED = "refused"
+
+
+_KINDS: Final = tuple(Kind)
+
+
+class Ranks:
+    """One rank alone. All methods are collective where there are several: every rank calls them in the same order.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are.
+    """
+
+    rank = 0
+    size = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, whose values count where all should be equal."""
+        return self.rank == 0
+
+    def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
+        """All ranks are about to do the same; ``number`` of every rank, in their order.
+
+        Args:
+            kind: what.
+            lines: all that must be equal; see `digest_lines` for one that is used often.
+            what: for messages, what of the kind it is (a parameter's name).
+
+        Raises:
+            RankError: on all ranks, when they differ, with the first difference.
+        """
+        return [number]
+
+    def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
+        """`agree` with the digest of ``lines()`` at hand."""
+        return [number]
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Within the block the ranks come to an agreement; one that raises before joins as ``refused``."""
+        yield
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Give the elements of ``tensor`` (host memory, contiguous) on rank ``source`` to all."""
+
+    def mean(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` (host memory, contiguous, floating) by the mean over all ranks."""
+
+    def collect(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, in their order."""
+        return [data]
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
+        """Fill ``whole`` with the ``own`` of all ranks in their order, where ``own`` stands in it already."""
+
+    def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
+        """Into ``own``, this rank's part of ``whole``, the mean of that part over all ranks."""
+
+    def add_up(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
+        """Into ``own``, this rank's part of ``whole``, the sum of that part over all ranks."""
+
+    def total(self, tensor: torch.Tensor, place: str) -> None:
+        """Replace ``tensor`` by the sum over all ranks."""
+
+    def close(self) -> None:
+        """Nothing is exchanged any more; idempotent."""
+
+
+def digest_lines(lines: Sequence[str]) -> int:
+    """63 bits of ``lines``, the same in every process."""
+    text = "\n".join(lines).encode()
+    return zlib.crc32(text) << 31 ^ zlib.adler32(text)
+
+
+class JobRanks(Ranks):
+    """The ranks of a torch.distributed job, all of which make one at the same time.
+
+    Args:
+        device: where payloads stand: collectives on it are the plan's.
+        backend: of those, for example ``"nccl"``; the host's are gloo's.
+        timeout: of every exchange.
+        store: of the job, through which ranks say where they stopped.
+        number: of this object, the same on all ranks.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, backend: str, timeout: timedelta, store: Store, number: int
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._timeout, self._store, self._prefix = timeout, store, f"chunkc/{number}"
+        self._data: Group | None = new_group(backend, timeout, device)
+        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
+        self._stopped: RankError | None = None
+        self._lock = threading.Lock()
+        self._num_agreements = 0
+        self._has_host_payloads = device.type == "cpu"
+
+    # Between programs, on the control group.
+
+    def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
+        return self.agree_digest(kind, digest_lines(lines()), lines, what, number)
+
+    def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
+        self._num_agreements += 1
+        word = torch.tensor([_KINDS.index(kind), digest, number], dtype=torch.int64, device="cpu")
+        words = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
+        self._exchange(f"the agreement on {_named(kind, what)}", lambda g: all_gather(g, words.view(-1), word))
+        kinds, digests = words[:, 0].tolist(), words[:, 1].tolist()
+        if len(set(kinds)) > 1:
+            self._refuse_kinds([_KINDS[k] for k in kinds], kind, what)
+        if kind is not Kind.REFUSED and len(set(digests)) > 1:
+            self._refuse_lines(kind, what, lines())
+        return [int(n) for n in words[:, 2].tolist()]
+
+    def _refuse_kinds(self, kinds: Sequence[Kind], own: Kind, what: str) -> None:
+        """Every rank raises; one that was refused already raises what refused it."""
+        if own is Kind.REFUSED:
+            return
+        raise RankError(
+            "all ranks must do the same with a compiled model, in the same order, but "
+            + ", ".join(f"rank {rank} {_DOES[kind]}" for rank, kind in enumerate(kinds))
+            + f" (this is rank {self.rank}, in {_named(own, what)}). Call forward, backward, step, evaluation, reads "
+            "of parameters and saves on every rank"
+        )
+
+    def _refuse_lines(self, kind: Kind, what: str, lines: Sequence[str]) -> NoReturn:
+        """Every rank raises with the first line in which one differs from rank 0."""
+        found = [text.decode().split("\n") for text in self.collect("\n".join(lines).encode())]
+        for position in range(max(len(lines) for lines in found)):
+            at = [lines[position] if position < len(lines) else "(nothing more)" for lines in found]
+            if len(set(at)) > 1:
+                shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(at[: _SHOWN_LINES + 1]))
+                break
+        else:
+            shown = "their descriptions agree, their numbers do not"
+        raise RankError(
+            f"the ranks' {_named(kind, what)} are not the same; the first difference: {shown}. Build the model, its "
+            "optimizer and its inputs alike on every rank; where lengths differ, pad the batches of a step to one "
+            "length"
+        )
+
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        before = self._num_agreements
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception:
+            if self._num_agreements == before and self._stopped is None:
+                self.agree_digest(Kind.REFUSED, 0, list)
+            raise
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        if tensor.numel():
+            self._exchange(f"a broadcast from rank {source}", lambda g: broadcast(g, _bytes(tensor), source))
+
+    def mean(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():
+            self._exchange("a mean over the ranks", lambda g: reduce(g, tensor, mean=True))
+
+    def collect(self, data: bytes) -> list[bytes]:
+        own = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        sizes = torch.empty(self.size, dtype=torch.int64, device="cpu")
+        self._exchange("an exchange of descriptions", lambda g: all_gather(g, sizes, own))
+        most = max(1, int(sizes.max()))
+        padded = torch.zeros(most, dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
+        whole = torch.empty(self.size * most, dtype=torch.uint8, device="cpu")
+        self._exchange("an exchange of descriptions", lambda g: all_gather(g, whole, padded))
+        rows = whole.view(self.size, most)
+        return [bytes(row[: int(n)].numpy().tobytes()) for row, n in zip(rows, sizes, strict=True)]
+
+    def _exchange(self, place: str, work: Callable[[Group], None]) -> None:
+        self._attempt(self._control, place, work)
+
+    # Within programs, on the data group.
+
+    def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
+        self._attempt(self._data, place, lambda g: all_gather(g, whole, own))
+
+    def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
+        self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=True))
+
+    def add_up(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
+        self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=False))
+
+    def total(self, tensor: torch.Tensor, place: str) -> None:
+        self._attempt(self._data, place, lambda g: reduce(g, tensor, mean=False))
+
+    # Failure.
+
+    def _attempt(self, group: Group | None, place: str, work: Callable[[Group], None]) -> None:
+        if self._stopped is not None:
+            raise RankError(str(self._stopped)) from self._stopped
+        if group is None:
+            raise RankError(f"{place} on rank {self.rank}: the compiled model was deleted and its groups with it")
+        begun_s = time.monotonic()
+        try:
+            work(group)
+        except Exception as error:
+            raise self._stop(place, time.monotonic() - begun_s, error) from error
+
+    def _stop(self, place: str, after_s: float, error: BaseException) -> RankError:
+        """Remember the first failure, say it to the others, and hear from them."""
+        with self._lock:
+            if self._stopped is None:
+                self.say_stopped(place)
+                cause = str(error).strip().splitlines()
+                self._stopped = RankError(
+                    f"rank {self.rank} of {self.size} stopped in {place} after {after_s:.1f} s: another rank has "
+                    f"ended, failed, or did not come within the timeout of {self._timeout.total_seconds():g} s. "
+                    f"{self._stories()} Start the job again from its last checkpoint. torch says: "
+                    f"{cause[0] if cause else type(error).__name__}"
+                )
+            return self._stopped
+
+    def say_stopped(self, place: str) -> None:
+        """Tell the others, as far as they can hear, that this rank goes no further."""
+        try:
+            self._store.set(f"{self._prefix}/stopped/{self.rank}", place)
+        except Exception:  # the store is gone with the rank that held it; then nobody hears anything
+            return
+
+    def _stories(self) -> str:
+        """Where each of the others stopped, as far as they say it within `_STORY_WAIT_S`."""
+        told: dict[int, str] = {}
+        until = time.monotonic() + _STORY_WAIT_S
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        while len(told) < len(others) and time.monotonic() < until:
+            for rank in (rank for rank in others if rank not in told):
+                try:
+                    key = f"{self._prefix}/stopped/{rank}"
+                    if self._store.check([key]):
+                        told[rank] = self._store.get(key).decode()
+                except Exception:
+                    return "The job's store does not answer: the rank that held it (mostly rank 0) has ended."
+            time.sleep(0.05)
+        silent = [str(rank) for rank in others if rank not in told]
+        said = "; ".join(f"rank {rank} stopped in {place}" for rank, place in sorted(told.items()))
+        quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
+        return "; ".join(filter(None, (said, quiet))).capitalize() + "."
+
+    def close(self) -> None:
+        self._data = self._control = None
+
+
+_DOES: Final[dict[Kind, str]] = {
+    Kind.COMPILE: "compiles a model",
+    Kind.PLAN: "makes the first plan",
+    Kind.LAYOUT: "lays out chunks",
+    Kind.FORWARD: "runs a training forward",
+    Kind.BACKWARD: "runs a backward",
+    Kind.STEP: "steps",
+    Kind.EVALUATE: "runs a forward without gradients",
+    Kind.READ: "reads or writes a parameter, gradient or state",
+    Kind.SAVE: "saves",
+    Kind.LOAD: "loads",
+    Kind.REFUSED: "had its call refused",
+}
+
+
+def _named(kind: Kind, what: str) -> str:
+    return f"{kind} of {what}" if what else str(kind)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
