@@ -181,8 +181,10 @@ class Binder:
 
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
-        if action.target[0] != "g":
-            raise PlanError(f"this release exchanges whole groups; `{action}` is planned and verified only")
+        if action.target[0] != "g" or self.ranks.size == 1:
+            raise PlanError(
+                f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
+            )
         own = self.plan.layout.groups[action.index].chunks[self.ranks.rank]
         return action.index, self._resident[f"c{own}"] - self.ranks.rank
 
