@@ -164,8 +164,7 @@ def plan(
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
     first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
-    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too, on
-    one rank; how ranks sum their norms is not planned yet.
+    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -203,7 +202,7 @@ def plan(
         return plan_ahead(
             model,
             target,
-            replace(options, measures=factor is not None and ranks == 1, scales=factor is not None),
+            replace(options, measures=factor is not None, scales=factor is not None),
             example_inputs=example_inputs,
             dtype=computed,
             in_fp32=in_fp32,
