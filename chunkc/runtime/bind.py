@@ -61,7 +61,7 @@ class Binder:
             update = self._gauge(action)
         work = update.restore if update is not None else self._work(action)
         wanted = None if action.op is Op.RESTORE else update
-        return Bound(label, str(action), action.stream, action.waits, work, wanted)
+        return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
@@ -78,6 +78,7 @@ class Binder:
             Op.GATHER: self._gather,
             Op.REDUCE: self._reduce,
             Op.RELEASE: self._release,
+            Op.SUM: self._sum,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -178,6 +179,9 @@ class Binder:
                 device.freed(memory)
 
         return release
+
+    def _sum(self, action: Action) -> Callable[[], None]:
+        return self._exchanges().sum(self._gauge(action), str(action))
 
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""

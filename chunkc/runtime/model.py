@@ -193,9 +193,6 @@ class ModelRuntime(ScaledGradients):
 
         return self._guarded(executor, run)
 
-    def _accumulated(self) -> frozenset[int]:
-        return frozenset(self.gradients.landed if self.accumulate > 1 else ())
-
     def _agree_on_backward(self, executor: Executor) -> None:
         is_kept = self._saved and self._executor is executor
         program = executor.backward_program(self._accumulated())
