@@ -162,6 +162,12 @@ class Layout:
         """The communication group that holds ``chunk``."""
         return self.groups[chunk // self.world_size]
 
+    def remote_of(self, target: str) -> tuple[int, ...]:
+        """The chunks of a collective's target (``g4``, or ``c12`` of the serial variant) that other ranks own."""
+        index = int(target[1:])
+        chunks = self.groups[index].chunks if target[0] == "g" else (index,)
+        return tuple(c for c in chunks if self.owner(c) != self.rank)
+
     def owned(self) -> tuple[Chunk, ...]:
         """The chunks that this rank owns."""
         return tuple(c for c in self.chunks if self.owner(c.index) == self.rank)
