@@ -4,9 +4,9 @@ Each rank fetches its own chunk of a group and gathers the others before use; th
 all have landed, remote chunks are released, and the own chunk is written back. One rank needs none of these. In a
 resident plan own chunks never move; groups are gathered when forward begins, since an update has made copies stale.
 
-Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other ranks
-are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds the other
-ranks' parts to the own chunk; so a group may come and go within a backward, and sums stay whole.
+Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
+ranks are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds
+the other ranks' parts to the own chunk; so a group may come and go within a backward, and sums stay whole.
 """
 
 from __future__ import annotations
@@ -204,7 +204,9 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
             for group in gathered:
                 writer.gather(group)
         for segment in line.segments:
-            for group in sorted(g for g, name in first.items() if name == segment.name and g not in gathered and shared):
+            for group in sorted(
+                g for g, name in first.items() if name == segment.name and g not in gathered and shared
+            ):
                 writer.open_remote(group)
             writer.run(segment)
             for group in sorted(g for g, name in last.items() if name == segment.name and shared):

@@ -85,12 +85,3 @@ def moments(plan: Plan, program: Program) -> Iterator[Moment]:
             elastic_nbytes=replay.elastic_nbytes,
             total_nbytes=plan.layout.arena_nbytes + replay.elastic_nbytes + segment.nonmodel_nbytes,
         )
-
-
-def moved_nbytes(layout: Layout, action: Action) -> int:
-    """Bytes that ``action`` copies over a link; 0 for an action that copies nothing."""
-    if action.op in (Op.FETCH, Op.EVICT):
-        return layout.chunks[action.index].used_nbytes
-    if action.op in (Op.LOAD, Op.STORE):
-        return layout.chunks[action.index].used_os_nbytes
-    return 0
