@@ -120,6 +120,13 @@ class Ranks:
     def total(self, tensor: torch.Tensor, place: str) -> None:
         """Replace ``tensor`` by the sum over all ranks."""
 
+    def beside(self) -> Ranks:
+        """The same ranks with a control group of its own, for one thread that works beside training.
+
+        It is made by the first call, which all ranks make together, and closed with this object.
+        """
+        return self
+
     def close(self) -> None:
         """Nothing is exchanged any more; idempotent."""
 
@@ -135,18 +142,27 @@ class JobRanks(Ranks):
 
     Args:
         device: where payloads stand: collectives on it are the plan's.
-        backend: of those, for example ``"nccl"``; the host's are gloo's.
+        backend: of those, for example ``"nccl"``; the host's are gloo's. None: no program will run.
         timeout: of every exchange.
         store: of the job, through which ranks say where they stopped.
         number: of this object, the same on all ranks.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, backend: str, timeout: timedelta, store: Store, number: int
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: str | None,
+        timeout: timedelta,
+        store: Store,
+        number: int | str,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout, self._store, self._prefix = timeout, store, f"chunkc/{number}"
-        self._data: Group | None = new_group(backend, timeout, device)
+        self._number = number
+        self._beside: JobRanks | None = None
+        self._data: Group | None = None if backend is None else new_group(backend, timeout, device)
         self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
         self._stopped: RankError | None = None
         self._lock = threading.Lock()
@@ -299,8 +315,16 @@ class JobRanks(Ranks):
         quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
         return "; ".join(filter(None, (said, quiet))).capitalize() + "."
 
+    def beside(self) -> Ranks:
+        if self._beside is None:
+            cpu, name = torch.device("cpu"), f"{self._number}/beside"
+            self._beside = JobRanks(self.rank, self.size, cpu, None, self._timeout, self._store, name)
+        return self._beside
+
     def close(self) -> None:
         self._data = self._control = None
+        if self._beside is not None:
+            self._beside.close()
 
 
 _DOES: Final[dict[Kind, str]] = {
