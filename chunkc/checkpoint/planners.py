@@ -11,6 +11,7 @@ one they warn in every call, while filters of warnings are the whole process's.)
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ class Kept:
     dtype: torch.dtype
     share: Share
     read: Callable[[], Flats]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.share.shape) * self.dtype.itemsize
 
     @staticmethod
     def whole(value: torch.Tensor) -> Kept:

@@ -70,6 +70,14 @@ class Share:
         """Host memory for the elements of each range, 1-D."""
         return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
 
+    def flats(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The elements of each range of a tensor, 1-D; copies where it does not stand in memory as the share says."""
+        dense = value
+        if value.stride() != self.stride:
+            dense = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device="cpu").copy_(value)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        return tuple(flat[first:end] for first, end in self.ranges)
+
     def view(self, flats: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
         """The elements of ``box``, in its shape, where they stand in the ``flats`` of all ranges."""
         order = self._order()

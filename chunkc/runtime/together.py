@@ -42,6 +42,17 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     return [own if rank == ranks.rank else value for rank, (_, value) in enumerate(heard)]
 
 
+def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What ``work`` returns here, once every rank has done its own.
+
+    Raises:
+        Exception: as `exchange`.
+    """
+    found: list[T] = []
+    exchange(ranks, lambda: found.append(work()))
+    return found[0]
+
+
 def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """What ``work`` returns on rank 0, which alone does it.
 
@@ -64,7 +75,8 @@ def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callab
     if ranks.size == 1:
         return lead(lambda value: None)
     if not ranks.is_first:
-        return _follow(ranks, follow)
+        told: T = _follow(ranks, follow)
+        return told
     try:
         result = lead(lambda value: _say(ranks, _MORE, value))
     except RankError:
@@ -102,4 +114,5 @@ def _told(error: Exception, rank: int) -> Exception:
         return OSError(error.errno, text)
     if isinstance(error, ChunkcError):
         return ChunkcError(text)
-    return RankError(f"rank {rank} failed: {type(error).__name__}: {error}")
+    # never a RankError, after which this rank would wait for the others in vain (`Ranks.joining`)
+    return ChunkcError(f"on rank {rank}: {type(error).__name__}: {error}")

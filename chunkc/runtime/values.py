@@ -106,9 +106,7 @@ class ChunkValues:
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
 
-    def write_own(
-        self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool
-    ) -> None:
+    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
         """Replace this rank's elements of a parameter and, where given, of its moments: 1-D, for each run of parts."""
         self._before_write(index)
         lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
