@@ -61,7 +61,7 @@ class Binder:
             update = self._gauge(action)
         work = update.restore if update is not None else self._work(action)
         wanted = None if action.op is Op.RESTORE else update
-        return Bound(label, str(action), action.stream, action.waits, work, wanted)
+        return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
@@ -78,6 +78,7 @@ class Binder:
             Op.GATHER: self._gather,
             Op.REDUCE: self._reduce,
             Op.RELEASE: self._release,
+            Op.SUM: self._sum,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -179,10 +180,15 @@ class Binder:
 
         return release
 
+    def _sum(self, action: Action) -> Callable[[], None]:
+        return self._exchanges().sum(self._gauge(action), str(action))
+
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
-        if action.target[0] != "g":
-            raise PlanError(f"this release exchanges whole groups; `{action}` is planned and verified only")
+        if action.target[0] != "g" or self.ranks.size == 1:
+            raise PlanError(
+                f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
+            )
         own = self.plan.layout.groups[action.index].chunks[self.ranks.rank]
         return action.index, self._resident[f"c{own}"] - self.ranks.rank
 
