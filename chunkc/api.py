@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkc import job
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
@@ -35,6 +36,7 @@ from chunkc.precision import fp32_modules
 from chunkc.report import Plan
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
+from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import LossScale
 from chunkc.segments import Backend, SegmentCompiler, backend_options
 from chunkc.weights.initial import buffer_values
@@ -92,6 +94,7 @@ def compile(  # the name that torch.compile taught users
     _refuse_unbuilt(example_inputs=example_inputs)
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
+    job.join()
     machine, device = device_for(hw)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
@@ -107,7 +110,9 @@ def compile(  # the name that torch.compile taught users
         device_budget_nbytes=device.device_budget_nbytes - reserve,
         reserved_nbytes=reserve + device.overhead_nbytes,
         host_budget_nbytes=device.host_budget_nbytes,
-        rates=known_rates(machine) if machine.num_gpus == 1 else None,
+        world_size=machine.num_gpus,
+        rank=job.rank(),
+        rates=known_rates(machine),
     )
     settings = Settings(
         target=target,
@@ -117,13 +122,17 @@ def compile(  # the name that torch.compile taught users
         backend_options=backend_options(backend),
         passes=passes,
         fullgraph=fullgraph,
+        ranks_per_node=machine.gpus_per_node,
     )
+    ranks = job.make_ranks(device.torch_device)
+    ranks.agree(Kind.COMPILE, lambda: [str(machine), str(settings.options), *map(str, infos)])
     buffers = _moved_buffers(model, device.torch_device)
-    runtime = ModelRuntime(infos, params, device, options.accumulate)
+    runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     if factor is not None:
         runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
+    _share_buffers(model, ranks)
     in_fp32.attach()
     compiled = CompiledModel(model, runtime, settings)
     compiled.in_fp32 = in_fp32
@@ -234,8 +243,10 @@ def stats(model: nn.Module) -> dict[str, int]:
         "model_data_nbytes": layout.model_data_nbytes(),
         "h2d_nbytes": compiled.runtime.moved_nbytes(Stream.H2D),
         "d2h_nbytes": compiled.runtime.moved_nbytes(Stream.D2H),
+        "comm_nbytes": compiled.runtime.moved_nbytes(Stream.COMM),
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
+        "planned_comm_nbytes": plan.moved_nbytes(Stream.COMM),
         **compiled.counts_since_warm_up(),
     }
 
@@ -278,6 +289,17 @@ def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Modu
     made = buffer_values(model)
     moved = {b: made.get(b, b).to(device) for _, _, b in places if b.device != device}
     return [(module, name, moved[b]) for module, name, b in places if b in moved]
+
+
+def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Give all ranks the buffers of rank 0, once: from then on they are each rank's own, as in FSDP."""
+    if ranks.size == 1:
+        return
+    for buffer in model.buffers():
+        value = buffer.detach().to("cpu", copy=True).contiguous()
+        ranks.broadcast(value)
+        with torch.no_grad():
+            buffer.copy_(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +361,9 @@ def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collec
         elif runtime.version_of(param.index) != param.version:
             lost[name] = "changed by the compiled model meanwhile"
         else:
-            if _is_written(runtime, param):
+            is_written = _is_written(runtime, param)
+            runtime.ranks.agree(Kind.READ, lambda: [f"{name} was {'' if is_written else 'not '}written"], name)  # noqa: B023
+            if is_written:
                 runtime.write_param(param.index, param.real.detach())
             if param.real.grad is not None:
                 lost[name] = "given a gradient, which the compiled model cannot step"

@@ -23,7 +23,7 @@ from chunkc.passes import make_plan
 from chunkc.passes.lower import lower
 from chunkc.planning import Built, Request, build, measuring
 from chunkc.programs import GraphSlot, callables, frozen_callable, install, slot_of
-from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.unplanned import UnplannedGraph
 from chunkc.segments import SegmentCompiler, compile_eager

@@ -41,6 +41,7 @@ from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.ranks import Kind
 from chunkc.segments import SegmentCompiler
 from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
 
@@ -74,6 +75,7 @@ class Settings:
     """What ``compile`` was asked for, resolved.
 
     Attributes:
+        ranks_per_node: ranks of the job on each node.
         cast_inputs: dtype that floating-point inputs are cast to, or None.
         fixed: settings for the capture backend that the segment compiler needs (decompositions and the like).
     """
@@ -85,6 +87,7 @@ class Settings:
     backend_options: dict[str, Any]
     passes: Any = None
     fullgraph: bool = False
+    ranks_per_node: int = 1
 
 
 class CompiledModel:
@@ -103,6 +106,7 @@ class CompiledModel:
         self._model = model
         self._capture_started_s = 0.0
         self._warm: Counts | None = None
+        self._least: tuple[int, int] | None = None
         self.is_open = False
         self.in_fp32 = Fp32Modules()
         by_id = {id(p): i for i, p in enumerate(runtime.params)}
@@ -150,11 +154,18 @@ class CompiledModel:
         """
         if self.is_open:
             return call_plain(self._model, args, kwargs)
+        with self.runtime.ranks.joining():
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_params()
         args, kwargs = self._cast(args, kwargs)
         if not torch.is_grad_enabled():
             return self.evaluator(args, kwargs)
         self.runtime.before_forward()
+        if self.runtime.layout is None and self.runtime.ranks.size > 1:
+            self._least = None
+            self._agree_on_budgets()
         before = self.runtime.num_forwards
         if before == 1 and self._warm is None:
             self._warm = self._counts()
@@ -275,10 +286,29 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
+        if layout is None:
+            target = self._with_least(target)
         has_norms = any(executor.gauge is not None for executor in self.runtime.executors.values())
         wanted = self.runtime.measures and (layout is None or has_norms)
         options = replace(settings.options, measures=settings.options.measures or wanted)
-        return Request(target, options, settings.passes, layout, held_nbytes, is_host)
+        return Request(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
+
+    def _agree_on_budgets(self) -> None:
+        """The least budgets of all ranks, by which their first plans lay out the same chunks."""
+        target, ranks = self.request().target, self.runtime.ranks
+        budgets = (target.device_budget_nbytes, target.host_budget_nbytes)
+        device, host = (min(ranks.agree(Kind.PLAN, lambda: [target.model], number=n)) for n in budgets)
+        self._least = (device, host)
+
+    def _with_least(self, target: Target) -> Target:
+        device, host = self._least or (target.device_budget_nbytes, target.host_budget_nbytes)
+        others_nbytes = target.device_budget_nbytes - device
+        return replace(
+            target,
+            device_budget_nbytes=device,
+            host_budget_nbytes=host,
+            reserved_nbytes=target.reserved_nbytes + others_nbytes,
+        )
 
     def _on_capture(self, captured: Captured) -> Compiled:
         self.shapes.check_room()

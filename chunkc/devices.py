@@ -76,20 +76,17 @@ def device_for(
         make_api: CUDA on a GPU by its index.
 
     Raises:
-        HardwareError: for an unknown machine, one of several GPUs, or one whose GPU has more memory than the one here.
+        HardwareError: for an unknown machine, one with another number of GPUs than the job has ranks, or one whose GPU
+            has more memory than the one here.
     """
-    machine = Hardware.of(hw)
-    if machine.num_gpus != 1:
-        raise HardwareError(
-            f"hw={machine} names {machine.num_gpus} GPUs; training on several ranks is not built yet. chunkc.plan "
-            "plans for them"
-        )
+    machine = Hardware.of(hw).for_job()
     known = _shared.get(id(hw))
     if known is not None and known.hardware is hw:
         return machine, known
     gpu = None if machine.emulated else find_gpu()
     device = _emulated(machine) if gpu is None else _cuda(machine, gpu, make_api)
     if isinstance(hw, Hardware):
+        device.hardware = hw
         _shared[id(hw)] = device
     return machine, device
 
@@ -124,8 +121,8 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
     return SharedCuda(machine, api, ledger, settings)
 
 
-def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True) -> None:
-    """Refuse a plan that this machine's free host memory cannot hold.
+def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True, ranks_per_node: int = 1) -> None:
+    """Refuse a plan that this machine's free host memory cannot hold, for all ranks of it together.
 
     Args:
         already_held_nbytes: bytes of the model itself, which the chunks consume as they fill.
@@ -136,11 +133,13 @@ def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = T
     """
     device_nbytes = plan.memory.device_peak_nbytes if is_host else 0
     free = free_host_nbytes()
-    if device_nbytes + plan.memory.host_nbytes - already_held_nbytes <= free:
+    if (device_nbytes + plan.memory.host_nbytes) * ranks_per_node - already_held_nbytes <= free:
         return
     taken = f"{device_nbytes} device and {plan.memory.host_nbytes} host bytes, both of which are host memory here"
     if not is_host:
         taken = f"{plan.memory.host_nbytes} bytes of host memory"
+    if ranks_per_node > 1:
+        taken += f" on each of {ranks_per_node} ranks of this machine"
     raise HardwareError(
         f"the plan for {plan.hw} takes {taken}, where {free} bytes are free; use a smaller model, or name a machine "
         "with less memory"

@@ -21,6 +21,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -39,9 +40,10 @@ from chunkc.passes import Planned
 from chunkc.planning import Request, build
 from chunkc.policy import buffer_test
 from chunkc.report import Plan as ReportedPlan
-from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.ranks import Kind
 from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
 from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
@@ -211,7 +213,7 @@ def _callable(
         if key not in runtime.executors:
             with torch.inference_mode(False):  # views of the arena are ordinary tensors
                 store = runtime.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
-                runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
+                runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
         return _evaluate(runtime, runtime.executors[key], args, held_nbytes)
 
     return evaluate
@@ -219,6 +221,7 @@ def _callable(
 
 def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
     """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
+    runtime.ranks.agree_digest(Kind.EVALUATE, executor.digest("evaluate"), partial(executor.exchanges, "evaluate"))
     runtime.to_cold()
     runtime.drain()
     runtime.device.check_usable()

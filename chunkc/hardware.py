@@ -111,6 +111,28 @@ class Hardware:
             )
         return world_size
 
+    def for_job(self) -> Hardware:
+        """This machine as the ranks of the running job use it, one device each.
+
+        A machine of one device stands for as many as there are ranks, on as many nodes: each has the host memory that
+        is named, which its ranks share.
+
+        Raises:
+            HardwareError: where it names another number of devices than there are ranks.
+        """
+        num_nodes, gpus_per_node = _job_shape()
+        if self.num_gpus == num_nodes * gpus_per_node:
+            return self
+        if self.num_gpus == 1:
+            counts = "".join(f"{count}x" for count in (num_nodes, gpus_per_node)[num_nodes == 1 :])
+            return replace(self, name=counts + self.name, num_nodes=num_nodes, gpus_per_node=gpus_per_node)
+        ranks = f"{num_nodes * gpus_per_node} ranks" if num_nodes * gpus_per_node > 1 else "1 rank"
+        raise HardwareError(
+            f"hw={self} has {self.num_gpus} devices, but this job has {ranks}: start one process for each device "
+            f"(`torchrun --nproc-per-node={self.gpus_per_node} ...`), or name the machine that is used. chunkc.plan "
+            "plans for any machine"
+        )
+
     @property
     def emulated(self) -> bool:
         """Whether the device is host memory by name (not: whether a named GPU happens to be absent here)."""
@@ -243,7 +265,7 @@ def _job_shape() -> tuple[int, int]:
         world_size = torch.distributed.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if ranks_per_node < 1 or world_size % ranks_per_node:
-        raise HardwareError(f"hw='auto': {world_size} ranks do not fill nodes of {ranks_per_node}; name the hardware")
+        raise HardwareError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; name the hardware")
     return world_size // ranks_per_node, ranks_per_node
 
 

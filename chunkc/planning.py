@@ -44,7 +44,7 @@ from chunkc.passes import (
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
-from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.bound import CompiledGraph
 from chunkc.segments import SegmentCompiler
 
 logger = logging.getLogger("chunkc")
@@ -64,6 +64,7 @@ class Request:
         layout: the model's layout once there is one; it is kept as it is. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
+        ranks_per_node: ranks of the job on this machine.
     """
 
     target: Target
@@ -72,6 +73,7 @@ class Request:
     layout: Layout | None = None
     held_nbytes: int = 0
     is_host: bool = True
+    ranks_per_node: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     held_nbytes, layout = request.held_nbytes, request.layout
     if layout is not None:
         held_nbytes += layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
-    check_free_memory(plan, held_nbytes, is_host=request.is_host)
+    check_free_memory(plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
     logger.info("planned %s in %.1f s%s", plan.digest(), search.planning_s, tried)
     logger.info("compiled %d segments in %.1f s", len(plan.segments), search.compiling_s)

@@ -16,7 +16,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.errors import ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
-from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.params import inner_of
@@ -86,7 +86,7 @@ def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)
         static = static_slots(plan.layout, plan.program("forward").entry.resident)
         store = runtime.adopt(plan.layout, static)
-        runtime.executors[key] = Executor(plan, store, runtime.device, graphs["forward"], graphs["backward"])
+        runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
     return runtime.executors[key]
 
 

@@ -17,7 +17,7 @@ from chunkc.errors import ChunkcError
 from chunkc.memory.footprint import Footprint, graph_footprint
 from chunkc.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
-from chunkc.runtime.bind import SegmentCallable
+from chunkc.runtime.bound import SegmentCallable
 
 logger = logging.getLogger("chunkc")
 

@@ -60,6 +60,7 @@ GROUP_OF = {
                 "debug",
                 "devices",
                 "evaluation",
+                "job",
                 "observe",
                 "planahead",
                 "planning",

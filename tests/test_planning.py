@@ -23,7 +23,7 @@ from chunkc.memory.footprint import Footprint, Step, graph_footprint
 from chunkc.passes import Options, make_plan
 from chunkc.passes.lower import LoweredSegment
 from chunkc.planning import Built, Request, build
-from chunkc.runtime.bind import SegmentCallable
+from chunkc.runtime.bound import SegmentCallable
 from chunkc.segments import SegmentCompiler, compile_eager
 
 Reader = Callable[[LoweredSegment, SegmentCallable], Footprint]

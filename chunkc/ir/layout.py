@@ -166,6 +166,15 @@ class Layout:
         """The chunks that this rank owns."""
         return tuple(c for c in self.chunks if self.owner(c.index) == self.rank)
 
+    def lines(self) -> list[str]:
+        """All that ranks which share groups must have alike, one fact a line."""
+        lines = [f"{self.world_size} ranks, chunks of {self.chunk_numel} elements"]
+        for p in self.placements:
+            name = self.params[p.param].name
+            lines.append(f"{name} at element {p.offset} of c{p.chunk}, over {p.num_chunks} chunks")
+        lines += [f"c{c.index}: {c.list}, {c.numel} elements of {c.dtype}, {c.used_numel} used" for c in self.chunks]
+        return lines
+
     def payload_nbytes(self) -> int:
         """Bytes of all payloads and gradient chunks that this rank owns, padding included."""
         return sum(c.nbytes for c in self.owned())

@@ -6,9 +6,8 @@ the actions before it. What changes from step to step (values of the graphs, byt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
@@ -16,90 +15,14 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, Home
 from chunkc.ir.plan import Plan, Program
+from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.adam import Piece
+from chunkc.runtime.bound import AnnouncedUpdate, Bound, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Update
+from chunkc.runtime.exchanges import Exchanges
 from chunkc.runtime.gauge import Gauge
-from chunkc.runtime.step_inputs import StepInputs
+from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.store import ChunkStore, Triple
-
-SegmentCallable = Callable[[list[Any]], Sequence[Any]]
-
-
-class GraphSegment(Protocol):
-    """What is needed of a lowered segment (see ``chunkc.passes.lower``)."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def params(self) -> tuple[tuple[int, int], ...]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-    @property
-    def dies(self) -> tuple[int, ...]: ...
-
-
-class Graph(Protocol):
-    """What is needed of a lowered graph."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def segments(self) -> Sequence[GraphSegment]: ...
-    @property
-    def result(self) -> tuple[str | tuple[Any], ...]: ...
-    @property
-    def last_use(self) -> Mapping[str, int]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledGraph:
-    """A lowered graph with a callable per segment, and the parameters whose gradients it makes by value name."""
-
-    graph: Graph
-    segments: Sequence[SegmentCallable]
-    gradients: Mapping[str, int]
-
-
-@dataclass(slots=True)
-class Frame:
-    """What changes while programs run: values by name, and the bytes that the latest run of each program moved.
-
-    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
-    """
-
-    env: dict[str, Any] = field(default_factory=dict)
-    accumulated: Set[int] = frozenset()
-    moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """An action with what it does. ``update`` stands in for ``work`` where hyperparameters are needed."""
-
-    label: str
-    text: str
-    stream: Stream
-    waits: tuple[str, ...]
-    work: Callable[[], None]
-    update: Update | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncedUpdate:
-    """An update of a triple where it lives, which a snapshot may still need as it was."""
-
-    inner: Update
-    store: ChunkStore
-    chunk: int
-
-    def update(self, inputs: StepInputs) -> None:
-        """Say so first."""
-        self.store.before_write(self.chunk)
-        self.inner.update(inputs)
-
-    def restore(self) -> None:
-        """Triples stay as they are."""
-        self.inner.restore()
 
 
 @dataclass(slots=True)
@@ -108,6 +31,7 @@ class Binder:
 
     Attributes:
         gauge: where norms and the decision on them stand; a plan that measures has one.
+        ranks: with which chunks are exchanged.
         updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
             gradient chunk's (-1 where there is none), or None.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
@@ -116,9 +40,10 @@ class Binder:
     plan: Plan
     store: ChunkStore
     device: Device
-    graphs: Mapping[str, CompiledGraph]
+    graphs: Mapping[GraphKind, CompiledGraph]
     frame: Frame
     gauge: Gauge | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
     _program: str = ""
@@ -150,6 +75,9 @@ class Binder:
             Op.STASH: self._stash,
             Op.ADD: self._stash,
             Op.NORM: self._norm,
+            Op.GATHER: self._gather,
+            Op.REDUCE: self._reduce,
+            Op.RELEASE: self._release,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -225,6 +153,38 @@ class Binder:
         del self._resident[action.target]
         memory, device = self.store.slot_bytes(self._slot(action)), self.device
         return lambda: device.freed(memory)
+
+    def _exchanges(self) -> Exchanges:
+        return Exchanges(self.plan, self.store, self.ranks, self.frame, self._program)
+
+    def _gather(self, action: Action) -> Callable[[], None]:
+        group, first = self._group(action)
+        for position, chunk in enumerate(self.plan.layout.groups[group].chunks):
+            self._resident[f"c{chunk}"] = first + position
+        return self._exchanges().gather(group, first, str(action))
+
+    def _reduce(self, action: Action) -> Callable[[], None]:
+        group, first = self._group(action)
+        return self._exchanges().reduce(group, first, str(action))
+
+    def _release(self, action: Action) -> Callable[[], None]:
+        group, _ = self._group(action)
+        remote = [c for c in self.plan.layout.groups[group].chunks if self.plan.layout.owner(c) != self.ranks.rank]
+        slots = [self.store.slot_bytes(self._resident.pop(f"c{c}")) for c in remote]
+        device = self.device
+
+        def release() -> None:
+            for memory in slots:
+                device.freed(memory)
+
+        return release
+
+    def _group(self, action: Action) -> tuple[int, int]:
+        """A group, and the slot of its first chunk: they stand one behind the other."""
+        if action.target[0] != "g":
+            raise PlanError(f"this release exchanges whole groups; `{action}` is planned and verified only")
+        own = self.plan.layout.groups[action.index].chunks[self.ranks.rank]
+        return action.index, self._resident[f"c{own}"] - self.ranks.rank
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch
 from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
-from chunkc.runtime.bind import Binder, CompiledGraph, Frame
+from chunkc.ir.schedule import GraphKind
+from chunkc.runtime.bind import Binder
+from chunkc.runtime.bound import CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.live_set import live_set
+from chunkc.runtime.ranks import Ranks, digest_lines
 from chunkc.runtime.scaling import LossScale, scale_tangents, times
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
@@ -40,23 +44,31 @@ class Executor:
     """
 
     def __init__(
-        self, plan: Plan, store: ChunkStore, device: Device, forward: CompiledGraph, backward: CompiledGraph
+        self,
+        plan: Plan,
+        store: ChunkStore,
+        device: Device,
+        graphs: Mapping[GraphKind, CompiledGraph],
+        ranks: Ranks | None = None,
     ) -> None:
         self.plan = plan
         self.num_actions = 0
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
-        self.gauge = Gauge(len(plan.layout.chunks), device.torch_device) if plan.measures else None
+        self.gauge: Gauge | None = None
+        if plan.measures:
+            self.gauge = Gauge(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
         self._decide = _label_of(plan, "step", Op.DECIDE)
         self._device = device
         self._paced_launch = device.paced_launch(plan)
-        self._graphs = {"forward": forward, "backward": backward}
+        self._graphs = graphs
+        self._exchanged: dict[str, int] = {}
         self._frame = Frame()
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge)
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge, ranks or Ranks())
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
@@ -72,6 +84,19 @@ class Executor:
         micro-batches, in all programs since the latest step was entered."""
         names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
         return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+
+    def exchanges(self, program: str) -> list[str]:
+        """What all ranks must have alike in a program: its collectives in order, and the gradients that land."""
+        lines = [str(replace(a, waits=())) for a in self.plan.program(program).actions if a.stream is Stream.COMM]
+        if self.plan.program(program).role == "backward":
+            lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
+        return [line for line in lines if not line.startswith(("release", "drop"))]
+
+    def digest(self, program: str) -> int:
+        """Of ``exchanges``."""
+        if program not in self._exchanged:
+            self._exchanged[program] = digest_lines(self.exchanges(program))
+        return self._exchanged[program]
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward program on the inputs of the forward graph; empties ``args``."""
@@ -95,12 +120,17 @@ class Executor:
         come back are not.
         """
         self._frame.accumulated = accumulated
-        program = "accumulate" if accumulated else "backward"
+        program = self.backward_program(accumulated)
         if loss_scale is None:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
         outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
         return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
+
+    @staticmethod
+    def backward_program(accumulated: Set[int]) -> str:
+        """The program that `backward` runs where ``accumulated`` parameters have gradients to be added to."""
+        return "accumulate" if accumulated else "backward"
 
     def step(
         self,
@@ -157,7 +187,7 @@ class Executor:
         finally:
             self._events.clear()
 
-    def _run_graph(self, program: str, graph: str, args: list[Any]) -> list[Any]:
+    def _run_graph(self, program: str, graph: GraphKind, args: list[Any]) -> list[Any]:
         compiled, frame = self._graphs[graph], self._frame
         pairs = zip(compiled.graph.inputs, args, strict=True)
         frame.env = {n: value for n, value in pairs if n in self._wanted[graph]}
@@ -185,6 +215,8 @@ class Executor:
                 events[bound.label] = launch(bound.stream, bound.text, waits, work)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(name, position, error) from error
+            if bound.is_sum and self.gauge is not None:
+                self.gauge.ready = (events[bound.label],)
             if self.trace is not None:
                 self.trace.append(bound.text)
         self.num_actions += len(self._programs[name])
@@ -194,7 +226,7 @@ class Executor:
         still be under way, but none of a program that is about to run."""
         if self.plan.accumulate == 1 or name not in self._counted:
             moved = self._frame.moved_nbytes
-            moved[name, Stream.H2D] = moved[name, Stream.D2H] = 0
+            moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
         self._counted.add(name)
 
     def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:

@@ -31,22 +31,37 @@ class Gauge:
         table: float64 [num_chunks, `ROW_NUMEL`] on the device; rows of chunks that are not measured stay 0.
         control: float32 [2] on the device: the factor of every gradient; and 0, or 1 to leave parameters as they are.
         seen: ``control`` as host memory has it.
+        totals: float64 [`ROW_NUMEL`] on the device: the columns of ``table`` added up, over all ranks where there are
+            several; they stand there once ``ready`` has happened.
+        ready: what to wait for before ``totals`` is read on the compute stream.
     """
 
-    def __init__(self, num_chunks: int, device: torch.device) -> None:
+    def __init__(self, num_chunks: int, device: torch.device, num_ranks: int = 1) -> None:
         self.table = torch.zeros(num_chunks, ROW_NUMEL, dtype=torch.float64, device=device)
         self.control = torch.tensor([1.0, 0.0], dtype=torch.float32, device=device)
+        self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
+        self.ready: tuple[Event, ...] = ()
+        self._is_alone = num_ranks == 1
         self.seen = self.control
         if device.type != "cpu":
             self.seen = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
 
+    def total(self) -> None:
+        """Add up what the chunks of this rank have."""
+        torch.sum(self.table, 0, out=self.totals)
+
     def total_norm(self) -> torch.Tensor:
         """The norm of all gradients as they stand in chunks, float32 [], on the compute stream."""
-        return self.table[:, 0].sum().sqrt().to(torch.float32)
+        return self._found()[0].sqrt().to(torch.float32)
 
     def found_nonfinite(self) -> torch.Tensor:
         """1 where a gradient in chunks is infinite or NaN, else 0: float32 [], on the compute stream."""
-        return self.table[:, 1].amax().to(torch.float32)
+        return self._found()[1].clamp(max=1.0).to(torch.float32)
+
+    def _found(self) -> torch.Tensor:
+        if self._is_alone:
+            self.total()
+        return self.totals
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:

@@ -26,6 +26,7 @@ from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.params import inner_of, manage_all
+from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
@@ -39,6 +40,7 @@ class ModelMemory:
     Attributes:
         infos: all parameters by index, in compute dtype.
         accumulate: backwards whose gradients one step may take; with more than one, gradients overlay no parameter.
+        ranks: with which the model is trained; every read and write of a value is collective.
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
@@ -47,13 +49,19 @@ class ModelMemory:
     """
 
     def __init__(
-        self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device, accumulate: int = 1
+        self,
+        infos: Sequence[ParamInfo],
+        params: Sequence[nn.Parameter],
+        device: Device,
+        accumulate: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
         """``params`` become managed: the same objects afterwards, in compute dtype, with values in a staging store."""
         self.infos = tuple(infos)
         self.accumulate = accumulate
         self.owners: dict[int, object] = {}
         self.device = device
+        self.ranks = ranks or Ranks()
         self.accounting = Accounting(device)
         self.saving: Future[Path] | None = None
         self._consumed = False
@@ -61,7 +69,7 @@ class ModelMemory:
         self._entered: set[int] = set()
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
-        self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos])
+        self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos], self.ranks)
         self.params = tuple(params)
         manage_all(self.params, self.infos, self, device.torch_device)
         self.gradients = Gradients(self.params, self)
@@ -81,10 +89,15 @@ class ModelMemory:
         return self.staging.nbytes()
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
-        """The chunks; made at the first call, when they consume the staging store."""
+        """The chunks; made at the first call, when they consume the staging store.
+
+        Raises:
+            RankError: when the ranks' layouts differ; nothing has changed then.
+        """
         if self._store is None or self._values is None:
+            self.ranks.agree(Kind.LAYOUT, layout.lines)
             self._store = ChunkStore(layout, self.device)
-            self._values = ChunkValues(self._store, static)
+            self._values = ChunkValues(self._store, static, self.ranks)
         self._values.load(self.staging)
         return self._store
 
@@ -135,9 +148,23 @@ class ModelMemory:
         """A copy in host memory in the dtype that the parameter was handed over in: of param32 where there is one."""
         return self._read(index).to("cpu")
 
+    def _together(self, what: str, index: int) -> None:
+        """All ranks are about to read or write the same of a parameter."""
+        self.ranks.agree(Kind.READ, lambda: [f"{what} of {self.name_of(index)}"], f"{what} of {self.name_of(index)}")
+
+    def _of_first(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` as rank 0 has it, so that what is written is the same whichever rank keeps it."""
+        if self.ranks.size == 1:
+            return value
+        with torch.inference_mode(False), torch.no_grad():
+            found = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
+            self.ranks.broadcast(found.view(-1))
+            return found
+
     def _read(self, index: int) -> torch.Tensor:
         """A copy in the dtype that the parameter was handed over in, wherever it stands."""
         self.drain()
+        self._together("the value", index)
         if self._values is None or self.staging.holds(index):
             return self.staging.value(index).detach().clone()
         return self._values.read_param(index).to(self.staging.dtypes[index])
@@ -152,7 +179,9 @@ class ModelMemory:
         if self._values is None or self.staging.holds(index):
             self.staging.write(index, value, keep_finer=keep_finer)
         else:
+            self._together("a new value", index)
             self.to_cold()
+            value = self._of_first(value)
             if keep_finer:
                 exact = keep_master(self._values.read_param(index), value)
             else:
@@ -174,10 +203,12 @@ class ModelMemory:
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
+        self._together("the gradient", index)
         found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor
         return found if factor is None else multiply(found, factor)
 
     def _gradient(self, index: int) -> torch.Tensor:
+        """The gradient as it stands, in chunks and apart; all ranks read it together."""
         apart = self.gradients.apart.get(index)
         if index not in self.gradients.landed and apart is not None:
             return apart.clone()
@@ -187,6 +218,8 @@ class ModelMemory:
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
+        self._together("a new gradient", index)
+        value = self._of_first(value)
         self.gradients.zeroed.discard(index)
         self._apply_factor()
         self.gradients.measured = None
@@ -223,10 +256,17 @@ class ModelMemory:
             return
         gradients.measured = None
         for index in gradients.landed:
-            found = self._chunk_values().read_gradient(index)
-            self._chunk_values().write_gradient(index, multiply(found, factor.to(found.device)))
+            self._chunk_values().multiply_gradient(index, factor)
         for part in gradients.apart.values():
             multiply(part, factor.to(part.device))
+
+    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks of a gradient outside of chunks."""
+        if self.ranks.size == 1:
+            return gradient
+        found = gradient.detach().to("cpu", copy=True).contiguous()
+        self.ranks.mean(found)
+        return found
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
         """Free the payloads of these parameters from their gradients, which go on in host memory."""
@@ -249,6 +289,7 @@ class ModelMemory:
     def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Copies of exp_avg, exp_avg_sq and param32 in host memory."""
         self.drain()
+        self._together("the optimizer state", param)
         if self._values is None or self.staging.holds(param):
             value = self.staging.exact(param)
             state = self.staging.state(param)
@@ -268,7 +309,8 @@ class ModelMemory:
             return
         if not self._values.is_trained(param):
             raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
-        self._values.write_moments(param, exp_avg, exp_avg_sq)
+        self._together("a new optimizer state", param)
+        self._values.write_moments(param, self._of_first(exp_avg), self._of_first(exp_avg_sq))
         if param32 is not None:
             self.write_param(param, param32)
 
@@ -296,6 +338,7 @@ class ModelMemory:
             raise ChunkcError("the model has not run a compiled forward yet")
         return self._values
 
-    def _names(self, indexes: Sequence[int], most: int = 5) -> str:
+    def names(self, indexes: Sequence[int], most: int = 5) -> str:
+        """The first names of parameters, for messages, and how many more there are."""
         names = ", ".join(self.name_of(i) for i in indexes[:most])
         return names + (f" and {len(indexes) - most} more" if len(indexes) > most else "")

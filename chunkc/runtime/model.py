@@ -13,6 +13,7 @@ model back to cold, with the parameters of the last step; inside a backward, gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.gauge import Outcome, Skipped
 from chunkc.runtime.interrupt import deferred_interrupt
+from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaled import ScaledGradients
-from chunkc.runtime.step_inputs import Hyper
+from chunkc.runtime.step_inputs import Hyper, step_lines
+from chunkc.runtime.undeclared import refuse_more, refuse_undeclared
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
@@ -45,9 +48,14 @@ class ModelRuntime(ScaledGradients):
     """
 
     def __init__(
-        self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device, accumulate: int = 1
+        self,
+        infos: Sequence[ParamInfo],
+        params: Sequence[nn.Parameter],
+        device: Device,
+        accumulate: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(infos, params, device, accumulate)
+        super().__init__(infos, params, device, accumulate, ranks)
         self.num_forwards = 0
         self.executors: dict[object, Executor] = {}
         self._broken = False
@@ -102,7 +110,7 @@ class ModelRuntime(ScaledGradients):
         waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
         if waiting:
             raise AccumulationError(
-                f"gradients of {self._names(waiting)} were neither stepped nor zeroed before the next forward, "
+                f"gradients of {self.names(waiting)} were neither stepped nor zeroed before the next forward, "
                 "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first, or "
                 "declare it with chunkc.compile(..., accumulate=N)"
             )
@@ -114,7 +122,11 @@ class ModelRuntime(ScaledGradients):
         """Run a forward program from wherever the last call left the model.
 
         ``held_nbytes`` are bytes of inputs and buffers, alive before it begins, that count as non-model data.
+
+        Raises:
+            RankError: when the ranks do other things, or exchange other chunks.
         """
+        self.ranks.agree_digest(Kind.FORWARD, executor.digest("forward"), partial(executor.exchanges, "forward"))
         self.to_cold()
         self._uncover()
         self._switch_to(executor)
@@ -133,6 +145,7 @@ class ModelRuntime(ScaledGradients):
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
+        self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
         self.to_cold()
         self._uncover()
         self.accounting.start(held_nbytes)
@@ -157,8 +170,15 @@ class ModelRuntime(ScaledGradients):
     # Backward.
 
     def backward(self, executor: Executor, args: list[Any]) -> list[Any]:
-        """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient."""
-        self._begin_backward(executor)
+        """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient.
+
+        Raises:
+            RankError: when the ranks do other things, or make gradients of other parameters.
+        """
+        with self.ranks.joining():
+            goes_on = self._check_backward(executor)
+            self._agree_on_backward(executor)
+        self._begin_backward(executor, goes_on=goes_on)
         self._enter_backward(executor)
         self.accounting.begin_backward()
         added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
@@ -174,18 +194,34 @@ class ModelRuntime(ScaledGradients):
 
         return self._guarded(executor, run)
 
+    def _agree_on_backward(self, executor: Executor) -> None:
+        is_kept = self._saved and self._executor is executor
+        program = executor.backward_program(self.gradients.landed if self.accumulate > 1 else frozenset())
+        overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
+
+        def lines() -> list[str]:
+            state = f"{program}, {'right after its forward' if is_kept else 'after something else'}"
+            return [state, *overlaid, *executor.exchanges(program)]
+
+        self.ranks.agree(Kind.BACKWARD, lines)
+
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
-        self._refuse_scaling_parts()
-        self._begin_backward(graph)
+        with self.ranks.joining():
+            self._refuse_scaling_parts()
+            goes_on = self._check_backward(graph)
+            self.ranks.agree(
+                Kind.BACKWARD, lambda: [f"makes the gradient of {self.name_of(i)}" for i in graph.graded_params]
+            )
+        self._begin_backward(graph, goes_on=goes_on)
         self.to_cold()
         self.accounting.begin_backward()
         try:
             outputs, made = graph.backward(args, self.read_param)
             self.accounting.end_backward(self.layout)
             self.gradients.measured = None
-            for index, gradient in made.items():
-                self.gradients.add(index, gradient)
+            for index, gradient in sorted(made.items()):
+                self.gradients.add(index, self._averaged(gradient))
             self._consumed = False
             self.gradients.hand_out(graph, graph.graded_params)
         except BaseException:
@@ -193,66 +229,39 @@ class ModelRuntime(ScaledGradients):
             raise
         return outputs
 
-    def _begin_backward(self, executor: Executor | UnplannedGraph) -> None:
-        """Refuse what would add to gradients undeclared; else it goes on with the backward under way, or begins one."""
+    def _check_backward(self, executor: Executor | UnplannedGraph) -> bool:
+        """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
         self._check_hooks()
         self._check_complete(executor.graded_params)
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
+            return True
+        if self.accumulate > 1:
+            problem = refuse_more(self, executor.graded_params, is_under_way=gradients.is_under_way(backward))
+        else:
+            problem = refuse_undeclared(self, executor.graded_params, is_under_way=gradients.is_under_way(backward))
+        if problem is not None:
+            if gradients.is_under_way(backward) and problem.loses_gradients:
+                self._lose_gradients()
+            raise AccumulationError(problem.text)
+        return False
+
+    def _begin_backward(self, executor: Executor | UnplannedGraph, *, goes_on: bool) -> None:
+        """It goes on with the backward under way, or begins one."""
+        if goes_on:
             return
         if self.accumulate > 1:
-            self._check_room(executor, backward)
             self._prepare_to_add()
-            gradients.begin(backward, call)
-            return
-        if gradients.is_under_way(backward):
-            self._lose_gradients()
-            raise AccumulationError(
-                "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
-                "over micro-batches, which was not declared. Call backward() and step() for each loss, run both "
-                "batches as one, or declare it with chunkc.compile(..., accumulate=N). The gradients of this backward "
-                "are discarded"
-            )
-        waiting = [i for i in executor.graded_params if self.params[i].grad is not None]
-        waiting = [i for i in waiting if hasattr(self.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
-        if waiting:
-            raise AccumulationError(
-                f"{self._names(waiting)} still hold gradients of an earlier backward (stepped or not); adding to them "
-                "was not declared. Call zero_grad() before backward()"
-            )
-        if gradients.pending:
+        elif self.gradients.pending:
             self.to_cold()
             self._uncover()
-        gradients.begin(backward, call)
-
-    def _check_room(self, executor: Executor | UnplannedGraph, backward: int) -> None:
-        """Refuse one micro-batch more than was declared, and to add to what was stepped."""
-        gradients = self.gradients
-        gradients.drop_removed()
-        stale = [i for i in executor.graded_params if hasattr(self.params[i].grad, "_chunkc_index")]
-        stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
-        if stale:
-            raise AccumulationError(
-                f"{self._names(stale)} still hold gradients that step() has consumed; the next ones cannot be added to "
-                "them. Call zero_grad() after each step()"
-            )
-        if gradients.num_micro_batches < self.accumulate:
-            return
-        lost = ""
-        if gradients.is_under_way(backward):
-            self._lose_gradients()
-            lost = ". This backward() reaches more forwards than are left: all gradients since then are discarded"
-        raise AccumulationError(
-            f"gradients of {self.accumulate} backwards were added up since the last step, as many as "
-            f"chunkc.compile(..., accumulate={self.accumulate}) declares. Call optimizer.step() and zero_grad(), or "
-            f"declare more{lost}"
-        )
+        self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
 
     def _check_complete(self, graded: Sequence[int]) -> None:
         missing = left_out(self._accumulators, graded)
         if missing:
             raise ChunkcError(
-                f"this backward leaves out the gradients of {self._names(missing)}, as torch.autograd.grad and "
+                f"this backward leaves out the gradients of {self.names(missing)}, as torch.autograd.grad and "
                 "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
                 "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
             )
@@ -277,6 +286,8 @@ class ModelRuntime(ScaledGradients):
         Returns:
             What becomes of it, where it may be skipped because a gradient is infinite or NaN.
         """
+        assigned = [i for i in hypers if not self.gradients.is_handle(i)]
+        self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
         if self.outcome is not None:
@@ -328,7 +339,7 @@ class ModelRuntime(ScaledGradients):
             grad = self.params[index].grad
             if grad is not None:
                 gradients.landed.discard(index)
-                gradients.apart[index] = grad.detach().to("cpu", self.params[index].dtype)
+                gradients.apart[index] = self._averaged(grad.to("cpu", self.params[index].dtype).detach())
         self._move_into_chunks()
 
     # Between programs.
@@ -387,6 +398,7 @@ class ModelRuntime(ScaledGradients):
             self._call_of.clear()
             self.ran.clear()
             self.executors.clear()
+            self.ranks.close()
             if self._store is not None:
                 self._store.close()
             self.accounting.unreserve()

@@ -98,12 +98,18 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with self.runtime.ranks.joining():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """`step` without its closure."""
         self._settle()
         runtime, groups = self.runtime, self._groups_by_index()
         active = runtime.check_step({index: param for index, (param, _) in groups.items()})
         if not active:
             self._warn_without_gradients()
-            return loss
+            return
         self._check_covered(active, groups.keys())
         self._check_owned(active.intersection(self._steps))
         snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
@@ -116,7 +122,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._latest = None if outcome is None else (outcome, tuple(steps))
         self._steps.update(steps)
         runtime.owners.update(dict.fromkeys(steps, self._token))
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.

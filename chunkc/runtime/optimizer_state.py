@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.gauge import Outcome
+from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.step_inputs import Hyper
 
 Groups = Sequence[Mapping[str, Any]]
@@ -38,11 +39,13 @@ class OptimizerRuntime(Protocol):
     """What the optimizers need of a compiled model. Parameters are named by their index in the layout.
 
     Attributes:
+        ranks: with which the model is trained; they step together.
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
         wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
         is_scaled_outside: set it where a script scales its losses by itself.
     """
 
+    ranks: Ranks
     owners: dict[int, object]
     wants_norms: bool
     is_scaled_outside: bool

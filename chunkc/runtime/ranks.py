@@ -58,6 +58,8 @@ class Kind(StrEnum):
 
 
 _KINDS: Final = tuple(Kind)
+_ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ})
+"""Agreements that come before the one that a call is about."""
 
 
 class Ranks:
@@ -159,7 +161,7 @@ class JobRanks(Ranks):
         return self.agree_digest(kind, digest_lines(lines()), lines, what, number)
 
     def agree_digest(self, kind: Kind, digest: int, lines: Lines, what: str = "", number: int = 0) -> list[int]:
-        self._num_agreements += 1
+        self._num_agreements += kind not in _ON_THE_WAY
         word = torch.tensor([_KINDS.index(kind), digest, number], dtype=torch.int64, device="cpu")
         words = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
         self._exchange(f"the agreement on {_named(kind, what)}", lambda g: all_gather(g, words.view(-1), word))

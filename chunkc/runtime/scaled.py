@@ -16,9 +16,10 @@ from torch import nn
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.device import Device
+from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
+from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.scaling import LossScale, multiply
 
 
@@ -33,9 +34,14 @@ class ScaledGradients(ModelMemory):
     """
 
     def __init__(
-        self, infos: Sequence[ParamInfo], params: Sequence[nn.Parameter], device: Device, accumulate: int = 1
+        self,
+        infos: Sequence[ParamInfo],
+        params: Sequence[nn.Parameter],
+        device: Device,
+        accumulate: int = 1,
+        ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(infos, params, device, accumulate)
+        super().__init__(infos, params, device, accumulate, ranks)
         self.wants_norms = False
         self.loss_scale: LossScale | None = None
         self.is_scaled_outside = False
@@ -72,7 +78,7 @@ class ScaledGradients(ModelMemory):
         hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
         if hooked:
             raise ChunkcError(
-                f"{self._names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+                f"{self.names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
                 "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
             )
 
@@ -83,13 +89,13 @@ class ScaledGradients(ModelMemory):
         stale = [i for i in present if hasattr(self.params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
         if stale:
             raise ChunkcError(
-                f"{self._names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
+                f"{self.names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
                 "place (`param.grad.copy_(g)`) or plain tensors"
             )
         lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
         if lost and gradients.pending:
             raise ChunkcError(
-                f"{self._names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
+                f"{self.names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
                 "zero_grad() after each step()"
             )
         handed = [i for i in present if gradients.is_handle(i)]
@@ -101,7 +107,7 @@ class ScaledGradients(ModelMemory):
         untrained = [i for i in present if not self.is_trained(i)]
         if untrained:
             raise ChunkcError(
-                f"{self._names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
+                f"{self.names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
                 "so they have no optimizer state; set their .grad to None, or use them in the forward"
             )
         return frozenset(present)
@@ -125,7 +131,7 @@ class ScaledGradients(ModelMemory):
             return torch.zeros((), dtype=torch.float32, device=self.device.torch_device)
         gauge = self._measured(present)
         if gauge is not None and norm_type == 2.0:
-            norm, factor = self._on_compute(gauge.total_norm), self.gradients.factor
+            norm, factor = self._on_compute(gauge.total_norm, gauge.ready), self.gradients.factor
             norm = norm if factor is None else norm * factor
         else:
             norms = [torch.linalg.vector_norm(g, norm_type) for g in self._exact(present) if g.numel()]
@@ -154,7 +160,7 @@ class ScaledGradients(ModelMemory):
         """1 where a gradient of ``present`` is infinite or NaN, else 0: float32 [], on the device."""
         gauge = self._measured(present)
         if gauge is not None:
-            return self._on_compute(gauge.found_nonfinite)
+            return self._on_compute(gauge.found_nonfinite, gauge.ready)
         is_finite = all(bool(gradient.isfinite().all()) for gradient in self._exact(present))
         return torch.tensor(float(not is_finite), dtype=torch.float32, device=self.device.torch_device)
 
@@ -193,8 +199,8 @@ class ScaledGradients(ModelMemory):
                 whole = self._gradient(index).to(device, torch.float64)
                 yield whole if gradients.factor is None else multiply(whole, gradients.factor)
 
-    def _on_compute(self, read: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``read()`` gives on the compute stream, behind what has been launched there."""
+    def _on_compute(self, read: Callable[[], torch.Tensor], waits: Sequence[Event]) -> torch.Tensor:
+        """What ``read()`` gives on the compute stream, behind what has been launched there and ``waits``."""
         found = list[torch.Tensor]()
-        self.device.launch(Stream.COMPUTE, "read the gauge", (), lambda: found.append(read()))
+        self.device.launch(Stream.COMPUTE, "read the gauge", waits, lambda: found.append(read()))
         return found[0]

@@ -6,6 +6,9 @@ the model never exists twice.
 
 A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written, as a whole,
 and whoever reads it before, or trains, is told its name.
+
+Where several ranks train one model, rank 0 alone keeps values: what the others were handed over, or are told to write,
+is dropped. Reads are collective then (`StagingStore.value`, ``exact``, ``state``), and give all ranks what rank 0 has.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Final
 import torch
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.slab import map_private
 
 _MAPPED_NBYTES: Final = 2**16
@@ -39,14 +43,19 @@ class StagingStore:
         dtypes: of each parameter as it was handed over.
     """
 
-    def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = ()) -> None:
+    def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = (), ranks: Ranks | None = None) -> None:
         """``names`` of the parameters are for messages."""
+        self._ranks = ranks or Ranks()
         self._values: list[torch.Tensor | None] = list(values)
         self._states: dict[int, StagedState] = {}
         self._names = tuple(names) or tuple(f"#{index}" for index in range(len(values)))
         self.dtypes = tuple(v.dtype for v in values)
+        blank = bytes(value.is_meta and value.numel() > 0 for value in values)
+        self._blank = {index for index, is_blank in enumerate(self._ranks.collect(blank)[0]) if is_blank}
         for index, value in enumerate(values):
-            if value.is_meta and not value.numel():
+            if not self._ranks.is_first:
+                self._values[index] = torch.empty_like(value, device="meta")
+            elif value.is_meta and not value.numel():
                 self._values[index] = self.empty(index)
 
     def holds(self, index: int) -> bool:
@@ -55,8 +64,7 @@ class StagingStore:
 
     def is_blank(self, index: int) -> bool:
         """Whether the parameter was never given a value."""
-        value = self._values[index]
-        return value is not None and value.is_meta
+        return index in self._blank
 
     def check_complete(self) -> None:
         """Refuse parameters that were never given a value.
@@ -86,7 +94,7 @@ class StagingStore:
             return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
     def value(self, index: int) -> torch.Tensor:
-        """The parameter in the dtype that it was handed over in; the staged tensor itself.
+        """The parameter in the dtype that it was handed over in: the staged tensor itself, or a copy of rank 0's.
 
         Raises:
             ChunkcError: when it was never given a value.
@@ -96,7 +104,7 @@ class StagingStore:
                 f"{self._names[index]} came on the meta device and has no value yet; load a state dict or write the "
                 "whole parameter before it is read"
             )
-        return self._held(index)
+        return self._from_first(self._held(index))
 
     def _held(self, index: int) -> torch.Tensor:
         value = self._values[index]
@@ -104,9 +112,19 @@ class StagingStore:
             raise KeyError(f"parameter {index} has left the staging store")
         return value
 
+    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of rank 0, which on the other ranks says shape and dtype only."""
+        if self._ranks.size == 1:
+            return value
+        with torch.inference_mode(False), torch.no_grad():
+            found = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
+            dense = found.as_strided((found.numel(),), (1,))
+            self._ranks.broadcast(dense)
+            return found
+
     def exact(self, index: int) -> torch.Tensor:
         """The finest value known: a loaded param32, else the staged tensor itself."""
-        state = self._states.get(index)
+        state = self.state(index)
         return self.value(index) if state is None or state.param32 is None else state.param32
 
     def nbytes(self) -> int:
@@ -115,15 +133,29 @@ class StagingStore:
 
     def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
         """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
+        if not self._ranks.is_first:
+            self._blank.discard(index)
+            return
         state = self._states.get(index)
         if state is not None and state.param32 is not None:
             state.param32 = keep_master(state.param32, value.to(self.dtypes[index])) if keep_finer else None
-        staged = self.empty(index) if self.is_blank(index) else self.value(index)
+        staged = self.empty(index) if self.is_blank(index) else self._held(index)
         self._values[index] = staged.copy_(value)
+        self._blank.discard(index)
 
     def state(self, index: int) -> StagedState | None:
-        """Loaded optimizer state, or None."""
-        return self._states.get(index)
+        """Loaded optimizer state, or None; of rank 0."""
+        state = self._states.get(index)
+        if self._ranks.size == 1:
+            return state
+        own = bytes([state is not None, state is not None and state.param32 is not None])
+        has_state, has_param32 = self._ranks.collect(own)[0]
+        if not has_state:
+            return None
+        like = torch.empty_like(self._held(index), device="meta", dtype=torch.float32)
+        found = state or StagedState(like, like, like if has_param32 else None)
+        moments = self._from_first(found.exp_avg), self._from_first(found.exp_avg_sq)
+        return StagedState(*moments, None if found.param32 is None else self._from_first(found.param32))
 
     def write_state(
         self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
@@ -132,12 +164,18 @@ class StagingStore:
         if param32 is not None:
             self._states.pop(index, None)
             self.write(index, param32)
-            param32 = None if self.dtypes[index] is torch.float32 else param32.clone()
-        self._states[index] = StagedState(exp_avg.clone(), exp_avg_sq.clone(), param32)
+            param32 = None if self.dtypes[index] is torch.float32 else self._like(index, param32)
+        if self._ranks.is_first:
+            self._states[index] = StagedState(self._like(index, exp_avg), self._like(index, exp_avg_sq), param32)
+
+    def _like(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A copy in float32 with the parameter's strides."""
+        return torch.empty_like(self._held(index), device="cpu", dtype=torch.float32).copy_(value)
 
     def forget(self, index: int) -> None:
         """The parameter has its chunk."""
         self._values[index] = None
+        self._blank.discard(index)
         self._states.pop(index, None)
 
 

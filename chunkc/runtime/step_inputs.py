@@ -9,7 +9,7 @@ float64 and rounded to float32 once, so that ``1 - beta2^t`` keeps its digits at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,6 +66,16 @@ class StepInputs:
     seen: torch.Tensor | None = None
     found: torch.Tensor | None = None
     loss_scale: LossScale | None = None
+
+
+def step_lines(
+    hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
+) -> list[str]:
+    """All that ranks must have alike in a step, one parameter a line; ``assigned``: gradients that no backward made."""
+    return [
+        f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
+        for i, hyper in hypers.items()
+    ]
 
 
 def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:

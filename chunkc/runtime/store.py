@@ -125,6 +125,10 @@ class ChunkStore:
             found += [Piece(param, p.start, p.end) for p in self._parts[param] if p.chunk == chunk]
         return found
 
+    def is_own(self, chunk: int) -> bool:
+        """Whether this rank owns a chunk: it alone has a home for it."""
+        return self.layout.owner(chunk) == self.layout.rank
+
     def payload_home(self, chunk: Chunk) -> torch.Tensor:
         """The used elements of a host-homed payload, 1-D."""
         offset = self._payload_offset[chunk.index]
@@ -134,6 +138,12 @@ class ChunkStore:
         """The used elements of a payload in a slot, 1-D."""
         offset = self.layout.slots[slot].offset
         return self.arena[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def group_in_slots(self, group: int, first_slot: int) -> torch.Tensor:
+        """All elements of a group whose chunks stand one behind the other from ``first_slot`` on, 1-D."""
+        chunks = [self.layout.chunks[c] for c in self.layout.groups[group].chunks]
+        offset = self.layout.slots[first_slot].offset
+        return self.arena[offset : offset + sum(c.nbytes for c in chunks)].view(_dtype(chunks[0].dtype))
 
     def slot_bytes(self, slot: int) -> torch.Tensor:
         """All bytes of a slot."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from chunkc.runtime.bind import CompiledGraph
+from chunkc.runtime.bound import CompiledGraph
 
 ReadParam = Callable[[int], torch.Tensor]
 

@@ -3,16 +3,21 @@
 param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
 All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
 of the parameter are, in host memory or on the device; what is written may come from anywhere.
+
+Where several ranks share the chunks, all of them read and write together: what is read is put together from the owners'
+chunks, in host memory, and of what is written each keeps its own part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.runtime.ranks import Ranks
+from chunkc.runtime.scaling import multiply
 from chunkc.runtime.slab import return_freed_pages
 from chunkc.runtime.snapshot import Snapshot, SnapshotReader
 from chunkc.runtime.staging import StagingStore
@@ -25,9 +30,10 @@ _KEPT_NBYTES: Final = 2**24
 class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
-    def __init__(self, store: ChunkStore, static_slots: dict[str, int]) -> None:
+    def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
         """``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device."""
         self._store = store
+        self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
         self._static = static_slots
         self._beside = store.layout.grad_chunks()
@@ -35,15 +41,14 @@ class ChunkValues:
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
         freed_nbytes = 0
-        for index in range(len(self._layout.params)):
-            if not staging.holds(index):
-                continue
-            self.write_param(index, staging.exact(index), payload=True)
-            state = staging.state(index)
+        for index in [i for i in range(len(self._layout.params)) if staging.holds(i)]:
+            exact, state = staging.exact(index), staging.state(index)
+            self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
-            freed_nbytes += staging.exact(index).nbytes
+            freed_nbytes += exact.nbytes
             staging.forget(index)
+            del exact, state
             if freed_nbytes >= _KEPT_NBYTES:
                 freed_nbytes = 0
                 return_freed_pages()
@@ -55,8 +60,8 @@ class ChunkValues:
     def read_param(self, index: int) -> torch.Tensor:
         """A copy of the parameter's most precise value: fp32 where there is a master."""
         if self.is_trained(index):
-            return self._gather(index, lambda chunk: self._triple(chunk).param32)
-        return self._gather(index, self._payload)
+            return self._whole(index, lambda chunk: self._triple(chunk).param32, torch.float32)
+        return self._whole(index, self._payload)
 
     def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
         """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
@@ -67,12 +72,19 @@ class ChunkValues:
             self._scatter(index, self._payload, value)
 
     def restore_payload(self, index: int) -> None:
-        """Write param16 of a trained parameter from its param32, over a gradient."""
-        self._scatter(index, self._payload, self.read_param(index))
+        """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
+        for chunk, part in self._own_parts(index):
+            self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
 
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
-        return self._gather(index, self._gradient)
+        return self._whole(index, self._gradient)
+
+    def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
+        """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
+        for chunk, part in self._own_parts(index):
+            gradient = self._gradient(chunk)[part]
+            multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
         """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
@@ -81,8 +93,8 @@ class ChunkValues:
     def read_moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of exp_avg and exp_avg_sq, parameter-shaped."""
         return (
-            self._gather(index, lambda chunk: self._triple(chunk).exp_avg),
-            self._gather(index, lambda chunk: self._triple(chunk).exp_avg_sq),
+            self._whole(index, lambda chunk: self._triple(chunk).exp_avg, torch.float32),
+            self._whole(index, lambda chunk: self._triple(chunk).exp_avg_sq, torch.float32),
         )
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
@@ -97,7 +109,7 @@ class ChunkValues:
         What is read last must be followed by ``end_snapshot`` of the store. A snapshot before it ends.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
-        snapshot = Snapshot(self._masters, used, max_copied_nbytes)
+        snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
         self._store.begin_snapshot(snapshot)
         return SnapshotReader(snapshot, self._store.parts, self._gather)
 
@@ -107,8 +119,14 @@ class ChunkValues:
         return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
 
     def _before_write(self, index: int) -> None:
+        for chunk, _ in self._own_parts(index):
+            self._store.before_write(chunk.index)
+
+    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, slice]]:
+        """The chunks of this rank that hold elements of a parameter, and where in them."""
         for part in self._store.parts(index):
-            self._store.before_write(part.chunk)
+            if self._store.is_own(part.chunk):
+                yield self._layout.chunks[part.chunk], slice(part.start, part.end)
 
     def _chunk_of(self, index: int) -> Chunk:
         return self._layout.chunks[self._layout.placements[index].chunk]
@@ -138,6 +156,21 @@ class ChunkValues:
             flat[place.first : place.first + place.end - place.start].copy_(part)
         return found
 
+    def _whole(self, index: int, of: Callable[[Chunk], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter-shaped copy of ``of`` its chunks, which are in ``dtype`` or the parameter's own."""
+        if self._ranks.size == 1:
+            return self._gather(index, of)
+        info = self._layout.params[index]
+        found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
+        found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
+        flat = _flat(found)
+        for part in self._store.parts(index):
+            here = flat[part.first : part.first + part.end - part.start]
+            if self._store.is_own(part.chunk):
+                here.copy_(of(self._layout.chunks[part.chunk])[part.start : part.end])
+            self._ranks.broadcast(here, self._layout.owner(part.chunk))
+        return found
+
     def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
         info, chunks = self._layout.params[index], self._layout.chunks
         dense = value
@@ -145,6 +178,8 @@ class ChunkValues:
             dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
         flat = _flat(dense.detach())
         for part in self._store.parts(index):
+            if not self._store.is_own(part.chunk):
+                continue
             count = part.end - part.start
             of(chunks[part.chunk])[part.start : part.end].copy_(flat[part.first : part.first + count])
 

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import chunkc
 import chunkc.segments
 from chunkc.passes.lower import LoweredSegment
-from chunkc.runtime.bind import SegmentCallable
+from chunkc.runtime.bound import SegmentCallable
 from chunkc.runtime.meter import NonModelMeter
 from chunkc.segments import compile_inductor
 

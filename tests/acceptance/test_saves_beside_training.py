@@ -20,7 +20,7 @@ import chunkc
 from chunkc import ChunkcError
 from chunkc.checkpoint import _save
 from chunkc.checkpoint.contents import gather, runtime_of
-from chunkc.runtime.bind import AnnouncedUpdate
+from chunkc.runtime.bound import AnnouncedUpdate
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.step_inputs import StepInputs
 from chunkc.runtime.store import ChunkStore

@@ -12,7 +12,8 @@ import chunkc
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op, Stream, parse
 from chunkc.ir.plan import Plan
-from chunkc.runtime.bind import Binder, Frame
+from chunkc.runtime.bind import Binder
+from chunkc.runtime.bound import Frame
 from chunkc.runtime.device import Event
 
 

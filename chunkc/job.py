@@ -1,0 +1,61 @@
+"""The torch.distributed job that this process belongs to, as a compiled model sees it.
+
+A script that was started by torchrun belongs to a job before it has called anything: `join` calls
+``init_process_group`` for it where it has not done that itself. Backends are those of the device: NCCL where there is a
+GPU, else gloo.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from chunkc import _torch_dist as dist
+from chunkc.errors import RankError
+from chunkc.runtime.ranks import JobRanks, Kind, Ranks
+
+
+def join() -> None:
+    """Be part of the job that torchrun has started, if it has and the script has not joined by itself.
+
+    Raises:
+        RankError: when the job cannot be joined.
+    """
+    if dist.is_in_job() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.join("nccl" if torch.cuda.is_available() else "gloo")
+    except (RuntimeError, ValueError) as error:
+        raise RankError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this process is one of several, but it cannot join them: "
+            f"{error}. Start it by torchrun, or call torch.distributed.init_process_group before chunkc.compile"
+        ) from error
+
+
+def num_ranks() -> int:
+    """Ranks of the job; 1 without one."""
+    return dist.job_size() if dist.is_in_job() else 1
+
+
+def rank() -> int:
+    """This process's rank in the job."""
+    return dist.job_rank() if dist.is_in_job() else 0
+
+
+def make_ranks(device: torch.device) -> Ranks:
+    """The ranks of a model on ``device``; all ranks make theirs at the same time, in the same order of models.
+
+    Raises:
+        RankError: when not all of them compile a model now.
+    """
+    if num_ranks() == 1:
+        return Ranks()
+    store = dist.job_store()
+    number = int(store.add(f"chunkc/models/{rank()}", 1))
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    ranks = JobRanks(rank(), num_ranks(), device, backend, dist.job_timeout(), store, number)
+    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job"])
+    return ranks

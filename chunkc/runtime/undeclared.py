@@ -1,0 +1,72 @@
+"""Backwards that nobody declared: what would add to gradients of earlier ones, and why that is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from torch import nn
+
+from chunkc.runtime.gradients import Gradients
+
+
+class Undeclared(NamedTuple):
+    """Why a backward is refused; ``loses_gradients``: it is part of one that has landed gradients, which go."""
+
+    text: str
+    loses_gradients: bool = False
+
+
+class Trained(Protocol):
+    """What is needed of the model."""
+
+    accumulate: int
+    gradients: Gradients
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]: ...
+    def names(self, indexes: Sequence[int]) -> str: ...
+
+
+def refuse_undeclared(model: Trained, graded: Sequence[int], *, is_under_way: bool) -> Undeclared | None:
+    """Why a backward that makes gradients of ``graded`` may not run where one is declared for each step."""
+    gradients = model.gradients
+    if is_under_way:
+        return Undeclared(
+            "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
+            "over micro-batches, which was not declared. Call backward() and step() for each loss, run both "
+            "batches as one, or declare it with chunkc.compile(..., accumulate=N). The gradients of this backward "
+            "are discarded",
+            loses_gradients=True,
+        )
+    waiting = [i for i in graded if hasattr(model.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
+    if waiting:
+        return Undeclared(
+            f"{model.names(waiting)} still hold gradients of an earlier backward (stepped or not); adding to them "
+            "was not declared. Call zero_grad() before backward()"
+        )
+    return None
+
+
+def refuse_more(model: Trained, graded: Sequence[int], *, is_under_way: bool) -> Undeclared | None:
+    """Why it may not run where several are declared: it is one more than that, or adds to what was stepped."""
+    gradients = model.gradients
+    gradients.drop_removed()
+    stale = [i for i in graded if hasattr(model.params[i].grad, "_chunkc_index")]
+    stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
+    if stale:
+        return Undeclared(
+            f"{model.names(stale)} still hold gradients that step() has consumed; the next ones cannot be added to "
+            "them. Call zero_grad() after each step()"
+        )
+    if gradients.num_micro_batches < model.accumulate:
+        return None
+    lost = ""
+    if is_under_way:
+        lost = ". This backward() reaches more forwards than are left: all gradients since then are discarded"
+    return Undeclared(
+        f"gradients of {model.accumulate} backwards were added up since the last step, as many as "
+        f"chunkc.compile(..., accumulate={model.accumulate}) declares. Call optimizer.step() and zero_grad(), or "
+        f"declare more{lost}",
+        loses_gradients=is_under_way,
+    )
