@@ -49,7 +49,7 @@ class RankEnd:
 
     Attributes:
         exit_code: negative for a signal; None if it had to be killed because it came to no end.
-        after_s: when, since the last `Job.kill`, or since the wait for the ends began.
+        after_s: when, since the latest `Job.kill` or report.
         log: what it wrote to stdout and stderr.
     """
 
@@ -189,6 +189,11 @@ class Job:
             if message is None:
                 raise JobError(f"rank {rank} ended before it reported {text!r}:\n{self._logs()}")
             self._told[rank] += message.decode() + "\n"
+            self._started_s = time.monotonic()
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of that rank has."""
+        return self._processes[rank].poll() is not None
 
     def kill(self, rank: int) -> None:
         """SIGKILL."""

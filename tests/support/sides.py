@@ -175,7 +175,7 @@ def plainly(script: str, num_ranks: int) -> Seen:
 def check_seen(found: Sequence[Seen], wanted: Seen) -> None:
     """All ranks saw the same bits, and what plain PyTorch saw."""
     for number, (kind, values) in enumerate(wanted.shared):
-        scale = 1.0 if kind == "params" else max(float(v.abs().max()) for v in values.values())
+        scale = 1.0 if kind == "params" else max((float(v.abs().max()) for v in values.values()), default=0.0)
         for seen in found:
             assert seen.shared[number][0] == kind and seen.shared[number][1].keys() == values.keys()
             for name, value in values.items():
