@@ -186,8 +186,9 @@ def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The states of all ranks by rank, encoded, and their tensors."""
     encoder = Encoder(f"{_PREFIX}.rank{ranks.rank}")
     encoded = encoder.encode(read_generators(), "generators")
-    found = exchange(ranks, lambda: (encoded, encoder.tensors))
-    tensors = {key: value for _, states in found for key, value in states.items()}
+    arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
+    found = exchange(ranks, lambda: (encoded, arrays))
+    tensors = {key: torch.from_numpy(array) for _, states in found for key, array in states.items()}
     return {str(rank): states for rank, (states, _) in enumerate(found)}, tensors
 
 

@@ -191,6 +191,10 @@ class Job:
             self._told[rank] += message.decode() + "\n"
             self._started_s = time.monotonic()
 
+    def told(self, rank: int) -> str:
+        """All that a rank has reported and somebody waited for."""
+        return self._told[rank]
+
     def has_ended(self, rank: int) -> bool:
         """Whether the process of that rank has."""
         return self._processes[rank].poll() is not None
