@@ -134,24 +134,23 @@ def test_a_rank_whose_disk_is_full_fails_the_save_on_all(full_rank: int, tmp_pat
 
 def test_a_damaged_file_is_refused_on_all_ranks(tmp_path: Path, two_ranks: Pool) -> None:
     """Whichever rank reads it; nothing has changed, and the checkpoint before is offered."""
-    ops = [("train", 0, 1), ("save", tmp_path), ("train", 1, 2), ("save", tmp_path)]
-    two_ranks.run(session, {}, ops)
-    whole = tmp_path / "00000002-step-2"
-    names = sorted(path.name for path in whole.iterdir())
-    loads: list[tuple[Any, ...]] = [("train", 0, 1), ("digest",)]
-    for number, name in enumerate(names):
-        copy = tmp_path / f"{number + 3:08d}-step-{number}"
-        shutil.copytree(whole, copy)
-        data = bytearray((copy / name).read_bytes())
+    root = tmp_path / "whole"
+    two_ranks.run(session, {}, [("train", 0, 1), ("save", root), ("train", 1, 2), ("save", root)])
+    names = sorted(path.name for path in (root / "00000002-step-2").iterdir())
+    loads: list[Op] = [("train", 0, 1), ("digest",)]
+    for name in names:
+        shutil.copytree(root, tmp_path / name)
+        path = tmp_path / name / "00000002-step-2" / name
+        data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
-        (copy / name).write_bytes(data)
-        loads.append(("load_refused", copy))
+        path.write_bytes(data)
+        loads.append(("load_refused", tmp_path / name))
     found = two_ranks.run(session, {"seed": 7}, [*loads, ("digest",)])
     assert found[0][1] == found[0][-1]
     for rank in found:
-        for number, name in enumerate(names):
-            text = rank[2 + number]
-            assert text.startswith("CheckpointError") and f"damaged: {name} is" in text and str(whole) in text, text
+        for name, text in zip(names, rank[2:-1], strict=True):
+            assert text.startswith("CheckpointError") and f"is damaged: {name} is" in text, text
+            assert f"load_checkpoint('{tmp_path / name / '00000001-step-1'}'" in text, text
 
 
 def test_a_rank_that_was_not_there_keeps_its_generators(tmp_path: Path, two_ranks: Pool) -> None:
