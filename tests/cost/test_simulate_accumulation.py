@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from costs import RATES, with_work
+from costs import LINKS, RATES, rates, with_work
 from schedules import chain, planned, target
 
 from chunkc.cost import simulate_with
 from chunkc.cost.simulate import flops_of, price
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
 
@@ -63,3 +63,17 @@ def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: Opti
     assert found.step_ms == pytest.approx(timeline.step_ms, rel=0.01)
     assert found.compute_ms == pytest.approx(timeline.stream(Stream.COMPUTE).alone_ms)
     assert found.num_actions == sum(price(replace(plan, accumulate=num), RATES).num_actions for num in (2, 3))
+
+
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("options", [replace(HOST, max_slots=4), RESIDENT], ids=["moving", "resident"])
+def test_micro_batches_of_several_ranks_are_simulated(options: Options, rank: int) -> None:
+    """The sums are reduced in every one of them; the link moves what the plan says."""
+    options = replace(options, accumulate=3, measures=True)
+    plan = with_work(planned(chain(3), target(world_size=2, rank=rank), options).plan, 3)
+    timeline = simulate_with(plan, rates(links=LINKS))
+    reduces = [a for _, _, a in plan.labelled() if a.op is Op.REDUCE]
+    sums = [a for _, _, a in plan.labelled() if a.op is Op.SUM]
+    assert len(reduces) == 3 * len({a.target for a in reduces}) and len(sums) == 3
+    assert timeline.stream(Stream.COMM).nbytes == plan.moved_nbytes(Stream.COMM) + 3 * 16
+    assert timeline.stream(Stream.COMM).busy_ms > 0

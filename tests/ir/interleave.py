@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
 
-from .symbolic import GARBAGE, SEQUENCE, STREAMS, Content, Lowered, Memory, Model, Started, Task
+from .reference import SEQUENCE, Content, Model
+from .symbolic import GARBAGE, STREAMS, Lowered, Memory, Started, Task
 
 
 def lower(plan: Plan, sequence: str = SEQUENCE) -> Lowered:

@@ -15,7 +15,7 @@ from chunkc.ir.plan import Plan, Program
 from chunkc.ir.verify import ACCUMULATING, replayed_pairs, verify
 from chunkc.passes import Options
 
-from . import symbolic
+from . import reference
 from .interleave import find_wrong
 
 HOST = Options(chunk_numel=64, os_home="host", accumulate=3)
@@ -82,7 +82,7 @@ def test_every_legal_pair_of_programs_is_replayed() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
     verify(PLANS[name])
-    assert find_wrong(PLANS[name], range(60), symbolic.ACCUMULATING) == []
+    assert find_wrong(PLANS[name], range(60), reference.ACCUMULATING) == []
 
 
 def waits_of(plan: Plan) -> Iterator[tuple[str, int, Action, str]]:
@@ -100,7 +100,7 @@ def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None
         less = replace(action, waits=tuple(w for w in action.waits if w != wait))
         plan = changed(PLANS[name], program, position, less)
         if is_accepted(plan):
-            assert find_wrong(plan, range(12), symbolic.ACCUMULATING) == [], f"{program} {position} without {wait}"
+            assert find_wrong(plan, range(12), reference.ACCUMULATING) == [], f"{program} {position} without {wait}"
         else:
             num_refused += 1
     assert num_refused >= len(list(waits_of(PLANS[name]))) / 2
@@ -116,7 +116,7 @@ def test_the_wait_that_orders_a_fetch_after_the_gradients_of_the_backward_before
         plan = changed(plan, "forward", position, replace(action, waits=tuple(w for w in action.waits if w[0] != "b")))
     with pytest.raises(PlanError, match="a wait is missing"):
         verify(plan)
-    assert find_wrong(plan, range(60), symbolic.ACCUMULATING)
+    assert find_wrong(plan, range(60), reference.ACCUMULATING)
 
 
 def edited(plan: Plan, program: str, position: int, op: Op) -> Plan:
@@ -196,7 +196,7 @@ class TestSeveralRanks:
     def refused(self, plan: Plan, message: str) -> None:
         with pytest.raises(PlanError, match=message):
             verify(plan)
-        assert find_wrong(plan, range(20), symbolic.ACCUMULATING)
+        assert find_wrong(plan, range(20), reference.ACCUMULATING)
 
     def test_the_plan_opens_what_is_remote_and_fetches_what_is_its_own(self) -> None:
         layout = self.plan.layout

@@ -21,8 +21,8 @@ from chunkc.ir.verify import verify
 
 from .interleave import execute, find_wrong, lower
 from .plans import SPECS, chain
+from .reference import SEQUENCE
 from .spec import PlanSpec
-from .symbolic import SEQUENCE
 
 SEEDS = range(100)
 ORACLE_SPECS = {**SPECS, "chain": chain(4)}

@@ -8,10 +8,13 @@ from dataclasses import replace
 import pytest
 from plans_for_report import gpt_plan
 
-from chunkc.ir.actions import parse
+from chunkc.ir.actions import Stream, parse
 from chunkc.ir.layout import Chunk, ChunkList, Group
 from chunkc.ir.plan import Plan
 from chunkc.report.summary import summarize
+from chunkc.report.table import render
+
+from ..ir.plans import distributed
 
 MIB = 1024**2
 LAYERS = 12 * 12 * 64**2
@@ -158,3 +161,14 @@ def test_spanning_parameters_fill_their_chunks() -> None:
     homes[2] = replace(homes[2], numel=65_536 * 2)  # a row of its own
     block = summarize(replace(plan, layout=replace(plan.layout, chunks=tuple(homes))))
     assert f"{100 * (49_152 + 4_096) / (2 * 65_536):.1f} %" in block
+
+
+def test_what_ranks_receive_is_shown_where_there_are_several() -> None:
+    """Three gathers and two reductions of 256 bytes of the other rank."""
+    plan = distributed().build()
+    shown = table(plan, "moved")
+    assert shown["gather groups"][1] == "3" and shown["reduce groups"][1] == "2"
+    assert shown["total from other ranks"][1] == "5" and plan.moved_nbytes(Stream.COMM) == 5 * 256
+    assert "from other ranks" in str(render(plan))
+    one = gpt_plan()
+    assert "total from other ranks" not in table(one, "moved") and "from other ranks" not in render(one)
