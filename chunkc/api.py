@@ -35,6 +35,8 @@ from chunkc.policy import (
 )
 from chunkc.precision import fp32_modules
 from chunkc.report import Plan
+from chunkc.runtime.device import Device
+from chunkc.runtime.host_cores import own_cores
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
 from chunkc.runtime.ranks import Kind, Ranks
@@ -127,6 +129,7 @@ def compile(  # the name that torch.compile taught users
     )
     ranks = job.make_ranks(device.torch_device)
     ranks.agree(Kind.COMPILE, lambda: [str(machine), str(settings.options), *map(str, infos)])
+    _divide_cores(device, ranks)
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     if factor is not None:
@@ -295,6 +298,13 @@ def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
         ranks.broadcast(value)
         with torch.no_grad():
             buffer.copy_(value)
+
+
+def _divide_cores(device: Device, ranks: Ranks) -> None:
+    """Where several ranks share a machine, each updates on cores of its own."""
+    cores = own_cores(ranks) if ranks.size > 1 else None
+    if cores is not None:
+        device.use_cores(cores)
 
 
 def _refuse_unbuilt(**options: Any) -> None:

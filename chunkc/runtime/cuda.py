@@ -38,6 +38,7 @@ from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch, Update
 from chunkc.runtime.gpu_norm import GpuNorm, NormScratch
 from chunkc.runtime.gpu_update import GpuUpdate, StepTables
+from chunkc.runtime.host_cores import HostCores
 from chunkc.runtime.host_homes import HostHomes
 from chunkc.runtime.shared_tiles import SharedTiles
 
@@ -295,6 +296,11 @@ class CudaDevice:
         if self._kernels is None:
             self._kernels = SharedTiles(self._api.kernels())
         return self._kernels
+
+    def use_cores(self, cores: HostCores) -> None:
+        """Updates of the worker run on ``cores``, and homes that are allocated from here on are touched there first."""
+        self._homes.cores = cores
+        self._streams.launch(Stream.CPU, "use cores", (), cores.take)
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; see `chunkc.runtime.cuda_streams`.

@@ -14,6 +14,7 @@ import torch
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import Piece
+from chunkc.runtime.host_cores import HostCores
 from chunkc.runtime.pace import Timekeeper
 from chunkc.runtime.step_inputs import StepInputs
 
@@ -155,6 +156,13 @@ class Device(Protocol):
             pieces: the elements that are gradients; what lies between them is not read.
             out: float64 [2] in device memory, written: the sum of squares; and 1 where an element is infinite or NaN,
                 else 0.
+        """
+        ...
+
+    def use_cores(self, cores: HostCores) -> None:
+        """From here on updates on the CPU stream run on ``cores``, and homes are touched first by threads there.
+
+        Called before the first work on that stream. Other threads of the process stay as they are.
         """
         ...
 

@@ -34,6 +34,7 @@ from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch
 from chunkc.runtime.gauge import HostNorm
+from chunkc.runtime.host_cores import HostCores
 from chunkc.runtime.meter import NonModelMeter
 from chunkc.runtime.pace import PaceLaw, Timekeeper
 from chunkc.runtime.slab import Slab, allocate_slab
@@ -305,6 +306,11 @@ class EmulatedDevice:
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> HostNorm:
         """The host measures: device memory is host memory here."""
         return HostNorm(gradient, pieces, out)
+
+    def use_cores(self, cores: HostCores) -> None:
+        """The worker of updates takes ``cores``; homes are touched first by whoever fills them."""
+        if not self.settings.synchronous:  # the caller's thread would take them
+            self._streams.launch(Stream.CPU, "use cores", (), cores.take)
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``, in the order of launching.

@@ -3,6 +3,9 @@
 torch's own pinned allocator rounds every block up to a power of two; a slab is what was asked for. Registering touches
 every page, on one thread; so the pages are touched before, by several. A slab is unregistered before its pages go
 back to the system: after that its addresses may belong to something else. Views that outlive it read zeros.
+
+The system gives a page on the NUMA node of the thread that touches it first. Where a rank has cores of its own, the
+touching threads run there, so that the updates find their memory near.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Final
 import torch
 
 from chunkc.errors import HardwareError
+from chunkc.runtime.host_cores import HostCores
 from chunkc.runtime.slab import Slab, allocate_slab
 
 _HUGE_NBYTES: Final = 2**21
@@ -31,10 +35,12 @@ class HostHomes:
 
     Attributes:
         num_allocations: calls so far.
+        cores: whose threads touch homes first; None: any.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self.num_allocations = 0
+        self.cores: HostCores | None = None
         self._register = register
         self._unregister = unregister
         self._homes: dict[int, tuple[torch.Tensor, Slab]] = {}
@@ -58,7 +64,7 @@ class HostHomes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES)
         try:
-            touch(memory)
+            touch(memory, self.cores)
             self._register(slab.address, slab.mapped_nbytes)
         except BaseException:
             slab.close()
@@ -93,11 +99,12 @@ class HostHomes:
             slab.close()
 
 
-def touch(memory: torch.Tensor) -> None:
-    """Make the system give every page of a zeroed tensor, from several threads."""
+def touch(memory: torch.Tensor, cores: HostCores | None = None) -> None:
+    """Make the system give every page of a zeroed tensor, from several threads, on ``cores`` where they are bound."""
     parts = torch.split(memory, _TOUCHED_NBYTES)
-    if len(parts) == 1:
+    if len(parts) == 1 and (cores is None or not cores.is_bound):
         memory.zero_()
         return
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1, len(parts)), "chunkc-touch") as pool:
+    num_cores, bind = (os.cpu_count() or 1, None) if cores is None else (len(cores.ids), cores.bind)
+    with ThreadPoolExecutor(min(_MAX_THREADS, num_cores, len(parts)), "chunkc-touch", bind) as pool:
         list(pool.map(torch.Tensor.zero_, parts))

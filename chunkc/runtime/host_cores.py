@@ -1,0 +1,142 @@
+"""Which cores of a machine a rank's updates run on: the ranks of one machine divide them, and stay near their memory.
+
+torchrun gives every rank one OpenMP thread, and where nothing is said every rank takes all cores at once: either way
+the updates of several ranks would not use a machine well. So the ranks tell each other where they run, and those of
+one machine divide what they may all use, evenly and in their order. A machine with several NUMA nodes is divided node
+by node, and a rank keeps to one of them as long as no rank gets fewer cores by that than its even share.
+
+Ranks that were started with other cores than the others (``taskset``, ``numactl``, a batch system's) have been told
+where to run: what one has to itself it keeps, and what some have in common these divide.
+
+Only the thread that takes the cores is changed, and the OpenMP threads that it starts: number of threads and affinity
+are facts of a thread, and a new thread inherits its maker's affinity. The script's own threads stay as they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from chunkc.runtime.ranks import Ranks
+
+_LOGGER = logging.getLogger("chunkc")
+
+
+@dataclass(frozen=True, slots=True)
+class HostCores:
+    """Cores of one rank.
+
+    Attributes:
+        ids: as the system numbers them, at least one.
+        is_bound: whether threads are kept on them: where memory may be far. Elsewhere only their number counts, and
+            the system places threads.
+    """
+
+    ids: tuple[int, ...]
+    is_bound: bool
+
+    def take(self) -> None:
+        """From here on the parallel kernels of the calling thread run on these cores, one thread on each.
+
+        OpenMP threads that it has started before stay where they are.
+        """
+        self.bind()
+        torch.get_num_threads()  # a thread gets PyTorch's number when it first asks, and would get it later otherwise
+        set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None) if os.name == "posix" else None
+        if set_num_threads is not None:
+            set_num_threads(len(self.ids))
+        if torch.get_num_threads() != len(self.ids):
+            _LOGGER.warning(
+                "updates on the host keep PyTorch's %d threads instead of one on each of this rank's %d cores: this "
+                "build of PyTorch has no OpenMP that can be told; set OMP_NUM_THREADS",
+                *(torch.get_num_threads(), len(self.ids)),
+            )
+
+    def bind(self) -> None:
+        """Keep the calling thread, and what it starts, on these cores; nothing where they are not bound."""
+        if not self.is_bound:
+            return
+        try:
+            os.sched_setaffinity(0, self.ids)
+        except OSError as error:
+            _LOGGER.warning(
+                "updates on the host are not kept on this rank's cores %s: %s; start the ranks by numactl instead",
+                *(list(self.ids), error),
+            )
+
+
+def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:
+    """This rank's cores; None where no other rank is on its machine, which leaves everything as it is. Collective.
+
+    Args:
+        ranks: of the job.
+        root: where ``proc`` and ``sys`` lie; another one in tests.
+    """
+    mine = [_machine(root), usable_cores()]
+    places = [json.loads(text) for text in ranks.collect(json.dumps(mine).encode())]
+    if sum(machine == mine[0] for machine, _ in places) == 1:
+        return None
+    alike = [rank for rank, place in enumerate(places) if place == mine]
+    nodes = numa_nodes(usable_cores(), root)
+    return HostCores(divided(nodes, len(alike))[alike.index(ranks.rank)], len(nodes) > 1)
+
+
+def usable_cores() -> list[int]:
+    """Cores that the calling thread may run on, ascending."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def numa_nodes(usable: Sequence[int], root: Path = Path("/")) -> list[tuple[int, ...]]:
+    """``usable`` by NUMA node, in the order of the nodes; those without one come last, as a node of their own."""
+    files = list((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
+    files.sort(key=lambda file: int(file.parent.name.removeprefix("node")))
+    found = [_parse(file.read_text(encoding="ascii")) for file in files]
+    elsewhere = set(usable).difference(*found)
+    return [node for cores in (*found, elsewhere) if (node := tuple(sorted(cores.intersection(usable))))]
+
+
+def divided(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, ...]]:
+    """The cores of every rank, evenly and in order; within one node, if all can have their even share so.
+
+    Where there are fewer cores than ranks, each has one, and neighbours share.
+    """
+    num_ranks_on = [0] * len(nodes)
+    for _ in range(num_ranks):  # to where a rank gets most: no other way leaves the worst off more
+        best = max(range(len(nodes)), key=lambda i: len(nodes[i]) / (num_ranks_on[i] + 1))
+        num_ranks_on[best] += 1
+    used = [(node, count) for node, count in zip(nodes, num_ranks_on, strict=True) if count]
+    cores = [core for node in nodes for core in node]
+    if min(len(node) // count for node, count in used) >= max(1, len(cores) // num_ranks):
+        return [part for node, count in used for part in _cut(node, count)]
+    return _cut(cores, num_ranks)
+
+
+def _cut(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
+    """Consecutive parts whose sizes differ by one at most, none empty."""
+    bounds = [part * len(cores) // num_parts for part in range(num_parts + 1)]
+    return [tuple(cores[start : max(end, start + 1)]) for start, end in pairwise(bounds)]
+
+
+def _parse(cpulist: str) -> set[int]:
+    """The cores of a list as the kernel writes it, for example ``0-3,8``; it is empty for a node of memory only."""
+    ranges = [part.split("-") for part in cpulist.strip().split(",") if part]
+    return {core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)}
+
+
+def _machine(root: Path) -> str:
+    """What all processes on this machine have in common, in whichever container, and others have not."""
+    try:
+        return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
