@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
+from chunkc.opened import full_params
 from chunkc.passes import Options, Pass, Target
-from chunkc.planahead import plan_ahead, swapped_tensors
+from chunkc.planahead import plan_ahead
 from chunkc.policy import (
     check_model,
     check_plannable,
@@ -163,8 +164,7 @@ def plan(
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
     first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
-    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too, on
-    one rank; how ranks sum their norms is not planned yet.
+    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -202,7 +202,7 @@ def plan(
         return plan_ahead(
             model,
             target,
-            replace(options, measures=factor is not None and ranks == 1, scales=factor is not None),
+            replace(options, measures=factor is not None, scales=factor is not None),
             example_inputs=example_inputs,
             dtype=computed,
             in_fp32=in_fp32,
@@ -300,83 +300,6 @@ def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
         ranks.broadcast(value)
         with torch.no_grad():
             buffer.copy_(value)
-
-
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A plain parameter that stands for a managed one inside ``full_params``; ``version`` is that one's at entry."""
-
-    index: int
-    real: nn.Parameter
-    version: int
-
-
-@contextmanager
-def full_params(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the block the module holds plain parameters with real memory, to read or to write; blocks may nest.
-
-    They are in the dtype that the model was handed over in; those from the meta device that were never given a value
-    are NaN. What was written is kept when the block ends, also by an exception. The whole model stands in host memory a
-    second time meanwhile.
-
-    Raises:
-        ChunkcError: when the block ends, for what cannot be kept: parameters that were replaced or converted, gradients
-            that a plain backward gave them, or parameters that a step of the compiled model changed meanwhile.
-    """
-    compiled = _compiled(model)
-    if compiled.is_open:
-        yield model
-        return
-    runtime, opened = compiled.runtime, list[_Opened]()
-
-    def plain(param: torch.Tensor) -> torch.Tensor:
-        index: int = param._chunkc_index  # type: ignore[attr-defined]
-        blank = runtime.staging.is_blank(index)
-        value = runtime.staging.empty(index).fill_(torch.nan) if blank else runtime.read_exact(index)
-        real = nn.Parameter(value, requires_grad=param.requires_grad)
-        opened.append(_Opened(index, real, runtime.version_of(index)))
-        return real
-
-    held: set[torch.Tensor] = set()
-    compiled.is_open = True
-    try:
-        with compiled.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
-            try:
-                yield model
-            finally:
-                held.update(model.parameters())
-    finally:
-        compiled.is_open = False
-        _keep_written(runtime, opened, held)
-
-
-def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collection[torch.Tensor]) -> None:
-    lost: dict[str, str] = {}
-    for param in opened:
-        name, dtype = runtime.name_of(param.index), runtime.staging.dtypes[param.index]
-        if param.real not in held:
-            lost[name] = "replaced"
-        elif param.real.dtype is not dtype or tuple(param.real.shape) != runtime.infos[param.index].shape:
-            lost[name] = f"converted to {tuple(param.real.shape)} {param.real.dtype}"
-        elif runtime.version_of(param.index) != param.version:
-            lost[name] = "changed by the compiled model meanwhile"
-        else:
-            is_written = _is_written(runtime, param)
-            runtime.ranks.agree(Kind.READ, lambda: [f"{name} was {'' if is_written else 'not '}written"], name)  # noqa: B023
-            if is_written:
-                runtime.write_param(param.index, param.real.detach())
-            if param.real.grad is not None:
-                lost[name] = "given a gradient, which the compiled model cannot step"
-    if lost:
-        first = ", ".join(f"{name} was {what}" for name, what in list(lost.items())[:5])
-        raise ChunkcError(f"full_params keeps values that were written in place, but {first} ({len(lost)} in all)")
-
-
-def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
-    """Whether a block has changed it; one without a value was NaN everywhere when the block began."""
-    if runtime.staging.is_blank(param.index):
-        return not bool(param.real.isnan().all())
-    return not torch.equal(param.real, runtime.read_exact(param.index))
 
 
 def _refuse_unbuilt(**options: Any) -> None:

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -221,7 +220,7 @@ def _callable(
 
 def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
     """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
-    runtime.ranks.agree_digest(Kind.EVALUATE, executor.digest("evaluate"), partial(executor.exchanges, "evaluate"))
+    executor.agree(Kind.EVALUATE, "evaluate")
     runtime.to_cold()
     runtime.drain()
     runtime.device.check_usable()

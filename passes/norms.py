@@ -5,6 +5,10 @@ measured on the compute stream as soon as its last gradient has landed (and is r
 its bytes are in the device's fast memory and backward goes on; and the step begins with one decision, the only barrier:
 no update starts before it, and nothing else waits for it.
 
+Where ranks share groups, each measures what it owns, and backward ends with one sum over all ranks, of a few bytes. It
+stands behind everything else that ranks exchange there, on each of them, so that all exchange in the same order; a rank
+whose chunks are padding has taken no norm and takes part as well.
+
 Where micro-batches add up, each backward measures the sums so far. Whichever turns out to be the last of its step, its
 norms are those of all. This reads a sum once more in each micro-batch, where it has just been written, at the bandwidth
 of the device's memory; measuring in the step would copy it to the device once more, over the bus.
@@ -20,6 +24,7 @@ from chunkc.ir.layout import Layout
 from chunkc.passes.draft import Item
 
 _DECISION = "decision"
+_SUMS = "sums"
 
 
 def norm_name(chunk: int) -> str:
@@ -28,7 +33,7 @@ def norm_name(chunk: int) -> str:
 
 
 def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
-    """``backward`` with the norm of every own chunk behind what makes its gradients final."""
+    """``backward`` with the norm of every own chunk behind what makes its gradients final, and their sum over ranks."""
     last: dict[int, int] = {}
     for position, item in enumerate(backward):
         if item.action.op in (*LANDINGS, Op.REDUCE):
@@ -42,7 +47,14 @@ def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
             chunk = due[position]
             norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
             found.append(Item(norm, item.writes, (norm_name(chunk),)))
+    if layout.world_size > 1:
+        found.append(Item(Action(Op.SUM, "", Stream.COMM), _measured(found), (_SUMS,)))
     return tuple(found)
+
+
+def _measured(items: Sequence[Item]) -> tuple[str, ...]:
+    """The resource names of all norms among ``items``."""
+    return tuple(name for item in items if item.action.op is Op.NORM for name in item.writes)
 
 
 def _own_chunk(layout: Layout, action: Action) -> int:
@@ -53,9 +65,9 @@ def _own_chunk(layout: Layout, action: Action) -> int:
     return action.index if partner is None else partner
 
 
-def with_decision(backward: Sequence[Item], step: Sequence[Item]) -> tuple[Item, ...]:
-    """``step`` behind the decision on the norms that ``backward`` takes."""
-    norms = tuple(r for item in backward if item.action.op is Op.NORM for r in item.writes)
-    decide = Item(Action(Op.DECIDE, "", Stream.COMPUTE), norms, (_DECISION,))
+def with_decision(layout: Layout, backward: Sequence[Item], step: Sequence[Item]) -> tuple[Item, ...]:
+    """``step`` behind the decision on the norms that ``backward`` takes, or on their sum over ranks."""
+    found = _measured(backward) if layout.world_size == 1 else (_SUMS,)
+    decide = Item(Action(Op.DECIDE, "", Stream.COMPUTE), found, (_DECISION,))
     updates = (replace(x, reads=(*x.reads, _DECISION)) if x.action.op is Op.UPDATE else x for x in step)
     return (decide, *updates)

@@ -141,7 +141,7 @@ class StepPass:
         updates = step_items(layout, decided(draft.liveness, "liveness"), draft.options.streamed_share)
         if draft.options.measures:
             backward = with_norms(layout, backward)
-            updates = with_decision(backward, updates)
+            updates = with_decision(layout, backward, updates)
         forward, backward, step = seen_by_backward(forward, backward, updates)
         accumulates = draft.options.accumulate > 1
         if accumulates:

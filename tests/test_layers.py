@@ -22,7 +22,7 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors"}
-FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_dist"}
+FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_dist", "_gloo"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -31,6 +31,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "hardware": BOTTOM,
     "_torch_compat": BOTTOM,
     "_torch_dist": set(),
+    "_gloo": {"_torch_dist"},
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,
@@ -62,6 +63,7 @@ GROUP_OF = {
                 "evaluation",
                 "job",
                 "observe",
+                "opened",
                 "planahead",
                 "planning",
                 "policy",

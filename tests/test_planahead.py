@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import chunkc
 from chunkc import CaptureError, ChunkcError
-from chunkc.ir.actions import Stream
+from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.emulated import EmulatedDevice
 
 HW = "emulated-400k-1g"
@@ -152,6 +152,14 @@ def test_a_compiled_model_can_be_planned_for_another_machine() -> None:
     found = chunkc.plan(model, "emulated-2m-64m", example_inputs=(x,), dtype=torch.float32, backend="eager")
     assert found.digest() == wanted.digest() != chunkc.plan_of(model).digest()
     assert torch.equal(model.first.weight.grad.clone(), gradient)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_plans_with_a_loss_scale_measure_gradients_over_any_number_of_ranks(num_ranks: int) -> None:
+    hw = f"{num_ranks}xemulated-1m-64m"
+    plan = chunkc.plan(Small(), hw, example_inputs=(torch.randn(4, 8),), dtype=torch.float16, backend="eager")
+    sums = [a for a in plan.program("backward").actions if a.op is Op.SUM]
+    assert plan.measures and len(sums) == num_ranks - 1
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
     fetch, evict, ...      latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
                            nodes over its network, what takes longer, and a latency for each rank (ring algorithm)
+    sum                    the latency of each rank, there and back (ring algorithm): its bytes are few
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
     open, drop, release, grow, shrink, decide    bookkeeping: the host's launch
 
@@ -26,6 +27,7 @@ from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.ir.work import Kind, Work
 
 _PARAM32_NBYTES = 4
+_SUMS_NBYTES = 2 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ class ActionCosts:
             Op.STORE: self._copy,
             Op.GATHER: self._collective,
             Op.REDUCE: self._collective,
+            Op.SUM: self._sum,
             Op.UPDATE: self._update,
             Op.RESTORE: self._restore,
             Op.NORM: self._norm,
@@ -127,13 +130,21 @@ class ActionCosts:
         law = self._rates.h2d if action.stream is Stream.H2D else self._rates.d2h
         return law.time_ms(nbytes), nbytes, 0
 
-    def _collective(self, action: Action) -> tuple[float, int, int]:
-        links, layout = self._rates.links, self._layout
-        if links is None:
+    def _links(self) -> Links:
+        if self._rates.links is None:
             raise HardwareError(
-                f"the plan exchanges chunks between {layout.world_size} ranks, but {self._rates.hw} has no rates of "
-                "links between ranks"
+                f"the plan exchanges chunks between {self._layout.world_size} ranks, but {self._rates.hw} has no rates "
+                "of links between ranks"
             )
+        return self._rates.links
+
+    def _sum(self, action: Action) -> tuple[float, int, int]:
+        """An all-reduce of two float64 is a reduce-scatter and an all-gather."""
+        part_nbytes = -(-_SUMS_NBYTES // self._layout.world_size)
+        return 2 * all_gather_ms(part_nbytes, self._layout.world_size, self._links()), _SUMS_NBYTES, 0
+
+    def _collective(self, action: Action) -> tuple[float, int, int]:
+        links, layout = self._links(), self._layout
         is_group = action.target[0] == "g"
         first = layout.groups[action.index].first_chunk if is_group else action.index
         nbytes = layout.chunks[first].nbytes

@@ -14,6 +14,7 @@ program with that role; where none has run yet, it is satisfied.
     stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
     add c12 of bwd.17 @compute              the same, added to those of earlier micro-batches in a gradient chunk
     norm c12 @compute                       add its sum of squares and finiteness
+    sum @comm                               add up over all ranks what their norms found
     decide @compute                         clip coefficient, overflow, loss scale
     update c12 @cpu / @compute              Adam on a chunk; writes param16
     restore c12 @cpu / @compute             param16 from param32
@@ -42,6 +43,7 @@ class Op(StrEnum):
     STASH = "stash"
     ADD = "add"
     NORM = "norm"
+    SUM = "sum"
     DECIDE = "decide"
     UPDATE = "update"
     RESTORE = "restore"
@@ -74,6 +76,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.STORE: frozenset({Stream.D2H}),
     Op.GATHER: frozenset({Stream.COMM}),
     Op.REDUCE: frozenset({Stream.COMM}),
+    Op.SUM: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
@@ -94,8 +97,8 @@ _TEXT = re.compile(
 _TARGETS: dict[Op, str] = {
     Op.FETCH: r"c\d+", Op.OPEN: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+",
     Op.RELEASE: r"[gc]\d+", Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.ADD: r"c\d+",
-    Op.NORM: r"c\d+", Op.DECIDE: r"", Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+", Op.STORE: r"os\d+",
-    Op.GROW: r"\d+", Op.SHRINK: r"\d+",
+    Op.NORM: r"c\d+", Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+",
+    Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+",
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class Facts:
         trained = [c.index for c in layout.chunks if c.list is ChunkList.TRAINED and self.owned[c.index]]
         self.to_update = frozenset(c for c in trained if self.params[c])
         self.overlaps = _overlaps(layout)
-        self.needs_norm = any(a.op in (Op.NORM, Op.DECIDE) for p in plan.programs for a in p.actions)
+        self.needs_norm = any(a.op in (Op.NORM, Op.SUM, Op.DECIDE) for p in plan.programs for a in p.actions)
 
     def due_in(self, chunk: int) -> frozenset[int]:
         """All parameters whose gradient can land in ``chunk``, a gradient chunk included."""
@@ -117,7 +117,7 @@ class Iteration:
         next_segment: position of the next segment of the running graph.
         landing: gradients of the last segment that have not been stashed, as (parameter, chunk).
         last_run: the event of that segment.
-        normed, updated: chunks; decided: whether ``decide`` ran.
+        normed, updated: chunks; summed, decided: whether ``sum`` and ``decide`` ran.
         grown_nbytes: elastic bytes taken.
         num_micro_batches: backwards since the step before, the running one included.
     """
@@ -128,6 +128,7 @@ class Iteration:
     stashed: set[tuple[int, int]] = field(default_factory=set)
     normed: set[int] = field(default_factory=set)
     updated: set[int] = field(default_factory=set)
+    summed: bool = False
     decided: bool = False
     grown_nbytes: int = 0
     num_micro_batches: int = 0

@@ -35,10 +35,10 @@ _MOVES = frozenset(
 )  # fmt: skip
 _ALLOWED: dict[str, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
-    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.NORM, Op.REDUCE},
-    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.NORM, Op.REDUCE},
-    "step": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.UPDATE},
-    "restore": _MOVES | {Op.OPEN, Op.NORM, Op.REDUCE, Op.DECIDE, Op.RESTORE},
+    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.REDUCE, Op.NORM, Op.SUM},
+    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
+    "step": _MOVES | {Op.OPEN, Op.REDUCE, Op.NORM, Op.SUM, Op.DECIDE, Op.UPDATE},
+    "restore": _MOVES | {Op.OPEN, Op.REDUCE, Op.NORM, Op.SUM, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
     "resume": _MOVES,
     "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
@@ -239,7 +239,7 @@ def _wait_problem(program: Program, position: int, action: Action, lengths: dict
 
 
 def _target_exists(layout: Layout, action: Action) -> bool:
-    if action.op in (Op.RUN, Op.DECIDE, Op.GROW, Op.SHRINK):
+    if action.op in (Op.RUN, Op.SUM, Op.DECIDE, Op.GROW, Op.SHRINK):
         return True
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 

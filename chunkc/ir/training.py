@@ -1,4 +1,4 @@
-"""Effects of the actions that compute: run, stash, add, norm, decide, update, restore, grow, shrink.
+"""Effects of the actions that compute: run, stash, add, norm, sum, decide, update, restore, grow, shrink.
 
 Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
 overlay is no parameter any more. Where micro-batches add to gradient chunks, each lands once in every micro-batch, and
@@ -159,6 +159,8 @@ def _here(machine: Machine, event: Event, chunk: int) -> Payload:
 
 def _norm(machine: Machine, event: Event) -> None:
     chunk = machine.chunk(event).index
+    if machine.iteration.summed:
+        machine.refuse(event, "the norms of all ranks have been added up already")
     if chunk in machine.iteration.normed:
         machine.refuse(event, f"c{chunk} enters the norm twice")
     if machine.iteration.decided:
@@ -170,15 +172,36 @@ def _norm(machine: Machine, event: Event) -> None:
     machine.iteration.normed.add(chunk)
 
 
-def _decide(machine: Machine, event: Event) -> None:
-    if machine.iteration.decided:
-        machine.refuse(event, "the decision is taken twice")
+def _read_norms(machine: Machine, event: Event) -> None:
+    """``event`` reads the norms of all chunks whose gradients land, which must have been taken."""
     due = {chunk for chunk in machine.facts.to_update if machine.facts.due[chunk]}
     missing = due - machine.iteration.normed
     if missing:
         machine.refuse(event, f"no norm of {', '.join(f'c{c}' for c in sorted(missing))} precedes it")
     for chunk in sorted(machine.iteration.normed):
         machine.read(event, f"norm of c{chunk}")
+
+
+def _sum(machine: Machine, event: Event) -> None:
+    """Every rank takes part once, also one that has taken no norm."""
+    if machine.layout.world_size == 1:
+        machine.refuse(event, "a single rank has nothing to add up")
+    if machine.iteration.summed:
+        machine.refuse(event, "the norms of all ranks are added up twice")
+    _read_norms(machine, event)
+    machine.write(event, "sums")
+    machine.iteration.summed = True
+
+
+def _decide(machine: Machine, event: Event) -> None:
+    if machine.iteration.decided:
+        machine.refuse(event, "the decision is taken twice")
+    if machine.layout.world_size == 1:
+        _read_norms(machine, event)
+    elif not machine.iteration.summed:
+        machine.refuse(event, "no sum of the norms of all ranks precedes it")
+    else:
+        machine.read(event, "sums")
     machine.write(event, "decision")
     machine.iteration.decided = True
 
@@ -264,7 +287,8 @@ def finish(machine: Machine, program: Program) -> str | None:
         return f"{iteration.grown_nbytes} elastic bytes are not returned by shrink"
     iteration.next_segment, iteration.last_run = 0, None
     if program.role == "step":
-        iteration.normed, iteration.updated, iteration.decided, iteration.num_micro_batches = set(), set(), False, 0
+        iteration.normed, iteration.updated, iteration.num_micro_batches = set(), set(), 0
+        iteration.summed = iteration.decided = False
     if program.role == "step" or facts.accumulates:
         iteration.stashed = set()
     return None
@@ -278,7 +302,7 @@ def begin(machine: Machine, program: Program) -> None:
         machine.iteration.num_micro_batches = 0
         for chunk in machine.facts.grad_chunk.values():
             _discard(machine, chunk)
-    machine.iteration.normed = set()  # of gradients to which this one adds
+    machine.iteration.normed, machine.iteration.summed = set(), False  # of gradients to which this one adds
     machine.iteration.num_micro_batches += 1
 
 
@@ -296,6 +320,7 @@ EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
     Op.STASH: _stash,
     Op.ADD: _stash,
     Op.NORM: _norm,
+    Op.SUM: _sum,
     Op.DECIDE: _decide,
     Op.UPDATE: _update,
     Op.RESTORE: _update,

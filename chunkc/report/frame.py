@@ -45,6 +45,7 @@ _OF_OP = {
     Op.STORE: Work.STATES,
     Op.GATHER: Work.GATHER,
     Op.REDUCE: Work.REDUCE,
+    Op.SUM: Work.REDUCE,
     Op.UPDATE: Work.UPDATE,
 }
 

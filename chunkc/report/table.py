@@ -42,6 +42,10 @@ _LEGEND = (
     "fetch, load       host to device.  evict, store: device to host.  drop: free, the host copy is valid",
     "stash             gradients land in the chunk.  update: Adam.  restore: parameter again from fp32",
 )
+_LEGEND_OF_RANKS = (
+    "gather, release   chunks of other ranks come and go.  reduce: gradients of all ranks, to the owner",
+    "norm, sum         squares of gradients, of a chunk and over all ranks, which decide waits for",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,8 @@ def render(plan: Plan) -> str:
     unit = unit_of(plan)
     rows = [row for program in plan.programs for row in _program(plan, program, unit)]
     lines = [*_header(plan, unit), "", *_aligned(rows), "", *_totals(plan, unit), "", *_LEGEND]
+    if plan.layout.world_size > 1:
+        lines += _LEGEND_OF_RANKS
     return "\n".join(shorten(line, MAX_COLUMNS) for line in lines)
 
 

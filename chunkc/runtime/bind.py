@@ -61,7 +61,7 @@ class Binder:
             update = self._gauge(action)
         work = update.restore if update is not None else self._work(action)
         wanted = None if action.op is Op.RESTORE else update
-        return Bound(label, str(action), action.stream, action.waits, work, wanted)
+        return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
@@ -78,6 +78,7 @@ class Binder:
             Op.GATHER: self._gather,
             Op.REDUCE: self._reduce,
             Op.RELEASE: self._release,
+            Op.SUM: self._sum,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
@@ -97,8 +98,12 @@ class Binder:
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Callable[[], None]:
-        """Nothing to do: what the slot holds until it is written is nobody's."""
-        self._resident[action.target] = self._slot(action)
+        """What the slot holds until it is written is nobody's; gradients that ranks add up begin at 0."""
+        slot = self._slot(action)
+        self._resident[action.target] = slot
+        if self.ranks.size > 1 and self._chunk(action).partner is not None:
+            memory = self.store.slot_bytes(slot)
+            return lambda: _zero(memory)
         return _nothing
 
     def _evict(self, action: Action) -> Callable[[], None]:
@@ -179,10 +184,15 @@ class Binder:
 
         return release
 
+    def _sum(self, action: Action) -> Callable[[], None]:
+        return self._exchanges().sum(self._gauge(action), str(action))
+
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
-        if action.target[0] != "g":
-            raise PlanError(f"this release exchanges whole groups; `{action}` is planned and verified only")
+        if action.target[0] != "g" or self.ranks.size == 1:
+            raise PlanError(
+                f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
+            )
         own = self.plan.layout.groups[action.index].chunks[self.ranks.rank]
         return action.index, self._resident[f"c{own}"] - self.ranks.rank
 
@@ -229,17 +239,24 @@ class Binder:
                 name = names[param]
                 is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
                 landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
-        frame = self.frame
+        frame, share = self.frame, self._share(chunk)
 
         def stash() -> None:
             for param, name, is_last, target, part_of in landing:
                 gradient = part_of(frame.env.pop(name) if is_last else frame.env[name])
                 if adds and param in frame.accumulated:
-                    target.add_(gradient)
-                else:
+                    target.add_(gradient, alpha=share)
+                elif share == 1.0:
                     target.copy_(gradient)
+                else:
+                    torch.mul(gradient, share, out=target)
 
         return stash
+
+    def _share(self, chunk: Chunk) -> float:
+        """By what gradients are multiplied as they land: ranks add up those of micro-batches, and average others."""
+        adds_up = chunk.partner is not None and self.plan.accumulate > 1
+        return 1.0 / self.ranks.size if adds_up else 1.0
 
     def _landing(
         self, param: int, chunk: Chunk, mapped: int
@@ -316,3 +333,7 @@ def _whole(gradient: torch.Tensor) -> torch.Tensor:
 
 def _nothing() -> None:
     pass
+
+
+def _zero(memory: torch.Tensor) -> None:
+    memory.zero_()

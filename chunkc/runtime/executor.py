@@ -24,7 +24,7 @@ from chunkc.runtime.bound import CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.live_set import live_set
-from chunkc.runtime.ranks import Ranks, digest_lines
+from chunkc.runtime.ranks import Kind, Ranks, digest_lines
 from chunkc.runtime.scaling import LossScale, scale_tangents, times
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore
@@ -63,12 +63,13 @@ class Executor:
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
+        self._ranks = ranks or Ranks()
         self._exchanged: dict[str, int] = {}
         self._frame = Frame()
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge, ranks or Ranks())
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge, self._ranks)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
@@ -92,11 +93,15 @@ class Executor:
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
         return [line for line in lines if not line.startswith(("release", "drop"))]
 
-    def digest(self, program: str) -> int:
-        """Of ``exchanges``."""
+    def agree(self, kind: Kind, program: str) -> None:
+        """All ranks are about to run ``program``.
+
+        Raises:
+            RankError: when they do other things, or exchange other chunks.
+        """
         if program not in self._exchanged:
             self._exchanged[program] = digest_lines(self.exchanges(program))
-        return self._exchanged[program]
+        self._ranks.agree_digest(kind, self._exchanged[program], partial(self.exchanges, program))
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward program on the inputs of the forward graph; empties ``args``."""

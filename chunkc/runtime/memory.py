@@ -200,6 +200,10 @@ class ModelMemory:
         """Parameters whose payload is a gradient now."""
         return self.gradients.landed if self.accumulate == 1 else frozenset()
 
+    def _accumulated(self) -> frozenset[int]:
+        """Parameters whose gradient chunks hold what the next micro-batch adds to."""
+        return frozenset(self.gradients.landed if self.accumulate > 1 else ())
+
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)

@@ -13,7 +13,6 @@ model back to cold, with the parameters of the last step; inside a backward, gra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper, step_lines
-from chunkc.runtime.undeclared import refuse_more, refuse_undeclared
+from chunkc.runtime.undeclared import refuse_more, refuse_partial, refuse_undeclared
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
@@ -126,7 +125,7 @@ class ModelRuntime(ScaledGradients):
         Raises:
             RankError: when the ranks do other things, or exchange other chunks.
         """
-        self.ranks.agree_digest(Kind.FORWARD, executor.digest("forward"), partial(executor.exchanges, "forward"))
+        executor.agree(Kind.FORWARD, "forward")
         self.to_cold()
         self._uncover()
         self._switch_to(executor)
@@ -181,7 +180,7 @@ class ModelRuntime(ScaledGradients):
         self._begin_backward(executor, goes_on=goes_on)
         self._enter_backward(executor)
         self.accounting.begin_backward()
-        added_to, scale = frozenset(self.gradients.landed if self.accumulate > 1 else ()), self.own_scale
+        added_to, scale = self._accumulated(), self.own_scale
 
         def run() -> list[Any]:
             outputs = executor.backward(args, added_to, scale)
@@ -196,7 +195,7 @@ class ModelRuntime(ScaledGradients):
 
     def _agree_on_backward(self, executor: Executor) -> None:
         is_kept = self._saved and self._executor is executor
-        program = executor.backward_program(self.gradients.landed if self.accumulate > 1 else frozenset())
+        program = executor.backward_program(self._accumulated())
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
 
         def lines() -> list[str]:
@@ -232,7 +231,7 @@ class ModelRuntime(ScaledGradients):
     def _check_backward(self, executor: Executor | UnplannedGraph) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
         self._check_hooks()
-        self._check_complete(executor.graded_params)
+        refuse_partial(self, left_out(self._accumulators, executor.graded_params))
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
             return True
@@ -256,15 +255,6 @@ class ModelRuntime(ScaledGradients):
             self.to_cold()
             self._uncover()
         self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
-
-    def _check_complete(self, graded: Sequence[int]) -> None:
-        missing = left_out(self._accumulators, graded)
-        if missing:
-            raise ChunkcError(
-                f"this backward leaves out the gradients of {self.names(missing)}, as torch.autograd.grad and "
-                "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
-                "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
-            )
 
     def _enter_backward(self, executor: Executor) -> None:
         """Bring the chunks to where the backward program begins, with param16 in all that it needs."""

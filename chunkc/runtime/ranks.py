@@ -29,8 +29,10 @@ from typing import Final, NoReturn
 
 import torch
 
+from chunkc._gloo import DirectExchange
 from chunkc._torch_dist import Group, Store, all_gather, broadcast, new_group, reduce, reduce_scatter
 from chunkc.errors import RankError
+from chunkc.runtime.slab import map_private
 
 _STORY_WAIT_S: Final = 2.0
 """How long a rank that saw a collective fail waits for the others to say where they stopped."""
@@ -148,12 +150,15 @@ class JobRanks(Ranks):
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout, self._store, self._prefix = timeout, store, f"chunkc/{number}"
-        self._data: Group | None = new_group(backend, timeout, device)
+        data = new_group(backend, timeout, device)
+        self._data: Group | None = data
         self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
         self._stopped: RankError | None = None
         self._lock = threading.Lock()
         self._num_agreements = 0
-        self._has_host_payloads = device.type == "cpu"
+        self._direct: DirectExchange | None = None
+        if backend == "gloo":
+            self._direct = DirectExchange(data, rank, size, map_private)
 
     # Between programs, on the control group.
 
@@ -237,13 +242,24 @@ class JobRanks(Ranks):
     # Within programs, on the data group.
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
-        self._attempt(self._data, place, lambda g: all_gather(g, whole, own))
+        direct = self._direct
+        if direct is None:
+            self._attempt(self._data, place, lambda g: all_gather(g, whole, own))
+        else:
+            self._attempt(self._data, place, lambda _: direct.all_gather(whole, own))
 
     def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
-        self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=True))
+        self._reduce(own, whole, place, mean=True)
 
     def add_up(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
-        self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=False))
+        self._reduce(own, whole, place, mean=False)
+
+    def _reduce(self, own: torch.Tensor, whole: torch.Tensor, place: str, *, mean: bool) -> None:
+        direct = self._direct
+        if direct is None:
+            self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=mean))
+        else:
+            self._attempt(self._data, place, lambda _: direct.reduce_scatter(own, whole, mean=mean))
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
         self._attempt(self._data, place, lambda g: reduce(g, tensor, mean=False))
@@ -302,7 +318,7 @@ class JobRanks(Ranks):
         return "; ".join(filter(None, (said, quiet))).capitalize() + "."
 
     def close(self) -> None:
-        self._data = self._control = None
+        self._data = self._control = self._direct = None
 
 
 _DOES: Final[dict[Kind, str]] = {

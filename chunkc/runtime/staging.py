@@ -164,13 +164,16 @@ class StagingStore:
         if param32 is not None:
             self._states.pop(index, None)
             self.write(index, param32)
-            param32 = None if self.dtypes[index] is torch.float32 else self._like(index, param32)
+            param32 = None if self.dtypes[index] is torch.float32 else self._float_copy(index, param32)
         if self._ranks.is_first:
-            self._states[index] = StagedState(self._like(index, exp_avg), self._like(index, exp_avg_sq), param32)
+            self._states[index] = StagedState(
+                self._float_copy(index, exp_avg), self._float_copy(index, exp_avg_sq), param32
+            )
 
-    def _like(self, index: int, value: torch.Tensor) -> torch.Tensor:
+    def _float_copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """A copy in float32 with the parameter's strides."""
-        return torch.empty_like(self._held(index), device="cpu", dtype=torch.float32).copy_(value)
+        held = self._held(index)
+        return torch.empty_like(held, device="cpu", dtype=torch.float32).copy_(value)
 
     def forget(self, index: int) -> None:
         """The parameter has its chunk."""

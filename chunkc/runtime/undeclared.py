@@ -1,4 +1,4 @@
-"""Backwards that nobody declared: what would add to gradients of earlier ones, and why that is refused."""
+"""Backwards that are refused: what would add to gradients of earlier ones undeclared, and what leaves some out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import nn
 
+from chunkc.errors import ChunkcError
 from chunkc.runtime.gradients import Gradients
 
 
@@ -70,3 +71,17 @@ def refuse_more(model: Trained, graded: Sequence[int], *, is_under_way: bool) ->
         f"declare more{lost}",
         loses_gradients=is_under_way,
     )
+
+
+def refuse_partial(model: Trained, missing: Sequence[int]) -> None:
+    """Refuse a backward that does not ask for the gradients of ``missing``.
+
+    Raises:
+        ChunkcError: when there are any.
+    """
+    if missing:
+        raise ChunkcError(
+            f"this backward leaves out the gradients of {model.names(missing)}, as torch.autograd.grad and "
+            "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
+            "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
+        )

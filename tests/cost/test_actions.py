@@ -77,6 +77,7 @@ def test_collectives_move_the_other_ranks_chunks() -> None:
     for text in ("gather g0 @comm", "reduce g0 @comm", "gather c0 @comm"):
         found = costs.of(parse(text))
         assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 0.5), 256)
+    assert costs.of(parse("sum @comm")).alone_ms == pytest.approx(2 * (0.5 + 8 / 256)), "there and back, 8 bytes each"
     assert all_gather_ms(256, 8, LINKS) == pytest.approx(7.0)
     assert broadcast_ms(256, 8, LINKS) == pytest.approx(1.0)
 

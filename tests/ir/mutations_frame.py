@@ -8,7 +8,7 @@ from chunkc.ir.layout import Chunk, ChunkList, Home, Placement
 from chunkc.ir.plan import Memory, Program
 
 from .mutations_actions import Mutation, segment_at
-from .plans import distributed, evicting, resident, streaming
+from .plans import distributed, evicting, measured, resident, streaming
 from .spec import CHUNK_NUMEL, PAYLOAD, TRIPLE, PlanSpec, segment, trained
 
 
@@ -134,6 +134,51 @@ COLLECTIVES: list[Mutation] = [
         "group that does not fit before the own slot",
         lambda: distributed(rank=1).set("forward", 0, "fetch c1 -> d0 @h2d after s0"),
         (r"forward f1 `gather g0", "2 slots around slot d0"),
+    ),
+    (
+        "sum before a norm",
+        lambda: measured().without_wait("backward", 15, "b14").move("backward", 15, 14),
+        (r"backward b14 `sum", "no norm of c0 precedes it"),
+    ),
+    (
+        "sum without a norm",
+        lambda: measured().delete("backward", 5).set("backward", 5, "evict c2 <- d2 @d2h after b4"),
+        (r"backward b14 `sum", "no norm of c2 precedes it"),
+    ),
+    (
+        "norm behind the sum",
+        lambda: measured().insert("backward", 16, "norm c0 @compute"),
+        (r"backward b16 `norm c0", "added up already"),
+    ),
+    (
+        "sum that does not wait for a norm",
+        lambda: measured().without_wait("backward", 15, "b14"),
+        (r"backward b15 `sum", r"reads norm of c0", r"b14 `norm c0"),
+    ),
+    (
+        "sum twice",
+        lambda: measured().insert("backward", 16, "sum @comm"),
+        (r"backward b16 `sum", "added up twice"),
+    ),
+    (
+        "sum missing",
+        lambda: measured().delete("backward", 15),
+        (r"step s0 `decide", "no sum of the norms of all ranks"),
+    ),
+    (
+        "decision that does not wait for the sum",
+        lambda: measured().without_wait("step", 0, "b15"),
+        (r"step s0 `decide", "reads sums", r"b15 `sum"),
+    ),
+    (
+        "sum in the forward program",
+        lambda: measured().insert("forward", 0, "sum @comm"),
+        (r"forward f0 `sum", "no place in program forward"),
+    ),
+    (
+        "sum of a single rank",
+        lambda: evicting().insert("backward", 12, "sum @comm"),
+        (r"backward b12 `sum", "single rank"),
     ),
     (
         "collective of a single rank",

@@ -233,6 +233,15 @@ def distributed(rank: int = 0, serial: bool = False) -> PlanSpec:
     )
 
 
+def measured() -> PlanSpec:
+    """The same with norms of the reduced gradients, their sum over ranks, and a decision on it."""
+    spec = distributed().insert("backward", 13, "norm c0 @compute")
+    spec = spec.set("backward", 14, "evict c0 <- d0 @d2h after b13").insert("backward", 5, "norm c2 @compute")
+    spec = spec.set("backward", 6, "evict c2 <- d2 @d2h after b5").insert("backward", 15, "sum @comm after b14")
+    spec = spec.insert("step", 0, "decide @compute after b15")
+    return spec.set("step", 1, "update c0 @cpu after b16 s0").set("step", 2, "update c2 @cpu after b6 s0")
+
+
 SPECS: dict[str, PlanSpec] = {
     "evicting": evicting(),
     "resident": resident(),
@@ -242,6 +251,7 @@ SPECS: dict[str, PlanSpec] = {
     "distributed": distributed(),
     "distributed_rank1": distributed(rank=1),
     "serial": distributed(serial=True),
+    "measured": measured(),
 }
 
 

@@ -132,7 +132,9 @@ def reference(model: Model, sequence: str) -> Expected:
         if letter == "S":
             if plan.layout.world_size > 1:
                 full = {c: model.reduced(g) for c, g in full.items()}
-            decision = terms("decide", *(terms("norm", *full[c]) for c in model.mine)) if model.scaled else 0
+            norms = tuple(terms("norm", *full[c]) for c in model.mine)
+            found = (terms("total", *norms),) if plan.layout.world_size > 1 else norms
+            decision = terms("decide", *found) if model.scaled else 0
             for c in model.trained:
                 triples[c] = terms("adam", triples[c], decision, *full[c])
         if letter in "SR" and model.accumulates:
@@ -346,9 +348,13 @@ class Lowered:
     def _lower_step(self, action: Action) -> Effect:
         model, terms = self.model, self.model.terms
         decision: Location = ("decision", 0)
-        if action.op is Op.DECIDE:
+        if action.op in (Op.SUM, Op.DECIDE):
+            sums: Location = ("sums", 0)
             norms: list[Location] = [("norm", c) for c in model.mine]
-            return norms, [decision], lambda inputs: [(terms("decide", *(i[0] for i in inputs)),)]
+            if action.op is Op.SUM:
+                return norms, [sums], lambda inputs: [(terms("total", *(i[0] for i in inputs)),)]
+            found = [sums] if self.layout.world_size > 1 else norms
+            return found, [decision], lambda inputs: [(terms("decide", *(i[0] for i in inputs)),)]
         chunk = action.index
         grads = self._payload(action, model.grad_home.get(chunk, chunk))
         if action.op is Op.NORM:

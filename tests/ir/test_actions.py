@@ -17,6 +17,7 @@ STREAMS: dict[Op, tuple[Stream, ...]] = {
     Op.STORE: (Stream.D2H,),
     Op.GATHER: (Stream.COMM,),
     Op.REDUCE: (Stream.COMM,),
+    Op.SUM: (Stream.COMM,),
     **{op: (Stream.COMPUTE, Stream.CPU) for op in (Op.NORM, Op.DECIDE, Op.UPDATE, Op.RESTORE)},
 }
 numbers = st.integers(0, 10**6)
@@ -32,7 +33,7 @@ def actions(draw: st.DrawFn, op: Op) -> Action:
     target = draw(st.sampled_from(letters)) + str(draw(numbers))
     if op is Op.RUN:
         target = draw(segments)
-    elif op is Op.DECIDE:
+    elif op in (Op.SUM, Op.DECIDE):
         target = ""
     elif op in (Op.GROW, Op.SHRINK):
         target = str(draw(numbers))
@@ -67,6 +68,7 @@ def test_text_form_parses_back(op: Op, data: st.DataObject) -> None:
         ("run fwd.17 @compute after f11", Action(Op.RUN, "fwd.17", Stream.COMPUTE, waits=("f11",))),
         ("stash c12 of bwd.17 @compute", Action(Op.STASH, "c12", Stream.COMPUTE, source="bwd.17")),
         ("add c12 of bwd.17 @compute", Action(Op.ADD, "c12", Stream.COMPUTE, source="bwd.17")),
+        ("sum @comm after b7", Action(Op.SUM, "", Stream.COMM, waits=("b7",))),
         ("decide @cpu after s0", Action(Op.DECIDE, "", Stream.CPU, waits=("s0",))),
         ("update c12 @cpu", Action(Op.UPDATE, "c12", Stream.CPU)),
         ("load os7 -> d9 @h2d", Action(Op.LOAD, "os7", Stream.H2D, 9)),
@@ -100,6 +102,8 @@ def test_text_form_is_the_documented_one(text: str, action: Action) -> None:
         "stash c1 @compute",
         "norm c1 of bwd.0 @compute",
         "decide c1 @compute",
+        "sum @compute",
+        "sum g1 @comm",
         "update g1 @cpu",
         "gather g1 @compute",
         "grow c1 @compute",

@@ -43,6 +43,54 @@ def test_every_measuring_plan_is_accepted_by_the_verifier(request: Request) -> N
     normed = [a.index for a in backward if a.op is Op.NORM]
     assert sorted(normed) == sorted({a.index for a in step if a.op is Op.UPDATE})
     assert [a.op for a in step].count(Op.DECIDE) == 1
+    assert [a.op for a in backward].count(Op.SUM) == (where.world_size > 1)
+
+
+@given(requests())
+def test_ranks_add_up_their_norms_behind_whatever_else_they_exchange(request: Request) -> None:
+    """All ranks carry out the same collectives in the same order, those that own nothing but padding too."""
+    found, where, options = request
+    options = replace(options, measures=True)
+    mine = planned_somewhere(found, where, options).plan
+    budgets = (mine.memory.device_budget_nbytes, mine.memory.host_budget_nbytes)
+    for rank in range(where.world_size):
+        other = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
+        calls = [
+            [(a.op, a.target) for name in ("forward", "backward", "step") for a in p.program(name).actions
+             if a.stream is Stream.COMM and a.op not in (Op.RELEASE, Op.DROP)]
+            for p in (mine, other)
+        ]  # fmt: skip
+        assert calls[0] == calls[1]
+        if where.world_size > 1:
+            assert other.program("backward").actions[-1].op is Op.SUM and calls[0][-1] == (Op.SUM, "")
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_the_decision_of_several_ranks_waits_for_their_sum(rank: int) -> None:
+    """Four chunks in groups of three: rank 0 owns two of them, rank 1 and 2 one and padding."""
+    where = target(world_size=3, rank=rank)
+    plan = planned(chain(4), where, Options(chunk_numel=64, os_home="host", max_slots=3, measures=True)).plan
+    backward = plan.program("backward")
+    norms = {f"b{i}": a.index for i, a in enumerate(backward.actions) if a.op is Op.NORM}
+    assert sorted(norms.values()) == [[0, 3], [1], [2]][rank]
+    last = len(backward.actions) - 1
+    assert str(backward.actions[last]) == f"sum @comm after {list(norms)[-1]}"
+    assert str(plan.program("step").actions[0]) == f"decide @compute after b{last}"
+    for name, position, wait, message in (
+        ("backward", last, list(norms)[-1], r"`sum @comm`.*reads norm of c\d without being ordered after"),
+        ("step", 0, f"b{last}", r"`decide @compute`.*reads sums without being ordered after b\d+ `sum @comm"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            verify(without_wait(plan, name, position, wait))
+
+
+def test_a_rank_without_norms_takes_part() -> None:
+    """Two chunks in one group of three: rank 2 owns padding alone."""
+    options = Options(chunk_numel=64, os_home="host", max_slots=3, measures=True)
+    plan = planned(chain(2), target(world_size=3, rank=2), options).plan
+    backward, step = plan.program("backward").actions, plan.program("step").actions
+    assert not [a for a in backward if a.op is Op.NORM] and backward[-1].op is Op.SUM
+    assert [a.op for a in step] == [Op.DECIDE]
 
 
 @given(accumulating())
@@ -92,7 +140,7 @@ def test_a_plan_measures_later_with_nothing_else_changed(request: Request) -> No
         result.plan.memory,
     )
     for program in result.plan.programs:
-        others = [a for a in plan.program(program.name).actions if a.op not in (Op.NORM, Op.DECIDE)]
+        others = [a for a in plan.program(program.name).actions if a.op not in (Op.NORM, Op.SUM, Op.DECIDE)]
         assert [replace(a, waits=()) for a in others] == [replace(a, waits=()) for a in program.actions]
 
 

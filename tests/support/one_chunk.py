@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
+from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
@@ -24,6 +25,7 @@ class OneChunk:
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, adjust: Adjust | None = None) -> None:
         named = dict(model.named_parameters())
         self.names, self.params = list(named), list(named.values())
+        self.ranks = Ranks()
         self.owners: dict[int, object] = {}
         self.adjust = adjust
         self.is_sixteen_bit = dtype is not torch.float32
