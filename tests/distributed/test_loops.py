@@ -21,7 +21,7 @@ SCRIPTS = {
     "a forward without a backward": "train forward forget train infer forward backward step zero",
     "every value between steps": "read state train read state forward backward grads read step read zero state",
     "writing and other rates": "write train slower train write evaluate train",
-    "zeroed at odd times": "zero model_zero train zero forward zero backward model_zero forward backward step zero",
+    "zeroed at odd times": "zero model_zero train forward zero backward model_zero forward backward step zero",
     "clipped": "train_clipped train_clipped train_clipped forward backward clip grads step zero train_clipped",
     "clipped where gradients are read": "train forward backward grads clip grads step zero train_clipped",
 }

@@ -57,7 +57,12 @@ def one_reads(side: Side, rank: int) -> None:
 
 
 def other_rates(side: Side, rank: int) -> None:
-    side.run("slower train" if rank == 1 else "train")
+    if rank == 1:
+        side.optimizer.param_groups[0]["lr"] = 0.5 * LR
+    try:
+        side.run("train")
+    finally:
+        side.optimizer.param_groups[0]["lr"] = LR
 
 
 def other_parameters(side: Side, rank: int) -> None:
@@ -79,7 +84,14 @@ def one_raises(side: Side, rank: int) -> None:
 
 
 def one_is_refused(side: Side, rank: int) -> None:
-    """Inputs that the model refuses, on one rank."""
+    """A call that cannot be one of the model, on one rank."""
+    if rank == 1:
+        side.model(torch.ones(4, 8))
+    side.run("train")
+
+
+def one_fails_midway(side: Side, rank: int) -> None:
+    """Inputs at which an operator raises, in a program that has begun."""
     if rank == 1:
         side.model(torch.full((4, 8), 10_000), batch(0)[1])
     side.run("train")
@@ -106,6 +118,7 @@ SCENARIOS: dict[str, Callable[[Side, int], None]] = {
         other_shapes,
     )
 }
+"""Those of which all ranks learn before anything runs; `one_fails_midway` costs the job."""
 
 
 def attempt(work: Callable[[], object]) -> Failure | None:
@@ -123,10 +136,11 @@ def diverge(name: str) -> Story:
     model = chunkc.compile(seeded_tower(), TIGHT, dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     side = Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
+    scenario = SCENARIOS.get(name, one_fails_midway)
     story = Story(seen=side.seen)
     side.run("train train state")
     begun_s = time.monotonic()
-    story.diverged = attempt(lambda: SCENARIOS[name](side, rank))
+    story.diverged = attempt(lambda: scenario(side, rank))
     story.after_s = time.monotonic() - begun_s
     side.restart_at(10)
     story.later = attempt(lambda: side.run("zero state train train state"))
