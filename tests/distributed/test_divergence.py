@@ -89,7 +89,7 @@ def test_a_layer_that_one_rank_uses_is_refused(two_ranks: Pool) -> None:
 @pytest.mark.slow
 def test_a_rank_that_fails_in_the_midst_of_a_program_ends_the_job(two_ranks: Pool) -> None:
     """It raises its own error, the others theirs within the timeout; the model is of no use afterwards, on all."""
-    found = two_ranks.run(rank_divergence.diverge, "one_fails_midway", timeout_s=400)
+    found = [stories[0] for stories in two_ranks.run(rank_divergence.diverge_all, ["one_fails_midway"], timeout_s=400)]
     two_ranks.discard()
     assert [story.diverged and story.diverged.kind for story in found] == ["RankError", "IndexError"]
     assert [story.later and story.later.kind for story in found] == ["RankError", "RankError"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from job_rank import Failure, failure_of
 from pair import batch
-from sides import EPS, LR, TIGHT, Seen, Side, seeded_tower
+from sides import LR, Seen, Side, side_on_rank
 from torch import nn
 
 import chunkc
@@ -130,17 +130,13 @@ def attempt(work: Callable[[], object]) -> Failure | None:
     return None
 
 
-def diverge(name: str) -> Story:
+def diverge(name: str, side: Side) -> Story:
     """One scenario on this rank."""
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(seeded_tower(), TIGHT, dtype=torch.float32, backend="eager")
-    optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
-    side = Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
     scenario = SCENARIOS.get(name, one_fails_midway)
-    story = Story(seen=side.seen)
-    side.run("train train state")
+    side.seen = Seen()
+    story = Story(seen=side.run("train train state"))
     begun_s = time.monotonic()
-    story.diverged = attempt(lambda: scenario(side, rank))
+    story.diverged = attempt(lambda: scenario(side, torch.distributed.get_rank()))
     story.after_s = time.monotonic() - begun_s
     side.restart_at(10)
     story.later = attempt(lambda: side.run("zero state train train state"))
@@ -148,8 +144,13 @@ def diverge(name: str) -> Story:
 
 
 def diverge_all(names: list[str]) -> list[Story]:
-    """One after another."""
-    return [diverge(name) for name in names]
+    """One after another, with a new model where the last one was of no more use."""
+    side, stories = side_on_rank(), list[Story]()
+    for name in names:
+        stories.append(diverge(name, side))
+        if stories[-1].later is not None:
+            side = side_on_rank()
+    return stories
 
 
 class Branching(nn.Module):
