@@ -222,15 +222,17 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over ``h2d`` or ``d2h``."""
-        total = 0
-        for program in self.iteration():
-            for action in program.actions:
-                if action.stream is stream and action.op in (Op.FETCH, Op.EVICT):
-                    total += self.layout.chunks[action.index].used_nbytes
-                elif action.stream is stream and action.op in (Op.LOAD, Op.STORE):
-                    total += self.layout.chunks[action.index].used_os_nbytes
-        return total
+        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over a stream.
+
+        Over ``h2d`` or ``d2h`` what it copies. Over ``comm`` the payload bytes that this rank receives, padding
+        included; `Layout.moved_nbytes` says how each action counts.
+        """
+        return sum(
+            self.layout.moved_nbytes(action)
+            for program in self.iteration()
+            for action in program.actions
+            if action.stream is stream
+        )
 
     def digest(self) -> str:
         """Twelve hexadecimal digits over everything but ``stages``."""
