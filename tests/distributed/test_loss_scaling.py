@@ -27,7 +27,7 @@ def check(found: list[Scaled], num_ranks: int) -> None:
 
 
 @pytest.mark.parametrize("by_scaler", [False, True], ids=["built in", "GradScaler"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("resident", marks=pytest.mark.slow), "moving"])
 def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, two_ranks: Pool) -> None:
     check(two_ranks.run(train_scaled, PLACES[place], by_scaler), 2)
 

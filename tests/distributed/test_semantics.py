@@ -94,7 +94,7 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     for other in others:
         assert_same_bits(other, identity)
     moved = [done.stats["h2d_nbytes"] for done in found[0]]
-    assert moved[0] == 0 and min(moved[1:]) > 0 and len(set(moved)) == len(moved)
+    assert moved[0] == 0 and min(moved[1:]) > 0
 
 
 def test_inductor(two_ranks: Pool) -> None:

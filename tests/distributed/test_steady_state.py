@@ -23,26 +23,24 @@ def check_steady(found: list[Steady]) -> None:
         assert {count: rank.stats[count] for count in COUNTS} == dict.fromkeys(COUNTS, 0)
         for stream in ("h2d", "d2h", "comm"):
             assert rank.stats[f"{stream}_nbytes"] == rank.stats[f"planned_{stream}_nbytes"], stream
-        assert rank.gathered_nbytes == rank.planned_nbytes["gather"]
-        assert rank.reduced_nbytes == rank.planned_nbytes["reduce"]
-        assert rank.gathered_nbytes + rank.reduced_nbytes == rank.stats["comm_nbytes"]
+        assert rank.received_nbytes == sum(rank.planned_nbytes.values()) == rank.stats["comm_nbytes"]
         assert rank.stats["measured_peak_nbytes"] <= rank.stats["planned_peak_nbytes"] <= rank.stats["budget_nbytes"]
         assert rank.taken_host_nbytes == rank.stats["host_nbytes"]
     assert len({rank.stats["comm_nbytes"] for rank in found}) == 1
 
 
-def check_volume(found: list[Steady], num_ranks: int) -> None:
-    """Each rank receives the others' share of the model at most twice in fetching it and once in reducing it.
+def check_volume(found: list[Steady], num_ranks: int, max_gathers: int = 2) -> None:
+    """Each rank receives the others' share of the model once in reducing it, and in gathering it mostly twice.
 
-    That is 6 (p - 1) / p bytes for each parameter in 16 bits, 12 in fp32, on top of padding.
+    That is 6 (p - 1) / p bytes for each parameter in 16 bits, 12 in fp32, on top of padding. What stays on the device
+    between forward and backward is gathered once; a tied embedding that leaves it between its uses, three times.
     """
     for rank in found:
-        share = (num_ranks - 1) / num_ranks
-        padding_nbytes = rank.chunks_nbytes - rank.payload_nbytes
-        assert 0 <= padding_nbytes < rank.payload_nbytes
-        assert rank.reduced_nbytes == share * rank.chunks_nbytes
-        assert rank.gathered_nbytes <= 2 * share * rank.chunks_nbytes
-        assert rank.stats["comm_nbytes"] <= 3 * share * (rank.payload_nbytes + padding_nbytes)
+        share_nbytes = rank.chunks_nbytes * (num_ranks - 1) / num_ranks
+        assert rank.payload_nbytes <= rank.chunks_nbytes < 2 * rank.payload_nbytes, "chunks are mostly padding"
+        assert rank.planned_nbytes["reduce"] == share_nbytes
+        assert share_nbytes <= rank.planned_nbytes["gather"] <= max_gathers * share_nbytes
+        assert rank.received_nbytes <= (1 + max_gathers) * share_nbytes
 
 
 @pytest.mark.parametrize(
@@ -52,11 +50,11 @@ def test_a_steady_step_is_the_plan(dtype: torch.dtype, hw: str | None, two_ranks
     """Where chunks move, they are gathered for forward and again for backward; where all is resident, once."""
     found = two_ranks.run(steady, Work("gpt2_small", hw=hw, dtype=dtype))
     check_steady(found)
-    check_volume(found, 2)
+    check_volume(found, 2, max_gathers=3)
     is_tight = hw is None
     assert all((rank.stats["h2d_nbytes"] > 0) == is_tight for rank in found)
-    gathers = {rank.gathered_nbytes / rank.reduced_nbytes for rank in found}
-    assert all(1.5 < times <= 2 for times in gathers) if is_tight else gathers == {1.0}
+    gathers = {rank.planned_nbytes["gather"] / rank.planned_nbytes["reduce"] for rank in found}
+    assert all(times > 1.5 for times in gathers) if is_tight else gathers == {1.0}
 
 
 @pytest.mark.slow
@@ -65,7 +63,7 @@ def test_a_steady_step_is_the_plan(dtype: torch.dtype, hw: str | None, two_ranks
 def test_a_steady_step_of_four_ranks_is_the_plan(name: str, dtype: torch.dtype, four_ranks: Pool) -> None:
     found = four_ranks.run(steady, Work(name, hw=None, dtype=dtype), timeout_s=400)
     check_steady(found)
-    check_volume(found, 4)
+    check_volume(found, 4, max_gathers=2 if name == "llama" else 3)
 
 
 def test_two_models_train_in_one_job(two_ranks: Pool) -> None:

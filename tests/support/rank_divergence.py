@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from job_rank import Failure, failure_of
 from pair import batch
-from sides import EPS, LR, TIGHT, Seen, Side, seeded_tower
+from sides import LR, Seen, Side, side_on_rank
 from torch import nn
 
 import chunkc
@@ -57,7 +57,12 @@ def one_reads(side: Side, rank: int) -> None:
 
 
 def other_rates(side: Side, rank: int) -> None:
-    side.run("slower train" if rank == 1 else "train")
+    if rank == 1:
+        side.optimizer.param_groups[0]["lr"] = 0.5 * LR
+    try:
+        side.run("train")
+    finally:
+        side.optimizer.param_groups[0]["lr"] = LR
 
 
 def other_parameters(side: Side, rank: int) -> None:
@@ -79,7 +84,14 @@ def one_raises(side: Side, rank: int) -> None:
 
 
 def one_is_refused(side: Side, rank: int) -> None:
-    """Inputs that the model refuses, on one rank."""
+    """A call that cannot be one of the model, on one rank."""
+    if rank == 1:
+        side.model(torch.ones(4, 8))
+    side.run("train")
+
+
+def one_fails_midway(side: Side, rank: int) -> None:
+    """Inputs at which an operator raises, in a program that has begun."""
     if rank == 1:
         side.model(torch.full((4, 8), 10_000), batch(0)[1])
     side.run("train")
@@ -106,6 +118,7 @@ SCENARIOS: dict[str, Callable[[Side, int], None]] = {
         other_shapes,
     )
 }
+"""Those of which all ranks learn before anything runs; `one_fails_midway` costs the job."""
 
 
 def attempt(work: Callable[[], object]) -> Failure | None:
@@ -117,16 +130,13 @@ def attempt(work: Callable[[], object]) -> Failure | None:
     return None
 
 
-def diverge(name: str) -> Story:
+def diverge(name: str, side: Side) -> Story:
     """One scenario on this rank."""
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(seeded_tower(), TIGHT, dtype=torch.float32, backend="eager")
-    optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
-    side = Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
-    story = Story(seen=side.seen)
-    side.run("train train state")
+    scenario = SCENARIOS.get(name, one_fails_midway)
+    side.seen = Seen()
+    story = Story(seen=side.run("train train state"))
     begun_s = time.monotonic()
-    story.diverged = attempt(lambda: SCENARIOS[name](side, rank))
+    story.diverged = attempt(lambda: scenario(side, torch.distributed.get_rank()))
     story.after_s = time.monotonic() - begun_s
     side.restart_at(10)
     story.later = attempt(lambda: side.run("zero state train train state"))
@@ -134,8 +144,13 @@ def diverge(name: str) -> Story:
 
 
 def diverge_all(names: list[str]) -> list[Story]:
-    """One after another."""
-    return [diverge(name) for name in names]
+    """One after another, with a new model where the last one was of no more use."""
+    side, stories = side_on_rank(), list[Story]()
+    for name in names:
+        stories.append(diverge(name, side))
+        if stories[-1].later is not None:
+            side = side_on_rank()
+    return stories
 
 
 class Branching(nn.Module):

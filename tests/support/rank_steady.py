@@ -18,22 +18,35 @@ NUM_STEPS = 3
 
 
 class CountingGroup:
-    """A process group that counts what its collectives bring to this rank: the parts of the others."""
+    """A process group that counts the payload that comes to this rank: the parts of the others."""
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
         self._group = group
-        self.gathered_nbytes = self.reduced_nbytes = 0
+        self.received_nbytes = 0
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any:
+        self.received_nbytes += sum(tensor.nbytes for tensor in tensors)
+        return self._group.recv(tensors, source, tag)
 
     def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
-        self.gathered_nbytes += whole.nbytes - own.nbytes
+        self.received_nbytes += whole.nbytes - own.nbytes
         return self._group._allgather_base(whole, own)
 
     def _reduce_scatter_base(self, own: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
-        self.reduced_nbytes += whole.nbytes - own.nbytes
+        self.received_nbytes += whole.nbytes - own.nbytes
         return self._group._reduce_scatter_base(own, whole, options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
+
+
+def counted(ranks: Any) -> CountingGroup:
+    """The group of a model's payloads, counted from now on, also where chunks are sent directly."""
+    group = CountingGroup(ranks._data)
+    ranks._data = group
+    if ranks._direct is not None:
+        ranks._direct._group = group
+    return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +55,17 @@ class Steady:
 
     Attributes:
         trace, planned_trace: actions of all steady steps.
-        gathered_nbytes, reduced_nbytes: what the collectives of one steady step brought here, counted outside chunkc.
+        received_nbytes: what the exchanges of one steady step brought here, counted at the process group.
         planned_nbytes: the same from the plan's gathers and reduces, by chunk.
         payload_nbytes: of all trained parameters in compute dtype, as the model has them.
         chunks_nbytes: as the chunks of all ranks have them: with padding.
-        free_host_nbytes: what the device has left of its host budget.
+        taken_host_nbytes: what the device's host memory gives to the model.
     """
 
     trace: list[str]
     planned_trace: list[str]
     stats: dict[str, int]
-    gathered_nbytes: float
-    reduced_nbytes: float
+    received_nbytes: float
     planned_nbytes: dict[str, int]
     payload_nbytes: int
     chunks_nbytes: int
@@ -67,12 +79,12 @@ def steady(work: Work) -> Steady:
     model = compiled(work, hw_of(work, batch))
     gc.collect()
     runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
-    group = runtime.ranks._data = CountingGroup(runtime.ranks._data)
+    group = counted(runtime.ranks)
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     for step in range(2 + NUM_STEPS):
         if step == 2:
             executor_of(model).trace = []
-            group.gathered_nbytes = group.reduced_nbytes = 0
+            group.received_nbytes = 0
         loss_of(model(**batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,8 +99,7 @@ def steady(work: Work) -> Steady:
         trace=list(executor.trace or ()),
         planned_trace=[str(action) for _, _, action in plan.labelled()] * NUM_STEPS,
         stats=stats,
-        gathered_nbytes=group.gathered_nbytes / NUM_STEPS,
-        reduced_nbytes=group.reduced_nbytes / NUM_STEPS,
+        received_nbytes=group.received_nbytes / NUM_STEPS,
         planned_nbytes=planned,
         payload_nbytes=sum(p.numel() for p in model.parameters() if p.requires_grad) * work.dtype.itemsize,
         chunks_nbytes=sum(plan.layout.chunks[c].nbytes for g in plan.layout.groups for c in g.chunks),

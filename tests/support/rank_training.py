@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accumulating import micro_batches
+from accumulating import micro_batches, train_in_parts
 from machines import EMULATED
 from models import CASES, Batch, Case, loss_of
 from torch import nn
@@ -37,6 +37,7 @@ class Work:
         hw: None: the smallest machine that `chunkc.BudgetError` names.
         wishes: planning options.
         options: of the optimizer, beside the recipe's.
+        accumulate: micro-batches of a step on each rank.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Work:
     backend: str = "eager"
     wishes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ def machine_of(device_nbytes: int, host_nbytes: int) -> Hardware:
 
 def compiled(work: Work, hw: Hardware | str) -> nn.Module:
     """The model of ``work`` on ``hw``."""
-    model = chunkc.compile(CASES[work.name].build(), hw, dtype=work.dtype, backend=work.backend)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
+    model = chunkc.compile(CASES[work.name].build(), hw, **options)
     settings = model._compiled_call_impl.settings  # type: ignore[union-attr]
     settings.options = replace(settings.options, **work.wishes)
     return model
@@ -98,6 +101,20 @@ def train(work: Work) -> Done:
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options, **work.options)
     trained = run_loop(model, batches, optimizer, work.recipe)
     return Done(trained, chunkc.stats(model))
+
+
+def train_in_micro_batches(work: Work) -> Trained:
+    """Step ``s`` adds up micro-batches whose losses are divided by their number; each rank takes its own of them."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batches, num = CASES[work.name].batches(), work.accumulate
+    own = [
+        part
+        for step in range(work.recipe.num_steps)
+        for part in micro_batches(batches, step, num * num_ranks)[rank * num : (rank + 1) * num]
+    ]
+    model = compiled(work, hw_of(work, own[0]))
+    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
+    return train_in_parts(model, own, optimizer, work.recipe, num)[0]
 
 
 def train_all(works: Sequence[Work]) -> list[Done]:

@@ -30,7 +30,7 @@ import chunkc
 
 LR = 1e-2
 EPS = 1e-4
-MAX_NORM = 0.8
+MAX_NORM = 1.4
 TIGHT = "emulated-640k-64m"
 Inputs = tuple[torch.Tensor, ...]
 Clip = Callable[[nn.Module, float], torch.Tensor]
@@ -68,6 +68,14 @@ class Side:
         for word in script.split():
             getattr(self, word)()
         return self.seen
+
+    def run_each(self, scripts: Sequence[str]) -> list[Seen]:
+        """What is seen in each of them, one after another."""
+        found = []
+        for script in scripts:
+            self.seen = Seen()
+            found.append(self.run(script))
+        return found
 
     def restart_at(self, number: int) -> None:
         """Let go of forwards that wait, and go on with batch ``number``."""
@@ -144,21 +152,21 @@ class Side:
             group["lr"] /= 2
 
 
-def on_ranks(script: str, hw: str = TIGHT, dtype: torch.dtype = torch.float32) -> Seen:
-    """The script on this rank."""
+def side_on_rank(hw: str = TIGHT) -> Side:
+    """This rank's, with a new model."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(seeded_tower(), hw, dtype=dtype, backend="eager")
+    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
-    return Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_).run(script)
+    return Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
 
 
 def scripts_on_ranks(scripts: Sequence[str], hw: str = TIGHT) -> list[Seen]:
-    """Each with a model of its own."""
-    return [on_ranks(script, hw) for script in scripts]
+    """One after another with one model, on this rank."""
+    return side_on_rank(hw).run_each(scripts)
 
 
-def plainly(script: str, num_ranks: int) -> Seen:
-    """The script in plain PyTorch on the global batches."""
+def scripts_plainly(scripts: Sequence[str], num_ranks: int) -> list[Seen]:
+    """The same in plain PyTorch on the global batches."""
     model = seeded_tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
 
@@ -169,7 +177,7 @@ def plainly(script: str, num_ranks: int) -> Seen:
     def clip(model: nn.Module, max_norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
-    return Side(model, optimizer, batch_of, clip).run(script)
+    return Side(model, optimizer, batch_of, clip).run_each(scripts)
 
 
 def check_seen(found: Sequence[Seen], wanted: Seen) -> None:
