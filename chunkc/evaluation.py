@@ -117,6 +117,8 @@ class Evaluator:
         """The module's forward without gradients."""
         signature = signature_of(self._model, args, kwargs)
         reason = self._why_gathered(signature)
+        way = "as planned" if reason is None else "operator by operator"
+        self._owner.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
         self._seen.add(signature)
         self._last = signature
         if reason is None:

@@ -105,6 +105,9 @@ class Ranks:
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Give the elements of ``tensor`` (host memory, contiguous) on rank ``source`` to all."""
 
+    def combine(self, tensor: torch.Tensor) -> None:
+        """Give all ranks every element of ``tensor`` (host memory, contiguous), which one has and the others have 0."""
+
     def mean(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` (host memory, contiguous, floating) by the mean over all ranks."""
 
@@ -241,6 +244,10 @@ class JobRanks(Ranks):
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if tensor.numel():
             self._exchange(f"a broadcast from rank {source}", lambda g: broadcast(g, _bytes(tensor), source))
+
+    def combine(self, tensor: torch.Tensor) -> None:
+        if tensor.numel():  # sums of bytes keep the bits of every element
+            self._exchange("parts of a tensor", lambda g: reduce(g, _bytes(tensor), mean=False))
 
     def mean(self, tensor: torch.Tensor) -> None:
         if tensor.numel():

@@ -184,12 +184,15 @@ class ChunkValues:
         info = self._layout.params[index]
         found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
         found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
-        flat = _flat(found)
-        for part in self._store.parts(index):
-            here = flat[part.first : part.first + part.end - part.start]
+        flat, parts = _flat(found.zero_()), self._store.parts(index)
+        for part in parts:
             if self._store.is_own(part.chunk):
-                here.copy_(of(self._layout.chunks[part.chunk])[part.start : part.end])
-            self._ranks.broadcast(here, self._layout.owner(part.chunk))
+                own = of(self._layout.chunks[part.chunk])[part.start : part.end]
+                flat[part.first : part.first + own.numel()].copy_(own)
+        if len({self._layout.owner(part.chunk) for part in parts}) == 1:
+            self._ranks.broadcast(flat, self._layout.owner(parts[0].chunk))
+        else:
+            self._ranks.combine(flat)
         return found
 
     def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
