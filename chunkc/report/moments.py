@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op
 from chunkc.ir.layout import Layout
-from chunkc.ir.plan import Plan, Program, Segment
+from chunkc.ir.plan import Plan, Program, Segment, received_nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,11 @@ def moments(plan: Plan, program: Program) -> Iterator[Moment]:
 
 
 def moved_nbytes(layout: Layout, action: Action) -> int:
-    """Bytes that ``action`` copies over a link; 0 for an action that copies nothing."""
+    """Bytes that ``action`` copies over a link or takes from other ranks; 0 for one that moves nothing."""
     if action.op in (Op.FETCH, Op.EVICT):
         return layout.chunks[action.index].used_nbytes
     if action.op in (Op.LOAD, Op.STORE):
         return layout.chunks[action.index].used_os_nbytes
+    if action.op in (Op.GATHER, Op.REDUCE):
+        return received_nbytes(layout, action)
     return 0

@@ -133,7 +133,7 @@ def _held_numel(layout: Layout) -> list[int]:
 
 
 def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
-    """Copies over the link in one iteration, by action; the totals are `Plan.moved_nbytes`."""
+    """Copies and exchanges in one iteration, by action; the totals are `Plan.moved_nbytes`."""
     actions = [action for _, _, action in plan.labelled()]
     kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
     for op, noun in kinds:
@@ -143,6 +143,9 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     for stream, name in ((Stream.H2D, "host to device"), (Stream.D2H, "device to host")):
         copies = [a for a in actions if a.stream is stream]
         yield f"total {name}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
+    for op in (Op.GATHER, Op.REDUCE) if plan.layout.world_size > 1 else ():
+        exchanges = [a for a in actions if a.op is op]
+        yield f"{op} groups", str(Stream.COMM), f"{len(exchanges):,}", unit.of(_copied(plan, exchanges))
 
 
 def _copied(plan: Plan, actions: Sequence[Action]) -> int:
