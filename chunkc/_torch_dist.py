@@ -64,6 +64,12 @@ def new_group(backend: str, timeout: timedelta, device: torch.device) -> Group:
     return group
 
 
+def end_group(group: Group) -> None:
+    """This process uses ``group`` no more: once nobody holds it, those who wait for this rank there fail."""
+    if is_in_job():
+        dist.destroy_process_group(group)
+
+
 def all_gather(group: Group, whole: torch.Tensor, own: torch.Tensor) -> None:
     """Fill ``whole`` with the ``own`` of all ranks; ``own`` may be this rank's part of it."""
     _finish(group._allgather_base(whole, own))

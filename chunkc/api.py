@@ -180,11 +180,6 @@ def plan(
     check_plannable(model)
     machine = Hardware.of(hw)
     ranks = machine.num_ranks(world_size)
-    if options.accumulate > 1 and ranks > 1:
-        raise ChunkcError(
-            f"accumulate={accumulate} over {ranks} ranks is not built yet; plan for one rank (world_size=1), or with "
-            "accumulate=1"
-        )
     target = Target(
         model=type(model).__name__,
         hw=str(machine),

@@ -227,8 +227,9 @@ def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_n
     runtime.accounting.start_evaluation(held_nbytes)
     try:
         outputs = executor.evaluate(args)
-    except BaseException:
+    except BaseException as error:
         executor.recover()
+        runtime.ranks.stop("an evaluation", error)
         raise
     runtime.accounting.num_asked_syncs += 1
     runtime.accounting.end_evaluation(runtime.layout, outputs)

@@ -151,11 +151,10 @@ def _accumulate(args: argparse.Namespace) -> int:
     Raises:
         ChunkcError: where it cannot yet.
     """
-    num_ranks = Hardware.of(args.hw).num_ranks(args.world_size)
-    if args.accumulate > 1 and (num_ranks > 1 or args.policy != policies()[0]):
+    if args.accumulate > 1 and args.policy != policies()[0]:
         raise ChunkcError(
-            f"--accumulate {args.accumulate} is planned for one rank and by {policies()[0]}'s policy so far; give "
-            "--world-size 1, or leave it out"
+            f"--accumulate {args.accumulate} is planned by {policies()[0]}'s policy so far; leave out --policy "
+            f"{args.policy}, or --accumulate"
         )
     return int(args.accumulate)
 

@@ -133,6 +133,9 @@ def _moments(plan: Plan, program: Program) -> Iterator[tuple[str, int, int]]:
             used_nbytes += slots[action.slot].nbytes
         elif action.op in FROM_SLOT and action.slot is not None:
             used_nbytes -= slots[standing.pop(action.target)].nbytes
+        elif action.op is Op.RELEASE:
+            opened = [f"c{c}" for c in plan.layout.remote_of(action.target) if f"c{c}" in standing]
+            used_nbytes -= sum(slots[standing.pop(target)].nbytes for target in opened)
         elif action.op is Op.SHRINK:
             elastic_nbytes -= action.index
         elif action.op is Op.GROW:

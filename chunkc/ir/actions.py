@@ -30,7 +30,18 @@ from enum import StrEnum
 
 
 class Op(StrEnum):
-    """The kind of an action."""
+    """The kind of an action.
+
+    OPEN gives a slot to a chunk without a copy: to a payload that an update on the device writes whole, or to a
+    gradient chunk. Where several ranks share groups (a layout's ``world_size`` above 1), an opened gradient chunk
+    begins as zeros, this rank's as well as those of others: what does not land while it stands there must add nothing
+    when it is reduced. One of another rank has no home here; it is opened beside the own one in every stay, and
+    released behind the reduction. The own one is opened in the first backward of a step and fetched later; one that
+    never leaves the device is not opened: gradients of the first backward are stashed over what it holds.
+
+    REDUCE leaves in the own chunk of a group the sum over all ranks of what they hold of it. So gradient chunks add up:
+    the owner holds the sum so far and its part of this micro-batch, the others hold their parts of this micro-batch.
+    """
 
     FETCH = "fetch"
     OPEN = "open"

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from chunkc.ir.actions import Action, Op
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
 
 ALIGNMENT_NBYTES = 256
@@ -161,6 +162,31 @@ class Layout:
     def group_of(self, chunk: int) -> Group:
         """The communication group that holds ``chunk``."""
         return self.groups[chunk // self.world_size]
+
+    def remote_of(self, target: str) -> tuple[int, ...]:
+        """The chunks of a collective's target (``g4``, or ``c12`` of the serial variant) that other ranks own."""
+        index = int(target[1:])
+        chunks = self.groups[index].chunks if target[0] == "g" else (index,)
+        return tuple(c for c in chunks if self.owner(c) != self.rank)
+
+    def moved_nbytes(self, action: Action) -> int:
+        """Bytes that ``action`` copies over the link to the host, or that this rank receives from others by it.
+
+        A copy moves what is used of a chunk, a collective whole chunks: of a group those of all other ranks, to have
+        them (gather) or to add them to the own one (reduce). In the serial variant every rank but the owner receives a
+        chunk that is gathered, and the owner every other rank's part of one that is reduced. The sum of norms counts
+        nothing, and an action that copies nothing is 0.
+        """
+        if action.op in (Op.FETCH, Op.EVICT):
+            return self.chunks[action.index].used_nbytes
+        if action.op in (Op.LOAD, Op.STORE):
+            return self.chunks[action.index].used_os_nbytes
+        if action.op is Op.GATHER:
+            return sum(self.chunks[c].nbytes for c in self.remote_of(action.target))
+        if action.op is Op.REDUCE and (action.target[0] == "g" or not self.remote_of(action.target)):
+            first = action.index * self.world_size if action.target[0] == "g" else action.index
+            return (self.world_size - 1) * self.chunks[first].nbytes
+        return 0
 
     def owned(self) -> tuple[Chunk, ...]:
         """The chunks that this rank owns."""

@@ -8,6 +8,7 @@ chunks, so that a remote chunk is as new as the own chunk of its group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op
@@ -27,9 +28,16 @@ def _fetch(machine: Machine, event: Event) -> None:
 
 
 def _open(machine: Machine, event: Event) -> None:
-    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it."""
-    chunk = machine.chunk(event)
-    if machine.is_grad(chunk.index):
+    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it.
+
+    A gradient chunk of another rank is opened, not fetched: what lands in it goes to its owner by a reduction.
+    """
+    chunk = machine.layout.chunks[event.action.index]
+    if not (machine.is_grad(chunk.index) and machine.facts.accumulates):
+        chunk = machine.chunk(event)
+    if machine.is_grad(chunk.index) and not machine.facts.owned[chunk.index]:
+        machine.truth[chunk.index] = Payload()
+    elif machine.is_grad(chunk.index):
         held = machine.truth[chunk.index]
         if held.grads:
             machine.refuse(event, f"c{chunk.index} holds {held}, which would be lost")
@@ -68,7 +76,7 @@ def _forget(machine: Machine, chunk: int) -> None:
 
 
 def _refuse_unreduced(machine: Machine, event: Event, chunk: int, payload: Payload) -> None:
-    if machine.layout.world_size > 1 and payload.grads and not payload.reduced:
+    if machine.layout.world_size > 1 and payload.is_partial:
         machine.refuse(event, f"c{chunk} holds gradients of {len(payload.grads)} parameters that are not reduced")
 
 
@@ -150,18 +158,32 @@ def _reduce(machine: Machine, event: Event) -> None:
     due_in = {chunk: machine.facts.due_in(chunk) for chunk in _targets(machine, event)}
     if not any(due_in.values()):
         machine.refuse(event, "no gradient lands in its chunks")
+    if machine.facts.accumulates and any(map(machine.is_grad, due_in)):
+        _refuse_nothing_new(machine, event, tuple(due_in))
     for chunk, due in due_in.items():
         held = machine.resident(event, chunk)
         access = machine.write if machine.facts.owned[chunk] else machine.read
         access(event, f"slot d{machine.slot_of[f'c{chunk}']}")  # padding takes part: a collective has whole groups
-        if not due:
-            continue
-        if held.grads != due:
-            machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
         if held.reduced:
             machine.refuse(event, f"the gradients of c{chunk} are reduced twice")
-        reduced = Payload(held.version, held.grads, reduced=True)
+        if machine.facts.accumulates and machine.is_grad(chunk):
+            reduced = replace(held, summed=held.added) if machine.facts.owned[chunk] else replace(held, reduced=True)
+        elif not due:
+            continue
+        elif held.grads != due:
+            machine.refuse(event, f"{len(due - held.grads)} of {len(due)} gradients have not landed in c{chunk}")
+        else:
+            reduced = Payload(held.version, held.grads, reduced=True)
         machine.device[chunk] = machine.truth[chunk] = reduced
+
+
+def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:
+    """Refuse a reduction of gradient chunks in none of which anything has landed since they were reduced or opened.
+
+    It adds what other ranks hold of a chunk to what its owner has: once for each time that they were opened.
+    """
+    if not any(machine.resident(event, chunk).is_partial for chunk in chunks):
+        machine.refuse(event, "nothing has landed in its chunks since they were opened or reduced")
 
 
 MOVES: dict[Op, Callable[[Machine, Event], None]] = {

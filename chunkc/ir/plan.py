@@ -126,16 +126,6 @@ class StageRecord:
     note: str
 
 
-def received_nbytes(layout: Layout, action: Action) -> int:
-    """Bytes that this rank takes from others in a gather or reduce of a group, or of one chunk by its owner."""
-    if action.target.startswith("g"):
-        return (layout.world_size - 1) * layout.chunks[layout.groups[action.index].first_chunk].nbytes
-    nbytes, is_own = layout.chunks[action.index].nbytes, layout.owner(action.index) == layout.rank
-    if action.op is Op.GATHER:
-        return 0 if is_own else nbytes
-    return (layout.world_size - 1) * nbytes if is_own else 0
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """One training iteration, decided.
@@ -232,18 +222,17 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over ``h2d`` or ``d2h``, or takes
-        from other ranks over ``comm``."""
-        total = 0
-        for program in self.iteration():
-            for action in program.actions:
-                if action.stream is stream and action.op in (Op.FETCH, Op.EVICT):
-                    total += self.layout.chunks[action.index].used_nbytes
-                elif action.stream is stream and action.op in (Op.LOAD, Op.STORE):
-                    total += self.layout.chunks[action.index].used_os_nbytes
-                elif action.stream is stream and action.op in (Op.GATHER, Op.REDUCE):
-                    total += received_nbytes(self.layout, action)
-        return total
+        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over a stream.
+
+        Over ``h2d`` or ``d2h`` what it copies. Over ``comm`` the payload bytes that this rank receives, padding
+        included; `Layout.moved_nbytes` says how each action counts.
+        """
+        return sum(
+            self.layout.moved_nbytes(action)
+            for program in self.iteration()
+            for action in program.actions
+            if action.stream is stream
+        )
 
     def digest(self) -> str:
         """Twelve hexadecimal digits over everything but ``stages``."""

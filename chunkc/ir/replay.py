@@ -28,14 +28,21 @@ NOTHING = -1
 class Payload:
     """Content of a chunk: param16 after ``version`` updates, but grad16 where a parameter is in ``grads``.
 
-    ``added`` says of gradients in a gradient chunk in which micro-batches they landed, as (parameter, micro-batch). A
-    chunk that was opened and not yet written has version `NOTHING`.
+    ``added`` says of gradients in a gradient chunk in which micro-batches they landed, as (parameter, micro-batch), and
+    ``summed`` which of these the chunk's owner has those of all ranks of. A chunk that was opened and not yet written
+    has version `NOTHING`.
     """
 
     version: int = 0
     grads: frozenset[int] = frozenset()
     reduced: bool = False
     added: frozenset[tuple[int, int]] = frozenset()
+    summed: frozenset[tuple[int, int]] = frozenset()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it holds gradients of which other ranks have a part that was not reduced."""
+        return not self.reduced and (self.added != self.summed if self.added else bool(self.grads))
 
     def __str__(self) -> str:
         held = f"param16 after {self.version} updates" if self.version != NOTHING else "nothing"

@@ -187,6 +187,12 @@ class _Walk:
         for payload in self._remote(action):
             self._move(payload, TensorState.HOLD)
 
+    def _on_open(self, action: Action) -> None:
+        """A gradient chunk of another rank is made of zeros."""
+        if self._layout.chunks[action.index].list is ChunkList.GRAD:
+            for payload in self._remote(action):
+                self._move(payload, TensorState.HOLD)
+
     def _on_release(self, action: Action) -> None:
         for payload in self._remote(action):
             if self._state(payload) is TensorState.HOLD_AFTER_BWD and payload[1] not in self._reduced:
@@ -207,6 +213,7 @@ _HANDLERS = {
     Op.ADD: _Walk._on_stash,
     Op.UPDATE: _Walk._on_update,
     Op.RESTORE: _Walk._on_update,
+    Op.OPEN: _Walk._on_open,
     Op.GATHER: _Walk._on_gather,
     Op.RELEASE: _Walk._on_release,
     Op.REDUCE: _Walk._on_reduce,

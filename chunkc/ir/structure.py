@@ -36,7 +36,7 @@ _MOVES = frozenset(
 _ALLOWED: dict[str, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
     "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.REDUCE, Op.NORM, Op.SUM},
-    "accumulate": _MOVES | {Op.RUN, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
+    "accumulate": _MOVES | {Op.OPEN, Op.RUN, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
     "step": _MOVES | {Op.OPEN, Op.REDUCE, Op.NORM, Op.SUM, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.OPEN, Op.REDUCE, Op.NORM, Op.SUM, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
@@ -73,9 +73,10 @@ def check_structure(plan: Plan) -> None:
     if plan.is_evaluation:
         _check_evaluation(plan.layout, plan.program("evaluate"))
     else:
-        _check_twins(plan.program("step"), plan.program("restore"), {Op.UPDATE: Op.RESTORE})
+        _check_twins(plan.layout, plan.program("step"), plan.program("restore"), {Op.UPDATE: Op.RESTORE})
         if plan.accumulate > 1:
-            _check_twins(plan.program("backward"), plan.program("accumulate"), {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD})
+            swaps = {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD}
+            _check_twins(plan.layout, plan.program("backward"), plan.program("accumulate"), swaps)
         _check_states(plan)
 
 
@@ -167,8 +168,6 @@ def _check_gradients(plan: Plan) -> None:
 
 def _check_accumulation(layout: Layout) -> None:
     """Every trained chunk has a gradient chunk: the next micro-batch reads the parameters again."""
-    if layout.world_size > 1:
-        raise PlanError(f"a plan with micro-batches is for one rank, this one is for {layout.world_size}")
     beside = layout.grad_chunks()
     for chunk in layout.chunks:
         if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in beside:
@@ -251,11 +250,12 @@ def _check_lengths(first: Program, second: Program) -> None:
         )
 
 
-def _check_twins(program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
+def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
     """Labels are valid for whichever of two programs of one role ran: they must match action for action, but for
-    ``swaps``."""
+    ``swaps``; chunks of other ranks are opened in both."""
     for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
-        op = swaps.get(first.op, first.op)
+        is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank
+        op = first.op if is_remote else swaps.get(first.op, first.op)
         wanted = (op, first.target, first.slot, first.source)
         if wanted != (second.op, second.target, second.slot, second.source):
             raise PlanError(

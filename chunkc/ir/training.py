@@ -9,6 +9,7 @@ homes, on ``compute`` in their slots.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op, Stream
@@ -115,7 +116,7 @@ def _landed(machine: Machine, event: Event, held: Payload, landing: frozenset[in
     if lost and event.action.op is Op.STASH:
         machine.refuse(event, f"it overwrites the gradient of {machine.facts.name(min(lost))}: that is lost")
     number = machine.iteration.num_micro_batches
-    return Payload(held.version, held.grads | landing, added=held.added | {(p, number) for p in landing})
+    return replace(held, grads=held.grads | landing, added=held.added | {(p, number) for p in landing})
 
 
 def _refuse_lost(machine: Machine, event: Event, chunk: int, held: Payload) -> None:
@@ -136,7 +137,7 @@ def _gradients(machine: Machine, event: Event, chunk: int) -> None:
         if not machine.truth[source].grads and not (machine.facts.accumulates and source == beside):
             continue
         held = _here(machine, event, source)
-        if machine.layout.world_size > 1 and not held.reduced:
+        if machine.layout.world_size > 1 and held.is_partial:
             machine.refuse(event, f"the gradients in c{source} are not reduced")
         if source == beside:
             _refuse_lost(machine, event, source, held)

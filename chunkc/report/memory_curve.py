@@ -136,10 +136,10 @@ class _Replay:
         elif action.op in FROM_SLOT:
             self._leave(target, end)
         elif action.op is Op.GATHER:
-            for chunk in self._remote(action):
+            for chunk in self.plan.layout.remote_of(target):
                 self.standing[f"c{chunk}"] = (Kind.GROUPS, self.plan.layout.chunks[chunk].nbytes, start)
         elif action.op is Op.RELEASE:
-            for chunk in self._remote(action):
+            for chunk in self.plan.layout.remote_of(target):
                 self._leave(f"c{chunk}", end)
         elif action.op is Op.STASH and action.index not in self.graded:
             self.graded.add(action.index)
@@ -168,12 +168,6 @@ class _Replay:
             return Kind.STATES, chunk.os_nbytes
         holds_gradients = chunk.list is ChunkList.GRAD or index in self.graded
         return Kind.GRADIENTS if holds_gradients else Kind.PARAMETERS, chunk.nbytes
-
-    def _remote(self, action: Action) -> Iterator[int]:
-        """Chunks of a collective that this rank does not own."""
-        layout = self.plan.layout
-        chunks = layout.groups[action.index].chunks if action.target[0] == "g" else (action.index,)
-        return (chunk for chunk in chunks if layout.owner(chunk) != layout.rank)
 
 
 def _reserved(plan: Plan, clock: Clock, period: float) -> Iterator[_Held]:

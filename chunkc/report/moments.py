@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op
 from chunkc.ir.layout import Layout
-from chunkc.ir.plan import Plan, Program, Segment, received_nbytes
+from chunkc.ir.plan import Plan, Program, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class Moment:
 class _Replay:
     """The running state of one program's replay."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, layout: Layout, program: Program) -> None:
+        self.layout = layout
         self.resident = dict(program.entry.resident)
         self.gathered: set[str] = set()
         self.elastic_nbytes = 0
@@ -54,19 +55,22 @@ class _Replay:
             self.gathered.add(action.target)
         elif action.op in (Op.RELEASE, Op.REDUCE):
             self.gathered.discard(action.target)
+            if action.op is Op.RELEASE:
+                for chunk in self.layout.remote_of(action.target):
+                    self.resident.pop(f"c{chunk}", None)
         elif action.op is Op.GROW:
             self.elastic_nbytes += action.index
         elif action.op is Op.SHRINK:
             self.elastic_nbytes -= action.index
 
-    def used_nbytes(self, layout: Layout) -> int:
-        return sum(layout.slots[slot].nbytes for slot in set(self.resident.values()))
+    def used_nbytes(self) -> int:
+        return sum(self.layout.slots[slot].nbytes for slot in set(self.resident.values()))
 
 
 def moments(plan: Plan, program: Program) -> Iterator[Moment]:
     """The moments of ``program``, one for each of its ``run`` actions, in order."""
     segments = {segment.name: segment for segment in plan.segments}
-    replay = _Replay(program)
+    replay = _Replay(plan.layout, program)
     for position, action in enumerate(program.actions):
         if action.op is not Op.RUN:
             replay.apply(action)
@@ -77,18 +81,7 @@ def moments(plan: Plan, program: Program) -> Iterator[Moment]:
             segment=segment,
             resident=tuple(sorted(replay.resident.items(), key=lambda pair: (pair[1], pair[0]))),
             gathered=tuple(sorted(replay.gathered, key=lambda target: (target[0], int(target[1:])))),
-            used_nbytes=replay.used_nbytes(plan.layout),
+            used_nbytes=replay.used_nbytes(),
             elastic_nbytes=replay.elastic_nbytes,
             total_nbytes=plan.layout.arena_nbytes + replay.elastic_nbytes + segment.nonmodel_nbytes,
         )
-
-
-def moved_nbytes(layout: Layout, action: Action) -> int:
-    """Bytes that ``action`` copies over a link or takes from other ranks; 0 for one that moves nothing."""
-    if action.op in (Op.FETCH, Op.EVICT):
-        return layout.chunks[action.index].used_nbytes
-    if action.op in (Op.LOAD, Op.STORE):
-        return layout.chunks[action.index].used_os_nbytes
-    if action.op in (Op.GATHER, Op.REDUCE):
-        return received_nbytes(layout, action)
-    return 0

@@ -12,7 +12,6 @@ from tabulate import tabulate
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.report.moments import moved_nbytes
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, unit_of
 
 _TRIPLE = ("param32", "momentum", "variance")
@@ -133,7 +132,7 @@ def _held_numel(layout: Layout) -> list[int]:
 
 
 def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
-    """Copies and exchanges in one iteration, by action; the totals are `Plan.moved_nbytes`."""
+    """Copies over the link and exchanges between ranks in one iteration, by action; totals are `Plan.moved_nbytes`."""
     actions = [action for _, _, action in plan.labelled()]
     kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
     for op, noun in kinds:
@@ -143,13 +142,18 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     for stream, name in ((Stream.H2D, "host to device"), (Stream.D2H, "device to host")):
         copies = [a for a in actions if a.stream is stream]
         yield f"total {name}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
-    for op in (Op.GATHER, Op.REDUCE) if plan.layout.world_size > 1 else ():
+    if plan.layout.world_size == 1:
+        return
+    for op, noun in ((Op.GATHER, "groups"), (Op.REDUCE, "groups")):
         exchanges = [a for a in actions if a.op is op]
-        yield f"{op} groups", str(Stream.COMM), f"{len(exchanges):,}", unit.of(_copied(plan, exchanges))
+        yield f"{op} {noun}", str(Stream.COMM), f"{len(exchanges):,}", unit.of(_copied(plan, exchanges))
+    exchanges = [a for a in actions if a.op in (Op.GATHER, Op.REDUCE, Op.SUM)]
+    received = unit.of(plan.moved_nbytes(Stream.COMM))
+    yield "total from other ranks", str(Stream.COMM), f"{len(exchanges):,}", received
 
 
 def _copied(plan: Plan, actions: Sequence[Action]) -> int:
-    return sum(moved_nbytes(plan.layout, action) for action in actions)
+    return sum(map(plan.layout.moved_nbytes, actions))
 
 
 def _notes(plan: Plan, unit: Unit) -> Iterator[str]:

@@ -204,9 +204,10 @@ def _targets(name: str, actions: Sequence[Action]) -> str:
 
 def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
     to_device, to_host = plan.moved_nbytes(Stream.H2D), plan.moved_nbytes(Stream.D2H)
-    moved = f"moved per {repeated(plan)}: {unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
-    others = plan.layout.world_size > 1
-    yield moved + (f", {unit.named(plan.moved_nbytes(Stream.COMM))} from other ranks" if others else "")
+    moved = f"{unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
+    if plan.layout.world_size > 1:
+        moved += f", {unit.named(plan.moved_nbytes(Stream.COMM))} from other ranks"
+    yield f"moved per {repeated(plan)}: {moved}"
     resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
     triples = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
     if not resident and not triples:

@@ -31,7 +31,7 @@ from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper, step_lines
-from chunkc.runtime.undeclared import refuse_more, refuse_partial, refuse_undeclared
+from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
@@ -99,11 +99,7 @@ class ModelRuntime(ScaledGradients):
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
             ChunkcError: when a parameter has hooks or was never given a value.
         """
-        if self._broken:
-            raise ChunkcError(
-                "an update failed halfway through the last step(), so some parameters have taken it and others have "
-                "not; load a checkpoint into a newly compiled model"
-            )
+        refuse_broken(is_broken=self._broken)
         self._check_hooks()
         self.staging.check_complete()
         waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
@@ -306,8 +302,9 @@ class ModelRuntime(ScaledGradients):
             with deferred_interrupt():
                 self.outcome = executor.step(hypers, steps, factor, found, scale)
                 self.accounting.steps.end()
-        except BaseException:
+        except BaseException as error:
             self._broken = True
+            self.ranks.stop("a step", error)
             raise
         return self.outcome
 
@@ -371,11 +368,12 @@ class ModelRuntime(ScaledGradients):
         self.device.check_usable()
         try:
             return run()
-        except BaseException:
+        except BaseException as error:
             self._saved, self._consumed = False, False
             if not keeps_gradients:
                 self.gradients.take_back()
             executor.recover()
+            self.ranks.stop("a program under way", error)
             raise
 
     def close(self) -> None:

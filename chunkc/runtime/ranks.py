@@ -30,7 +30,7 @@ from typing import Final, NoReturn
 import torch
 
 from chunkc._gloo import DirectExchange
-from chunkc._torch_dist import Group, Store, all_gather, broadcast, new_group, reduce, reduce_scatter
+from chunkc._torch_dist import Group, Store, all_gather, broadcast, end_group, new_group, reduce, reduce_scatter
 from chunkc.errors import RankError
 from chunkc.runtime.slab import map_private
 
@@ -123,6 +123,12 @@ class Ranks:
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
         """Replace ``tensor`` by the sum over all ranks."""
+
+    def stop(self, place: str, error: BaseException) -> None:
+        """This rank goes no further, since ``error`` stopped it in ``place`` where others count on it.
+
+        They hear of it now, and not when their patience ends. Nobody is exchanging anything on this rank.
+        """
 
     def close(self) -> None:
         """Nothing is exchanged any more; idempotent."""
@@ -317,8 +323,20 @@ class JobRanks(Ranks):
         quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
         return "; ".join(filter(None, (said, quiet))).capitalize() + "."
 
+    def stop(self, place: str, error: BaseException) -> None:
+        if self._stopped is None and not isinstance(error, RankError):
+            self.say_stopped(f"{place}: {type(error).__name__}: {error}")
+            self._stopped = RankError(
+                f"rank {self.rank} of {self.size} failed in {place}, where the other ranks count on it, so that they "
+                f"have ended too ({type(error).__name__}: {error}). Start the job again from its last checkpoint"
+            )
+            self.close()
+
     def close(self) -> None:
-        self._data = self._control = self._direct = None
+        groups, self._data, self._control, self._direct = (self._data, self._control), None, None, None
+        for group in groups:
+            if group is not None:
+                end_group(group)
 
 
 _DOES: Final[dict[Kind, str]] = {

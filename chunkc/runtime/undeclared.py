@@ -1,4 +1,4 @@
-"""Backwards that are refused: what would add to gradients of earlier ones undeclared, and what leaves some out."""
+"""Calls that are refused: backwards that nobody declared, or that leave gradients out, and any after a broken step."""
 
 from __future__ import annotations
 
@@ -84,4 +84,17 @@ def refuse_partial(model: Trained, missing: Sequence[int]) -> None:
             f"this backward leaves out the gradients of {model.names(missing)}, as torch.autograd.grad and "
             "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
             "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
+        )
+
+
+def refuse_broken(*, is_broken: bool) -> None:
+    """Refuse a model whose parameters are of two steps.
+
+    Raises:
+        ChunkcError: when it is.
+    """
+    if is_broken:
+        raise ChunkcError(
+            "an update failed halfway through the last step(), so some parameters have taken it and others have "
+            "not; load a checkpoint into a newly compiled model"
         )

@@ -63,13 +63,15 @@ class Model:
         self.terms = Terms()
         layout = plan.layout
         self.params = {c.index: layout.params_of(c.index if c.partner is None else c.partner) for c in layout.chunks}
-        self.trained = [c.index for c in layout.chunks if c.list is ChunkList.TRAINED]
+        self.trained = [c.index for c in layout.chunks if c.list is ChunkList.TRAINED and self.params[c.index]]
         self.mine = [c for c in self.trained if layout.owner(c) == layout.rank]
         self.landing = {p for s in plan.segments for p in s.lands}
         stashes = [a for a in plan.program("backward").actions if a.op is Op.STASH]
         self.grad_home = {c.partner: c.index for c in layout.chunks if c.partner is not None}
         self.grad_home = {c: g for c, g in self.grad_home.items() if any(a.index == g for a in stashes)}
         self.accumulates = plan.accumulate > 1
+        self.reduces_sums = self.accumulates and layout.world_size > 1
+        self.zero = self.terms("zero")
         self.scaled = any(a.op is Op.DECIDE for p in plan.programs for a in p.actions)
 
     def cast(self, chunk: int, triple: int) -> Content:
@@ -99,13 +101,14 @@ class Expected:
     params: list[dict[int, Content]]
     triples: dict[int, int]
     sent: list[dict[int, Content]]
+    landed: list[dict[tuple[int, int], int]]
 
 
 def reference(model: Model, sequence: str) -> Expected:
     """Train without any memory: the terms that every execution must compute."""
     plan, terms = model.plan, model.terms
     triples = {c.index: model.initial_triple(c.index) for c in plan.layout.chunks}
-    expected = Expected([], [], triples, [])
+    expected = Expected([], [], triples, [], [])
     result, grads = 0, dict[tuple[int, int], int]()
     for instance, letter in enumerate(sequence):
         params = {c: model.cast(c, triples[c]) for c in triples}
@@ -114,7 +117,7 @@ def reference(model: Model, sequence: str) -> Expected:
             result, grads = terms("input", instance), grads if model.accumulates else {}
         if letter == "B" and model.accumulates:
             grads = {}
-        before = dict(grads)
+        before, landed = dict(grads), dict[tuple[int, int], int]()
         for segment in plan.segments:
             if segment.graph != ("backward" if letter == "C" else PROGRAMS[letter]):
                 continue
@@ -125,12 +128,14 @@ def reference(model: Model, sequence: str) -> Expected:
             results.append(result)
             for p in segment.lands:
                 for c in plan.layout.placements[p].chunks:
-                    new = model.grad(result, p, c)
-                    grads[p, c] = terms("added", before[p, c], new) if (p, c) in before and letter == "C" else new
+                    new = landed[p, c] = model.grad(result, p, c)
+                    held = terms("added", before[p, c], new) if (p, c) in before and letter == "C" else new
+                    grads[p, c] = model.reduced((held,))[0] if model.reduces_sums else held
         full = {c: tuple(grads[p, c] for p in model.params[c] if (p, c) in grads) for c in model.trained}
         expected.sent.append(dict(full))
+        expected.landed.append(landed)
         if letter == "S":
-            if plan.layout.world_size > 1:
+            if plan.layout.world_size > 1 and not model.reduces_sums:
                 full = {c: model.reduced(g) for c, g in full.items()}
             norms = tuple(terms("norm", *full[c]) for c in model.mine)
             found = (terms("total", *norms),) if plan.layout.world_size > 1 else norms
@@ -204,6 +209,7 @@ class Lowered:
         latest: dict[str, list[int]] = {}
         barrier: list[int] = []
         self.kept: set[tuple[int, int]] = set()
+        self.unreduced: dict[int, set[int]] = {}
         for instance, letter in enumerate(sequence):
             program = self.plan.program(PROGRAMS[letter])
             if letter in "BSR":
@@ -256,7 +262,10 @@ class Lowered:
             return [("home" if op is Op.FETCH else "os", action.index)], [here], lambda inputs: inputs
         if op is Op.OPEN:
             self.slots[action.target] = action.slot or 0
-            return [], [here], lambda inputs: [GARBAGE]
+            chunk = self.layout.chunks[action.index]
+            zeros = chunk.partner is not None and self.layout.owner(chunk.index) != self.layout.rank
+            opened = (self.model.zero,) * len(self.model.params[chunk.index]) if zeros else GARBAGE
+            return [], [here], lambda inputs: [opened]
         if op in (Op.EVICT, Op.STORE):
             self.slots.pop(action.target, None)
             kind = "home" if op is Op.EVICT else "os"
@@ -296,6 +305,13 @@ class Lowered:
                 return [now[c] for c in remote]
 
             return sends, [self._slot(f"c{c}") for c in remote], gather
+        places = [self._slot(f"c{c}") for c in chunks]
+        if self.model.reduces_sums:
+            return (
+                places,
+                [self._slot(f"c{own}")] if own in chunks else [],
+                self._summing(action, chunks, own, instance),
+            )
         wanted = self.expected.sent[instance]
 
         def reduce(inputs: list[Content]) -> list[Content]:
@@ -304,8 +320,30 @@ class Lowered:
                     self.wrong.append(f"{instance}: `{action}` sends {held} of c{c} instead of {wanted[c]}")
             return [self.model.reduced(inputs[chunks.index(own)])] if own in chunks else []
 
-        places = [self._slot(f"c{c}") for c in chunks]
         return places, [self._slot(f"c{own}")] if own in chunks else [], reduce
+
+    def _summing(self, action: Action, chunks: list[int], own: int, instance: int) -> Work:
+        """What has landed since the last reduction is added; others are sent that alone, and zeros."""
+        landed, new = self.expected.landed[instance], {c: self.unreduced.pop(c, set()) for c in chunks}
+
+        def wanted(c: int) -> Content:
+            mapped = self.layout.chunks[c].partner
+            return tuple(landed[p, mapped or 0] if p in new[c] else self.model.zero for p in self.model.params[c])
+
+        def reduce(inputs: list[Content]) -> list[Content]:
+            for c, held in zip(chunks, inputs, strict=True):
+                if c != own and held != wanted(c):
+                    self.wrong.append(f"{instance}: `{action}` sends {held} of c{c} instead of {wanted(c)}")
+            if own not in chunks:
+                return []
+            held, params = inputs[chunks.index(own)], self.model.params[own]
+            if len(held) != len(params):
+                return [held]
+            return [
+                tuple(self.model.reduced((t,))[0] if p in new[own] else t for p, t in zip(params, held, strict=True))
+            ]
+
+        return reduce
 
     def _lower_run(self, action: Action, instance: int) -> Effect:
         segment, terms = self.plan.segment(action.target), self.model.terms
@@ -330,10 +368,11 @@ class Lowered:
         params = self.model.params[action.index]
         place = self._slot(action.target)
         kept = {p for p in params if action.op is Op.ADD and (p, mapped) in self.kept}
+        self.unreduced.setdefault(action.index, set()).update(set(params) & set(segment.lands))
 
         def landed(param: int, old: int, result: int) -> int:
             new = self.model.grad(result, param, mapped)
-            return self.model.terms("added", old, new) if param in kept else new
+            return self.model.terms("added", old, new) if param in kept and old != self.model.zero else new
 
         def stash(inputs: list[Content]) -> list[Content]:
             held = inputs[0] if len(inputs[0]) == len(params) else (-1,) * len(params)

@@ -9,7 +9,8 @@ import pytest
 from schedules import chain, op, param, planned, schedule, target
 
 from chunkc.errors import PlanError
-from chunkc.ir.actions import Action, Op
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.verify import ACCUMULATING, replayed_pairs, verify
 from chunkc.passes import Options
@@ -18,6 +19,12 @@ from . import symbolic
 from .interleave import find_wrong
 
 HOST = Options(chunk_numel=64, os_home="host", accumulate=3)
+SHARED = schedule(
+    [param("a", 20), param("b", 20), param("c", 64), param("d", 64), param("e", 64)],
+    [op([0]), op([1]), op([2]), op([3]), op([4])],
+    [op([1], [1]), op([4], [4]), op([3], [3]), op([2], [2]), op([0], [0])],
+)
+"""The first chunk holds two parameters, between whose landings others land."""
 TWINS = {"backward": "accumulate", "step": "restore"}
 PLANS: dict[str, Plan] = {
     "two slots": planned(chain(3), target(), replace(HOST, max_slots=2)).plan,
@@ -28,6 +35,11 @@ PLANS: dict[str, Plan] = {
         chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6, measures=True)
     ).plan,
     "resident": planned(chain(3), target(), replace(HOST, os_home="device")).plan,
+    "two ranks": planned(chain(4), target(world_size=2), replace(HOST, max_slots=4)).plan,
+    "three ranks, padding": planned(chain(4), target(world_size=3, rank=1), replace(HOST, max_slots=6)).plan,
+    "two ranks, measured": planned(chain(4), target(world_size=2, rank=1), replace(HOST, measures=True)).plan,
+    "two ranks, resident": planned(chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device")).plan,
+    "two ranks, a group that comes twice": planned(SHARED, target(world_size=2), replace(HOST, max_slots=4)).plan,
     "shared chunks": planned(
         schedule(
             [param("a", 40), param("b", 150), param("c", 20)],
@@ -160,6 +172,87 @@ def test_a_chunk_opened_again_in_one_backward_is_refused() -> None:
     assert [backward[i].op for i in again] == [Op.OPEN, Op.FETCH]
     with pytest.raises(PlanError, match=r"`open c\d.*which would be lost"):
         verify(edited(plan, "backward", again[1], Op.OPEN))
+
+
+def rewritten(plan: Plan, at: int, *actions: Action) -> Plan:
+    """``plan`` with other actions from position ``at`` of both backwards on; a later one adds."""
+
+    def edit(found: Program) -> Program:
+        if found.role != "backward":
+            return found
+        new = [replace(a, op=Op.ADD) if a.op is Op.STASH and found.name == "accumulate" else a for a in actions]
+        return replace(found, actions=(*found.actions[:at], *new, *found.actions[at + len(new) :]))
+
+    return replace(plan, programs=tuple(map(edit, plan.programs)))
+
+
+class TestSeveralRanks:
+    """Mutants of a plan of rank 0 of two, in which a group comes, is added to, reduced, released and copied home."""
+
+    plan = PLANS["two ranks"]
+    backward = plan.program("backward").actions
+    at = first(plan, "backward", Op.REDUCE)
+
+    def refused(self, plan: Plan, message: str) -> None:
+        with pytest.raises(PlanError, match=message):
+            verify(plan)
+        assert find_wrong(plan, range(20), symbolic.ACCUMULATING)
+
+    def test_the_plan_opens_what_is_remote_and_fetches_what_is_its_own(self) -> None:
+        layout = self.plan.layout
+        for name, own in (("backward", Op.OPEN), ("accumulate", Op.FETCH)):
+            entered = [a for a in self.plan.program(name).actions if a.op in (Op.OPEN, Op.FETCH)]
+            grads = [a for a in entered if layout.chunks[a.index].list is ChunkList.GRAD]
+            assert {a.op for a in grads if layout.owner(a.index) == 0} == {own}
+            assert {a.op for a in grads if layout.owner(a.index) == 1} == {Op.OPEN}
+            gathered = {c for a in self.plan.program(name).actions if a.op is Op.GATHER for c in
+                        layout.groups[a.index].chunks}  # fmt: skip
+            assert not gathered & {a.index for a in grads}
+
+    def test_released_before_the_reduction(self) -> None:
+        reduce, release = self.backward[self.at : self.at + 2]
+        mutant = rewritten(self.plan, self.at, replace(release, waits=reduce.waits), replace(reduce, waits=()))
+        self.refused(mutant, r"`release g\d.*gradients of 1 parameters that are not reduced")
+
+    def test_reduced_twice(self) -> None:
+        reduce = self.backward[self.at]
+        mutant = rewritten(self.plan, self.at, reduce, replace(reduce, waits=()))
+        with pytest.raises(PlanError, match=r"`reduce g\d.*(reduced twice|nothing has landed)"):
+            verify(mutant)
+
+    def test_reduced_before_anything_landed(self) -> None:
+        run, *landings, reduce = self.backward[self.at - 3 : self.at + 1]
+        assert run.op is Op.RUN and {a.op for a in landings} == {Op.STASH}
+        moved = [replace(a, waits=()) for a in (reduce, run, *landings)]
+        with pytest.raises(PlanError, match=r"`reduce g\d.*nothing has landed in its chunks"):
+            verify(rewritten(self.plan, self.at - 3, *moved))
+
+    @pytest.mark.parametrize("op", [Op.FETCH, Op.EVICT, Op.DROP])
+    def test_a_remote_gradient_chunk_has_no_home(self, op: Op) -> None:
+        at = next(i for i, a in enumerate(self.backward) if a.op is Op.OPEN and self.plan.layout.owner(a.index) == 1)
+        opened = self.backward[at]
+        if op is Op.FETCH:
+            mutant = rewritten(self.plan, at, replace(opened, op=op))
+        else:
+            release = self.backward[self.at + 1]
+            stream = Stream.D2H if op is Op.EVICT else release.stream
+            mutant = rewritten(
+                self.plan, self.at + 1, Action(op, opened.target, stream, opened.slot, None, release.waits)
+            )
+        with pytest.raises(PlanError, match=rf"`{op} c\d+.*belongs to rank 1, this is rank 0"):
+            verify(mutant)
+
+    def test_a_sum_opened_again_by_a_later_micro_batch(self) -> None:
+        at = next(i for i, a in enumerate(self.plan.program("accumulate").actions)
+                  if a.op is Op.FETCH and self.plan.layout.chunks[a.index].list is ChunkList.GRAD)  # fmt: skip
+        with pytest.raises(PlanError, match=r"accumulate b\d+ `open c\d.* does not match `open"):
+            verify(edited(self.plan, "accumulate", at, Op.OPEN))
+
+    def test_a_group_that_comes_twice_is_reduced_twice(self) -> None:
+        """Each time what has landed since."""
+        plan = PLANS["two ranks, a group that comes twice"]
+        reduced = [a.index for a in plan.program("backward").actions if a.op is Op.REDUCE]
+        assert max(map(reduced.count, reduced)) == 2
 
 
 @pytest.mark.parametrize(

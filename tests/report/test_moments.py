@@ -9,7 +9,7 @@ from plans_for_report import gpt_plan
 
 from chunkc.ir.actions import Op, parse
 from chunkc.ir.verify import verify
-from chunkc.report.moments import moments, moved_nbytes
+from chunkc.report.moments import moments
 
 PAYLOAD = 2 * 65_536  # bytes of a chunk of 64 * 1024 bfloat16 elements
 TRIPLE = 12 * 65_536
@@ -63,9 +63,9 @@ def test_elastic_bytes_and_gathered_groups_come_and_go() -> None:
 
 def test_moved_bytes_count_what_is_used_of_a_chunk() -> None:
     layout = gpt_plan().layout
-    assert moved_nbytes(layout, parse("fetch c1 -> d2 @h2d")) == 2 * 12 * 64 * 64
-    assert moved_nbytes(layout, parse("store os1 <- d2 @d2h")) == 12 * 12 * 64 * 64
-    assert moved_nbytes(layout, parse("drop c1 <- d2 @compute")) == 0
+    assert layout.moved_nbytes(parse("fetch c1 -> d2 @h2d")) == 2 * 12 * 64 * 64
+    assert layout.moved_nbytes(parse("store os1 <- d2 @d2h")) == 12 * 12 * 64 * 64
+    assert layout.moved_nbytes(parse("drop c1 <- d2 @compute")) == 0
     still = [op for op in Op if op not in (Op.FETCH, Op.EVICT, Op.LOAD, Op.STORE)]
     plan = gpt_plan()
-    assert {moved_nbytes(layout, a) for p in plan.programs for a in p.actions if a.op in still} == {0}
+    assert {layout.moved_nbytes(a) for p in plan.programs for a in p.actions if a.op in still} == {0}

@@ -12,9 +12,6 @@ from chunkc.ir.actions import parse
 from chunkc.ir.layout import Chunk, ChunkList, Group
 from chunkc.ir.plan import Plan
 from chunkc.report.summary import summarize
-from chunkc.report.table import render
-
-from ..ir.plans import distributed
 
 MIB = 1024**2
 LAYERS = 12 * 12 * 64**2
@@ -161,11 +158,3 @@ def test_spanning_parameters_fill_their_chunks() -> None:
     homes[2] = replace(homes[2], numel=65_536 * 2)  # a row of its own
     block = summarize(replace(plan, layout=replace(plan.layout, chunks=tuple(homes))))
     assert f"{100 * (49_152 + 4_096) / (2 * 65_536):.1f} %" in block
-
-
-def test_what_comes_from_other_ranks_is_counted_where_there_are_any() -> None:
-    found = table(distributed().build(), "moved per step")
-    assert found["gather groups"][:2] == ["comm", "3"] and found["reduce groups"][:2] == ["comm", "2"]
-    assert "gather groups" not in table(gpt_plan(), "moved per step")
-    assert ", 0.00 MiB from other ranks" not in render(gpt_plan())
-    assert "device to host, 1.25 KiB from other ranks" in render(distributed().build())
