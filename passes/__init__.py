@@ -193,11 +193,6 @@ def _check_request(schedule: Schedule, target: Target, options: Options, layout:
             raise ValueError(
                 f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators"
             )
-    if options.accumulate > 1 and target.world_size > 1:
-        raise ValueError(
-            f"accumulate={options.accumulate} is planned for one rank so far, the target has {target.world_size}; plan "
-            "with world_size=1, or with accumulate=1"
-        )
     if layout is not None and (layout.world_size, layout.rank) != (target.world_size, target.rank):
         raise ValueError(
             f"the layout is that of rank {layout.rank} of {layout.world_size}, the target is rank {target.rank} of "

@@ -51,7 +51,7 @@ class Sizes:
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
     """Units, base segments and the least arena of ``layout``."""
     units = units_of(layout)
-    steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1)
+    steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1 and not liveness.beside)
     least = min_places([s.units for s in steps], units.num_groups, separate=layout.world_size > 1)
     least = max(least, 2) if layout.grad_chunks() else least  # an update on the device has gradients beside the payload
     return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))

@@ -3,6 +3,10 @@
 Each rank fetches its own chunk of a group and gathers the others before use; the group's gradients are reduced once
 all have landed, remote chunks are released, and the own chunk is written back. One rank needs none of these. In a
 resident plan own chunks never move; groups are gathered when forward begins, since an update has made copies stale.
+
+Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
+ranks are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds
+the other ranks' parts to the own chunk; so a group may come and go within a backward, and sums stay whole.
 """
 
 from __future__ import annotations
@@ -64,6 +68,12 @@ class Writer:
     def open(self, chunk: int, slot: int) -> None:
         self.slot_of[chunk] = slot
         self.add(Op.OPEN, f"c{chunk}", Stream.H2D, [], [slot_name(slot)], slot=slot)
+
+    def open_remote(self, group: int) -> None:
+        """Zeros in the slots of the group's remote chunks, which follow and precede the own chunk's."""
+        own, remote = self._split(group)
+        for chunk in remote:
+            self.open(chunk, self.slot_of[own] + chunk - own)
 
     def evict(self, chunk: int) -> None:
         slot = self.slot_of.pop(chunk)
@@ -144,10 +154,14 @@ def _groups(layout: Layout, chunks: range) -> range:
 def _enter(writer: Writer, demand: Demand, stay: Stay) -> None:
     layout = writer.layout
     chunks = unit_chunks(layout, demand, stay.unit)
+    is_grad = layout.chunks[chunks[0]].list is ChunkList.GRAD
     for position, chunk in enumerate(chunks):
+        slot = stay.place * layout.world_size + position
         if layout.owner(chunk) == layout.rank:
-            writer.fetch(chunk, stay.place * layout.world_size + position)
-    if layout.world_size > 1:
+            writer.fetch(chunk, slot)
+        elif is_grad:
+            writer.open(chunk, slot)
+    if layout.world_size > 1 and not is_grad:
         for group in _groups(layout, chunks):
             writer.gather(group)
 
@@ -162,9 +176,10 @@ def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], 
     chunks = unit_chunks(layout, demand, stay.unit)
     is_reduced = layout.world_size > 1 and stay.dirty
     last_use = Stream.COMM if is_reduced and not joins else Stream.COMPUTE
+    reduced = {chunk // layout.world_size for chunk in landed}
     if layout.world_size > 1:
         for group in _groups(layout, chunks):
-            if is_reduced:
+            if group in reduced:
                 writer.reduce(group)
             writer.release(group, last_use)
     for chunk in chunks:
@@ -178,34 +193,44 @@ def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
     """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
     writer = Writer(layout)
-    used = [c.index for c in layout.chunks if c.list is not ChunkList.UNUSED]
+    used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
-    writer.slot_of = {c: c for c in used if layout.owner(c) == layout.rank}
-    last = _last_landing(layout, lines[1])
+    writer.slot_of = {c.index: c.index for c in used if layout.owner(c.index) == layout.rank}
+    gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
+    first, last = _landings(layout, lines[1])
     result = []
     for line in lines:
         if shared and line.graph == "forward":
-            for group in sorted({c // layout.world_size for c in used}):
+            for group in gathered:
                 writer.gather(group)
         for segment in line.segments:
+            for group in sorted(
+                g for g, name in first.items() if name == segment.name and g not in gathered and shared
+            ):
+                writer.open_remote(group)
             writer.run(segment)
             for group in sorted(g for g, name in last.items() if name == segment.name and shared):
                 writer.reduce(group)
                 writer.release(group, Stream.COMM)
         if shared and line.graph == "backward":
-            for group in sorted({c // layout.world_size for c in used} - last.keys()):
-                writer.release(group)
+            for group in gathered:
+                if group not in last:
+                    writer.release(group)
         result.append(writer.take())
     return tuple(result)
 
 
-def _last_landing(layout: Layout, backward: Timeline) -> dict[int, str]:
-    """The segment in which the last gradient of each group lands."""
+def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[int, str]]:
+    """The segments in which the first and the last gradient of each group land, over parameters or beside them."""
+    first: dict[int, str] = {}
     last: dict[int, str] = {}
+    beside = layout.grad_chunks()
     for segment in backward.segments:
         for chunk in layout.chunks_of(segment.lands):
-            last[chunk // layout.world_size] = segment.name
-    return last
+            group = beside.get(chunk, chunk) // layout.world_size
+            first.setdefault(group, segment.name)
+            last[group] = segment.name
+    return first, last
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,9 @@ def _measured(items: Sequence[Item]) -> tuple[str, ...]:
 
 def _own_chunk(layout: Layout, action: Action) -> int:
     """The chunk whose gradients an action leaves somewhere: of a reduced group that of this rank."""
-    if action.target[0] == "g":
-        return layout.groups[action.index].chunks[layout.rank]
-    partner = layout.chunks[action.index].partner
-    return action.index if partner is None else partner
+    chunk = layout.groups[action.index].chunks[layout.rank] if action.target[0] == "g" else action.index
+    partner = layout.chunks[chunk].partner
+    return chunk if partner is None else partner
 
 
 def with_decision(layout: Layout, backward: Sequence[Item], step: Sequence[Item]) -> tuple[Item, ...]:

@@ -23,8 +23,9 @@ def base_segments(
         liveness: needs and costs of the operators.
         units: the unit of each parameter.
         cuts: operator indexes at which a segment must start, per graph.
-        keep_open: whether a unit in which gradients have begun to land must stay until all have (several ranks: a
-            partial sum cannot leave the device before it is reduced).
+        keep_open: whether a unit in which gradients have begun to land must stay until all have (several ranks,
+            where gradients overlay parameters: a chunk is reduced once and whole. Gradient chunks add up what each
+            stay reduces).
     """
     found: list[BaseSegment] = []
     for which, graph in enumerate(GRAPHS):

@@ -23,7 +23,7 @@ from chunkc.baselines.zero_offload import HOST_NBYTES_PER_PARAM
 from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import known_rates
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.actions import Action, Op, Stream, parse
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.passes import Options
 from chunkc.passes.chunk_mapping import pack
@@ -120,8 +120,34 @@ def test_plans_move_as_much_but_for_the_group_at_the_turn(ranks: int, dtype: str
     plan = planned(found, target(world_size=ranks), Options(chunk_numel=numel, os_home="host", max_slots=ranks)).plan
     costs = ActionCosts(plan, known_rates(Hardware.parse("8xv100-240g")))
     moved = sum(costs.of(a).nbytes for p in plan.programs[:2] for a in p.actions if a.stream is Stream.COMM)
+    assert moved == plan.moved_nbytes(Stream.COMM)
     total = num_groups * ranks * numel
     assert moved * ranks == (nbytes * total - nbytes // 3 * numel * ranks) * (ranks - 1)
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float16", 6), ("float32", 12)])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_receives_6_bytes_a_parameter_in_every_micro_batch(ranks: int, dtype: str, nbytes: int) -> None:
+    """6 (p - 1) / p * M with the padding of the last group, but for the group at the turn."""
+    numel, num_groups = 1024, 4
+    found = chain((num_groups - 1) * ranks + 1, numel)
+    found = replace(found, params=tuple(replace(p, dtype=dtype) for p in found.params))
+    padded, at_turn = num_groups * ranks * numel, nbytes // 3 * numel * (ranks - 1)
+    for accumulate in (1, 3):
+        options = Options(chunk_numel=numel, os_home="host", max_slots=2 * ranks, accumulate=accumulate)
+        options = options if accumulate > 1 else replace(options, max_slots=ranks)
+        for rank in (0, ranks - 1):
+            plan = planned(found, target(world_size=ranks, rank=rank), options).plan
+            expected = accumulate * (nbytes * (ranks - 1) * padded // ranks - at_turn)
+            assert plan.moved_nbytes(Stream.COMM) == expected
+
+
+def test_single_chunks_are_received_by_those_who_lack_them() -> None:
+    """A broadcast by all but the owner; of a reduction the owner receives what each other rank has."""
+    plan = planned(chain(3), target(world_size=3, rank=1), Options(chunk_numel=64)).plan
+    counts = {text: plan.layout.moved_nbytes(parse(text)) for text in
+              ("gather c0 @comm", "gather c1 @comm", "reduce c0 @comm", "reduce c1 @comm", "sum @comm")}  # fmt: skip
+    assert list(counts.values()) == [256, 0, 0, 2 * 256, 0]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

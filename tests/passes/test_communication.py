@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from schedules import chain, planned, planned_somewhere, requests, target, texts
 
 from chunkc.errors import PlanError
@@ -83,16 +84,50 @@ def test_resident_plans_gather_stale_copies_again() -> None:
     assert [a for p in result.plan.programs for a in p.actions if a.op in (Op.FETCH, Op.EVICT)] == []
 
 
-@given(requests())
-def test_all_ranks_carry_out_the_same_collectives(request: tuple[Schedule, Target, Options]) -> None:
+def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
+    """Two layers in one group, states on the host; this is rank 1. The first micro-batch opens its own chunk too."""
+    options = Options(chunk_numel=64, os_home="host", max_slots=4, accumulate=2)
+    result = planned(chain(2), target(world_size=2, rank=1), options)
+    moves = [text.split(" after ")[0] for text in texts(result, "accumulate")]
+    assert moves == [
+        "b0 open c2 -> d2 @h2d",
+        "b1 fetch c3 -> d3 @h2d",
+        "b2 run bwd.0 @compute",
+        "b3 add c2 of bwd.0 @compute",
+        "b4 add c3 of bwd.0 @compute",
+        "b5 reduce g1 @comm",
+        "b6 release g1 @compute",
+        "b7 evict c3 <- d3 @d2h",
+        "b8 release g0 @compute",
+        "b9 drop c1 <- d1 @compute",
+    ]
+    assert texts(result, "backward")[1].startswith("b1 open c3 -> d3 @h2d")
+
+
+def test_resident_gradient_chunks_are_reduced_where_they_stand() -> None:
+    result = planned(chain(2), target(world_size=2), Options(chunk_numel=64, accumulate=2))
+    assert texts(result, "accumulate") == [
+        "b0 open c3 -> d3 @h2d after f0",
+        "b1 run bwd.0 @compute",
+        "b2 add c2 of bwd.0 @compute",
+        "b3 add c3 of bwd.0 @compute after b0",
+        "b4 reduce g1 @comm after b3",
+        "b5 release g1 @comm",
+        "b6 release g0 @compute",
+    ]
+
+
+@given(requests(), st.integers(1, 3))
+def test_all_ranks_carry_out_the_same_collectives(request: tuple[Schedule, Target, Options], accumulate: int) -> None:
     """Same mapping, same order of gathers, releases and reduces: a rank decides nothing of its own."""
     found, where, options = request
+    options = replace(options, accumulate=accumulate)
     mine = planned_somewhere(found, where, options).plan
     budgets = (mine.memory.device_budget_nbytes, mine.memory.host_budget_nbytes)
     for rank in range(where.world_size):
         other = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
         assert other.layout.placements == mine.layout.placements
-        for name in ("forward", "backward", "step", "abandon", "resume"):
+        for name in (p.name for p in mine.programs):
             kinds = (Op.GATHER, Op.RELEASE, Op.REDUCE)
             calls = [[(a.op, a.target) for a in p.program(name).actions if a.op in kinds] for p in (mine, other)]
             assert calls[0] == calls[1]
