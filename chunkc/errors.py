@@ -6,6 +6,7 @@ anything changes, so that the caller can go on with the model as it was.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 
@@ -62,6 +63,9 @@ class CheckpointError(ChunkcError):
         self.path = path
         self.damaged = damaged
         self.previous = previous
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return partial(CheckpointError, path=self.path, damaged=self.damaged, previous=self.previous), self.args
 
 
 class BudgetError(ChunkcError):

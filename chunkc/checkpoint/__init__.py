@@ -1,7 +1,12 @@
 """Checkpoints of a training run: saved whole or not at all, beside training if asked to, checked, resumed to the bit.
 
-`directory` makes saves atomic, `storage` and `planners` are the two ends of torch.distributed.checkpoint, `contents`
-says what is saved, `encode` how values that are no tensors are, and `restore` puts all of it back.
+`directory` makes saves atomic, `storage` and `planners` are the two ends of torch.distributed.checkpoint, `shares` says
+what a rank has of a tensor, `contents` what is saved, `encode` how values that are no tensors are, and `restore` puts
+all of it back.
+
+Several ranks write one checkpoint: rank 0 makes its folder, each writes and flushes files of its own, and rank 0 makes
+it the newest when all have said that theirs are on disk. What fails on one rank fails on all, with its cause. They
+agree on the thread that writes, over a process group of its own, so that training goes on with the others.
 """
 
 from __future__ import annotations
@@ -35,12 +40,15 @@ from chunkc.checkpoint.contents import (
     runtime_of,
 )
 from chunkc.checkpoint.directory import Manifest
-from chunkc.checkpoint.planners import load, save
-from chunkc.checkpoint.restore import check_optimizer_fits, fit_model, resume, stored_shapes, write_model
-from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter, write_json
+from chunkc.checkpoint.planners import load_whole, save
+from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, resume, stored_shapes, write_model
+from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.ranks import Kind
+from chunkc.runtime.together import all_do, exchange, of_first
+from chunkc.weights.tensors import memory_of
 
 logger = logging.getLogger("chunkc")
 
@@ -80,7 +88,10 @@ def save_checkpoint(
     Saved are parameters (fp32 masters where there are any), buffers, moments and step counts by the names of the
     parameters, the optimizer's groups, the scheduler, the states of all global random number generators, and ``extra``.
     A checkpoint appears under its name when all of it is on disk, so whatever happens meanwhile, the one before stays
-    what ``load_checkpoint`` finds. One process at a time saves into a directory.
+    what ``load_checkpoint`` finds. One run at a time saves into a directory.
+
+    Where several ranks train the model, all of them call this, with a directory that all of them see: each writes what
+    stands in its own chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
 
     Args:
         scheduler: whatever has ``state_dict`` and ``load_state_dict`` over plain values and tensors.
@@ -93,33 +104,38 @@ def save_checkpoint(
         max_copied_nbytes: host memory for chunks copied aside. When it is full, updates wait for the disk.
 
     Returns:
-        a future of the checkpoint's path, done unless ``asynchronous``. The process does not exit before it is.
+        a future of the checkpoint's path, done unless ``asynchronous``. The process does not exit before it is; with
+        several ranks, wait for it before you destroy the job's process group.
 
     Raises:
         ChunkcError: when gradients wait to be stepped, an update has failed, or a value is of a kind that a checkpoint
             does not hold; nothing is written then.
         CheckpointError: when it cannot be written (of an asynchronous save: by the future, and by the next call).
+        RankError: when the ranks do not all save the same, or one of them has ended.
     """
-    if keep is not None and keep < 1:
-        raise ChunkcError(f"keep={keep}: give the number of checkpoints to keep, 1 or more")
-    runtime, root = runtime_of(model), Path(directory)
-    error = _finish_last(runtime)
-    if error is not None:
-        raise error
-    contents: Contents | None = None
-    try:
-        with deferred_interrupt():
-            contents = gather(model, runtime, check_optimizer(optimizer, runtime), scheduler, extra, max_copied_nbytes)
-            work = partial(_save, root, model, runtime, contents, keep)
-            if asynchronous and contents.is_lasting:
-                runtime.saving = _beside(work)
-                return runtime.saving
-        done: Future[Path] = Future()
-        done.set_result(work())
-        return done
-    finally:
-        if contents is not None and runtime.saving is None:
-            runtime.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
+    with memory_of(model).ranks.joining():
+        if keep is not None and keep < 1:
+            raise ChunkcError(f"keep={keep}: give the number of checkpoints to keep, 1 or more")
+        runtime, root = runtime_of(model), Path(directory)
+        error = _finish_last(runtime)
+        if error is not None:
+            raise error
+        contents: Contents | None = None
+        agreed = [f"{directory=!s}", f"{asynchronous=}", f"{keep=}"]
+        try:
+            with deferred_interrupt():
+                steps = check_optimizer(optimizer, runtime)
+                contents = gather(model, runtime, steps, scheduler, extra, max_copied_nbytes, agreed)
+                work = partial(_save, root, model, runtime, contents, keep)
+                if asynchronous and contents.is_lasting:
+                    runtime.saving = _beside(work)
+                    return runtime.saving
+            done: Future[Path] = Future()
+            done.set_result(work())
+            return done
+        finally:
+            if contents is not None and runtime.saving is None:
+                runtime.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
 
 
 def _beside(work: Callable[[], Path]) -> Future[Path]:
@@ -140,6 +156,9 @@ def load_checkpoint(
     differ from the run that saved it; names, shapes, tied parameters and the optimizer's groups may not. On the same
     machine, with the same options, training goes on to the bit as if it had never stopped. No file is unpickled.
 
+    So may the number of ranks: all of them call this, and each reads what stands in its own chunks. A rank that did not
+    exist when it was saved keeps its generators of random numbers, and a log line says so.
+
     Args:
         model: compiled; before its first step, or after any.
         optimizer: takes over groups, moments and step counts. Without one only the model is loaded: no moments, no
@@ -151,28 +170,46 @@ def load_checkpoint(
             offered), or it does not fit the model.
         ChunkcError: when gradients wait to be stepped, or the model is not compiled.
     """
-    runtime, started_s = runtime_of(model), time.perf_counter()
-    error = _finish_last(runtime)
-    if error is not None:
-        logger.warning("the asynchronous save before this load had failed: %s", error)
-    path = _find(Path(directory))
-    manifest = folders.verify(path)
+    started_s = time.perf_counter()
+    with memory_of(model).ranks.joining():
+        runtime = runtime_of(model)
+        error = _finish_last(runtime)
+        if error is not None:
+            logger.warning("the asynchronous save before this load had failed: %s", error)
+        given = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
+        runtime.ranks.agree(Kind.LOAD, lambda: given)
+    ranks = runtime.ranks
+    path = of_first(ranks, lambda: _find(Path(directory)))
+    manifest = folders.verify(path, ranks)
+    fit, objects, groups = all_do(ranks, lambda: _compare(path, model, runtime, optimizer, scheduler))
+    all_do(ranks, lambda: write_model(fit, objects, model, with_moments=optimizer is not None))
+    if optimizer is not None:
+        resume(fit, objects, check_optimizer(optimizer, runtime), scheduler, groups)
+    if ranks.is_first:
+        logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
+    return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)
+
+
+def _compare(
+    path: Path, model: nn.Module, runtime: ModelRuntime, optimizer: Optimizer | None, scheduler: Stateful | None
+) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
+    """What a checkpoint holds besides the tensors of the model, and how it fits; the optimizer's groups, for one.
+
+    Raises:
+        CheckpointError, ChunkcError: when it does not; nothing has changed.
+    """
     encoded, tensors = read_objects(path), dict[str, torch.Tensor]()
     shapes = {key: shape for key, shape in stored_shapes(path).items() if is_object(key)}
-    load(SafetensorsReader(path), shapes, tensors.__setitem__)
+    load_whole(SafetensorsReader(path), shapes, tensors.__setitem__)
     objects = decode_all(encoded, tensors)
     fit = fit_model(path, model, runtime, objects)
     if optimizer is None:
-        write_model(fit, objects, model, with_moments=False)
-    else:
-        groups = check_optimizer_fits(fit, check_optimizer(optimizer, runtime), objects["optimizer"])
-        if (scheduler is None) != (objects["scheduler"] is None):
-            there, here = ("no", "one") if objects["scheduler"] is None else ("a", "none")
-            raise fit.refuse(f"it holds {there} scheduler and {here} was given")
-        write_model(fit, objects, model, with_moments=True)
-        resume(fit, objects, optimizer, scheduler, groups)
-    logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
-    return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)
+        return fit, objects, []
+    groups = check_optimizer_fits(fit, check_optimizer(optimizer, runtime), objects["optimizer"])
+    if (scheduler is None) != (objects["scheduler"] is None):
+        there, here = ("no", "one") if objects["scheduler"] is None else ("a", "none")
+        raise fit.refuse(f"it holds {there} scheduler and {here} was given")
+    return fit, objects, groups
 
 
 def _find(directory: Path) -> Path:
@@ -206,27 +243,45 @@ def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Content
         ) from error
     finally:
         runtime.end_snapshot(contents.reader)
-    if keep is not None:
-        folders.prune(root, keep)
-    logger.info("saved %s, %.1f MB, in %.1f s", path, contents.nbytes / 1e6, time.perf_counter() - started_s)
+    if contents.ranks.is_first:
+        if keep is not None:
+            folders.prune(root, keep)
+        logger.info("saved %s, %.1f MB, in %.1f s", path, contents.nbytes / 1e6, time.perf_counter() - started_s)
     return path
 
 
 def _write_files(root: Path, contents: Contents) -> Path:
-    path = folders.begin(root, contents.step)
+    ranks = contents.ranks
+    path = of_first(ranks, lambda: folders.begin(root, contents.step))
     try:
-        free_nbytes = shutil.disk_usage(root).free
-        if free_nbytes < contents.nbytes:
-            raise CheckpointError(
-                f"a checkpoint of {contents.nbytes} bytes does not fit into {root}, where {free_nbytes} are free: make "
-                "room, or keep fewer (`keep=`)",
-                path=root,
-            )
-        writer = SafetensorsWriter(path)
-        save(writer, contents.stand_ins, contents.read)
-        digests = {**writer.digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}
-        versions = {"chunkc": version("chunkc"), "torch": torch.__version__, "python": platform.python_version()}
-        return folders.commit(path, Manifest(folders.FORMAT, contents.step, versions, digests))
+        exchange(ranks, lambda: _check_folder(root, path, contents))
+        writer = SafetensorsWriter(path, ranks.rank)
+        save(writer, contents.kept, ranks)
+        written = exchange(ranks, lambda: writer.digests)
+        return of_first(ranks, lambda: _publish(path, contents, {k: v for part in written for k, v in part.items()}))
     except BaseException:
-        folders.give_up(path)
+        if ranks.is_first:
+            folders.give_up(path)
         raise
+
+
+def _check_folder(root: Path, path: Path, contents: Contents) -> None:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path}, which rank 0 has made, is not there: give a directory on a file system that all ranks share",
+            path=root,
+        )
+    free_nbytes = shutil.disk_usage(root).free
+    if free_nbytes < contents.nbytes:
+        raise CheckpointError(
+            f"a checkpoint of {contents.nbytes} bytes does not fit into {root}, where {free_nbytes} are free: make "
+            "room, or keep fewer (`keep=`)",
+            path=root,
+        )
+
+
+def _publish(path: Path, contents: Contents, digests: Mapping[str, FileDigest]) -> Path:
+    """Make the folder, whose other files are on disk, the newest checkpoint."""
+    files = {**digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}
+    versions = {"chunkc": version("chunkc"), "torch": torch.__version__, "python": platform.python_version()}
+    return folders.commit(path, Manifest(folders.FORMAT, contents.step, versions, files))

@@ -10,13 +10,16 @@ Tensors, by the user's names (the first, for tied parameters):
 
 Objects, as JSON (`chunkc.checkpoint.encode`): step counts and groups of the optimizer, the scheduler's state, what
 modules keep by ``get_extra_state``, generators of random numbers by rank, and what the user adds. Nothing depends on
-chunks, budgets or the compute dtype, so any of them may be another when the checkpoint is loaded.
+chunks, budgets, the compute dtype or the number of ranks, so any of them may be another when the checkpoint is loaded.
+
+Where several ranks train the model, each keeps what stands in its own chunks; parameters that have no chunks yet, and
+all else, are rank 0's. Generators are each rank's own, and rank 0 keeps their states for all.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +30,15 @@ from torch import nn
 
 from chunkc.checkpoint.encode import Encoder, decode
 from chunkc.checkpoint.generators import read_generators
-from chunkc.checkpoint.planners import stand_in
+from chunkc.checkpoint.planners import Flats, Kept
+from chunkc.checkpoint.shares import Share
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.optimizer import Adam, AdamW
 from chunkc.runtime.optimizer_state import managed
+from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.snapshot import SnapshotReader
+from chunkc.runtime.together import exchange
 from chunkc.weights.tensors import ModelTensors, memory_of
 
 OBJECTS_NAME: Final = "objects.json"
@@ -55,27 +61,21 @@ class Contents:
 
     Attributes:
         step: most steps that a parameter has taken.
-        stand_ins: dtype and shape of every tensor, in the order in which they must be read.
-        read: gives one of them.
-        objects: everything else, for ``json.dumps``.
-        reader: of the snapshot that ``read`` reads, to be ended; None where parameters have no chunks yet.
+        kept: what this rank writes, in the order in which it must be read.
+        nbytes: of all tensors, those of the other ranks too.
+        objects: everything else, for ``json.dumps``; rank 0's are written.
+        reader: of the snapshot that ``kept`` reads, to be ended; None where no parameter has chunks yet.
+        is_lasting: whether all this stays the moment's even when training goes on before it is read.
+        ranks: those who write it together, on whatever thread.
     """
 
     step: int
-    stand_ins: Mapping[str, torch.Tensor]
-    read: Callable[[str], torch.Tensor]
+    kept: Mapping[str, Kept]
+    nbytes: int
     objects: Any
     reader: SnapshotReader | None
-
-    @property
-    def is_lasting(self) -> bool:
-        """Whether all this stays the moment's even when training goes on before it is read."""
-        return self.reader is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(t.numel() * t.element_size() for t in self.stand_ins.values())
+    is_lasting: bool
+    ranks: Ranks
 
 
 def runtime_of(model: nn.Module) -> ModelRuntime:
@@ -129,8 +129,12 @@ def gather(
     scheduler: Stateful | None,
     extra: Any,
     max_copied_nbytes: int,
+    agreed: Sequence[str] = (),
 ) -> Contents:
     """The run as it is now. A snapshot of the chunks is open afterwards, which its reader must end.
+
+    Args:
+        agreed: what all ranks must have been told alike, line by line.
 
     Raises:
         ChunkcError: for what a checkpoint cannot hold; nothing is open then.
@@ -153,34 +157,52 @@ def gather(
         },
         "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler.state_dict()"),
         "loss_scale": scale.state_dict() if scale is not None and scale.is_dynamic else None,
-        "generators": {"0": encoder.encode(read_generators(), "generators")},
         "extra": encoder.encode(extra, "extra"),
     }
-    held_tensors = {f"model.{e.name}": tensors.read(e) for e in tensors.entries if e.param is None} | encoder.tensors
+    runtime.ranks.agree(Kind.SAVE, lambda: _lines(agreed, objects))
+    objects["generators"], states = _generators(runtime.ranks)
+    values = {f"model.{e.name}": tensors.read(e) for e in tensors.entries if e.param is None}
+    whole = {key: Kept.whole(value) for key, value in (values | encoder.tensors | states).items()}
     reader = runtime.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
-    sources = _param_sources(runtime, steps, reader)
-    stand_ins = {key: shape for key, (shape, _) in sources.items()}
-    stand_ins |= {key: stand_in(t.dtype, t.shape) for key, t in held_tensors.items()}
+    params = _params(runtime, steps, reader)
+    return Contents(
+        step=max(steps.values(), default=0),
+        kept=params | whole if runtime.ranks.is_first else params,
+        nbytes=sum(found.nbytes for found in (params | whole).values()),
+        objects=objects,
+        reader=reader,
+        is_lasting=not any(runtime.staging.holds(index) for index in range(len(runtime.infos))),
+        ranks=runtime.ranks.beside(),
+    )
 
-    def read(key: str) -> torch.Tensor:
-        return sources[key][1]() if key in sources else held_tensors[key]
 
-    return Contents(max(steps.values(), default=0), stand_ins, read, objects, reader)
-
-
-Source = tuple[torch.Tensor, Callable[[], torch.Tensor]]
+def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
+    """What must be the same on all ranks."""
+    found = [f"{name}: {objects[part][name]}" for part in ("model", "optimizer") for name in objects[part]]
+    return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *found]
 
 
-def _param_sources(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Source]:
-    """Stand-in and reading of all tensors of parameters, in the order of chunks."""
-    found: dict[str, Source] = {}
+def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The states of all ranks by rank, encoded, and their tensors."""
+    encoder = Encoder(f"{_PREFIX}.rank{ranks.rank}")
+    encoded = encoder.encode(read_generators(), "generators")
+    arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
+    found = exchange(ranks, lambda: (encoded, arrays))
+    tensors = {key: torch.from_numpy(array) for _, states in found for key, array in states.items()}
+    return {str(rank): states for rank, (states, _) in enumerate(found)}, tensors
+
+
+def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Kept]:
+    """What this rank has of all tensors of parameters, in the order of chunks."""
+    found: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.staging.dtypes[index]
+        share = Share(info.shape, info.stride, runtime.own_ranges(index))
         for key, stored, position in _stored(info.name, dtype, runtime.is_trained(index), index in steps):
-            read = partial(_read_staged, runtime, index, position, stored)
-            if reader is not None:
+            read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
+            if reader is not None and info.numel and not runtime.staging.holds(index):
                 read = partial(_read_chunks, reader, index, position, stored)
-            found[key] = stand_in(stored, info.shape), read
+            found[key] = Kept(stored, share, read)
     return found
 
 
@@ -205,15 +227,21 @@ def _in_chunk_order(runtime: ModelRuntime) -> list[int]:
     return sorted(indexes, key=lambda index: (places[index].chunk, places[index].offset))
 
 
-def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch.dtype) -> torch.Tensor:
-    return reader.read(index, position).to(dtype)
+def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch.dtype) -> Flats:
+    return [flat.to(dtype) for flat in reader.read(index, position)]
 
 
-def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.dtype) -> torch.Tensor:
-    if position == 0 and dtype is runtime.staging.dtypes[index]:
-        return runtime.read_exact(index)
-    exp_avg, exp_avg_sq, param32 = runtime.read_state(index)
-    return (param32, exp_avg, exp_avg_sq)[position].to(dtype)
+def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.dtype, share: Share) -> Flats:
+    """A parameter that has no chunks: rank 0 has all of it."""
+    if not runtime.infos[index].numel:
+        return share.empty(dtype)
+    value, state = runtime.staging.kept(index)
+    if position > 0:
+        moments = None if state is None else (state.exp_avg, state.exp_avg_sq)
+        value = torch.zeros(value.shape) if moments is None else moments[position - 1]
+    elif state is not None and state.param32 is not None and dtype is torch.float32:
+        value = state.param32
+    return share.flats(value.detach().to(dtype))
 
 
 def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str, Any]]:

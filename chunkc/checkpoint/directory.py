@@ -29,6 +29,8 @@ from typing import Any, Final
 
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
 from chunkc.errors import CheckpointError
+from chunkc.runtime.ranks import Ranks
+from chunkc.runtime.together import exchange
 
 logger = logging.getLogger("chunkc")
 
@@ -159,16 +161,19 @@ def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
         return None, f"not readable ({type(error).__name__})"
 
 
-def verify(path: Path) -> Manifest:
-    """Read every file of a checkpoint and compare it with its manifest, which is returned.
+def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
+    """Read every file of a checkpoint and compare it with its manifest, which is returned; each rank reads its share.
 
     Raises:
-        CheckpointError: naming the files that differ and the checkpoint before.
+        CheckpointError: naming the files that differ and the checkpoint before; on all ranks.
     """
-    manifest = read_manifest(path)
-    faults = {name: fault for name, digest in manifest.files.items() if (fault := _fault(path / name, digest))}
+    ranks = ranks or Ranks()
+    [manifest, *_] = exchange(ranks, lambda: read_manifest(path))
+    own = list(manifest.files.items())[ranks.rank :: ranks.size]
+    found = exchange(ranks, lambda: {name: fault for name, d in own if (fault := _fault(path / name, d))})
+    faults = {name: fault for part in found for name, fault in part.items()}
     if faults:
-        raise damaged(path, faults)
+        raise damaged(path, dict(sorted(faults.items())))
     return manifest
 
 

@@ -1,4 +1,7 @@
-"""States of the random number generators that training draws from: Python's, NumPy's, and torch's of CPU and GPUs."""
+"""States of the random number generators that training draws from: Python's, NumPy's, and torch's of CPU and GPUs.
+
+Every rank has its own.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,23 @@ def read_generators() -> dict[str, Any]:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = torch.cuda.get_rng_state_all()
     return states
+
+
+def write_generators_of(rank: int, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back the generators of ``rank`` out of those of all ranks that saved.
+
+    A rank that none of them was keeps its own, and a log line says so: states of another rank would draw the same
+    numbers twice.
+    """
+    if str(rank) in states:
+        write_generators(states[str(rank)])
+        return
+    logger.warning(
+        "the checkpoint was saved by %d ranks, none of which was rank %d: its random number generators stay as they "
+        "are, so what it draws depends on how the script has seeded them",
+        len(states),
+        rank,
+    )
 
 
 def write_generators(states: Mapping[str, Any]) -> None:

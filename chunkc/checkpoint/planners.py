@@ -1,23 +1,47 @@
-"""Tensors that exist one at a time: planners of torch.distributed.checkpoint over names instead of values.
+"""Tensors that exist one at a time, or of which each rank has parts: planners of torch.distributed.checkpoint.
 
-DCP plans from a state dict of tensors. Here these are stand-ins that have a dtype and a shape and take no memory. A
-value is made when storage asks for it, and handed on when it has been read whole. So a save or a load takes the memory
-of one tensor beside the model.
+DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory. A value
+is made when storage asks for it, and handed on when it has been read whole. So a save or a load takes the memory of one
+tensor beside the model, or of this rank's share of one.
 
-``save`` and ``load`` make the calls of ``torch.distributed.checkpoint.save`` and ``load`` for one process, whatever
-its thread. (Those warn in every call without a process group, and filters of warnings are the whole process's.)
+``save`` and ``load`` go through DCP's steps (local plans, one global plan, data, metadata) over chunkc's own ranks, on
+any thread. (``torch.distributed.checkpoint.save`` and ``load`` exchange on a process group of the script's, and without
+one they warn in every call, while filters of warnings are the whole process's.)
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from chunkc.checkpoint.shares import Box, Share
+from chunkc.errors import ChunkcError
+from chunkc.runtime.ranks import Ranks
+from chunkc.runtime.together import exchange
+
+Flats = Sequence[torch.Tensor]
+"""The elements of a share: 1-D, one for each of its ranges."""
 
 
 def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
@@ -25,70 +49,156 @@ def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device="cpu").expand(torch.Size(shape))
 
 
-class LazySavePlanner(DefaultSavePlanner):
-    """Plans from stand-ins; ``read`` gives the tensor of a key when it is to be written."""
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What this rank has of a tensor that is saved; ``read`` makes it when it is its turn."""
 
-    def __init__(self, read: Callable[[str], torch.Tensor]) -> None:
+    dtype: torch.dtype
+    share: Share
+    read: Callable[[], Flats]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.share.shape) * self.dtype.itemsize
+
+    @staticmethod
+    def whole(value: torch.Tensor) -> Kept:
+        """A tensor that this rank alone has."""
+        return Kept(value.dtype, Share.whole(value.shape), lambda: (value.contiguous().view(-1),))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What this rank reads of a tensor that was saved, in the dtype in which it was."""
+
+    dtype: torch.dtype
+    share: Share
+
+
+class LazySavePlanner(DefaultSavePlanner):
+    """Plans from what this rank keeps; each value is made when its first box is to be written."""
+
+    def __init__(self, kept: Mapping[str, Kept]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._read = read
+        self._kept = kept
+        self._boxes: dict[MetadataIndex, Box] = {}
+        self._left: Counter[str] = Counter()
+        self._flats: Flats = ()
+
+    def create_local_plan(self) -> SavePlan:
+        """An item for each box, in order."""
+        items = [item for key, kept in self._kept.items() for item in self._items(key, kept)]
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def _items(self, key: str, kept: Kept) -> Iterator[WriteItem]:
+        properties, size = TensorProperties(kept.dtype), torch.Size(kept.share.shape)
+        for box in kept.share.boxes():
+            index = MetadataIndex(key, box.offsets)
+            self._boxes[index] = box
+            self._left[key] += 1
+            yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(box), properties, size))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The value behind a stand-in."""
-        return self._read(index.fqn)
+        """The elements of a box; a tensor is made for its first one and let go of with its last."""
+        kept, key = self._kept[index.fqn], index.fqn
+        if not self._flats:
+            self._flats = kept.read()
+        found = kept.share.view(self._flats, self._boxes[index])
+        self._left[key] -= 1
+        if not self._left[key]:
+            self._flats = ()
+        return found
 
 
 class LazyLoadPlanner(DefaultLoadPlanner):
-    """Plans from stand-ins; ``write`` takes each tensor once all of it has been read."""
+    """Plans from what this rank wants; ``write`` takes each tensor, or this rank's share, once all of it is read."""
 
-    def __init__(self, write: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._wanted = wanted
         self._write = write
+        self._boxes = {(key, box.offsets): box for key, found in wanted.items() for box in found.share.boxes()}
         self._left: Counter[str] = Counter()
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, Flats] = {}
+
+    def create_local_plan(self) -> LoadPlan:
+        """What stored boxes and wanted ones have in common, tensor by tensor."""
+        stored = {} if self.metadata is None else self.metadata.state_dict_metadata
+        return LoadPlan([item for key in self._wanted for item in self._items(key, stored.get(key))])
+
+    def _items(self, key: str, stored: object) -> list[ReadItem]:
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ChunkcError(f"the checkpoint has no tensor {key}")
+        share = self._wanted[key].share
+        items = create_read_items_for_chunk_list(key, stored, [_chunk(box) for box in share.boxes() if box.numel])
+        if sum(torch.Size(item.lengths).numel() for item in items) != share.numel:
+            raise ChunkcError(f"the checkpoint does not have all elements of {key}: its index is not whole")
+        return items
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
-        """Count the parts of every tensor; one without elements has none, and is handed on."""
+        """Count the items of every tensor; one without elements has none, and is handed on."""
         self._left = Counter(item.dest_index.fqn for item in new_plan.items)
-        for key, wanted in self.state_dict.items():
+        for key, wanted in self._wanted.items():
             if key not in self._left:
-                self._write(key, torch.empty(wanted.shape, dtype=wanted.dtype))
+                self._write(key, wanted.share.empty(wanted.dtype))
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Memory for a tensor, the same for all its parts."""
+        """Where the elements of a box come."""
+        wanted = self._wanted[index.fqn]
         if index.fqn not in self._held:
-            wanted = self.state_dict[index.fqn]
-            self._held[index.fqn] = torch.empty(wanted.shape, dtype=wanted.dtype, device="cpu")
-        return self._held[index.fqn]
+            self._held[index.fqn] = wanted.share.empty(wanted.dtype)
+        return wanted.share.view(self._held[index.fqn], self._boxes[index.fqn, tuple(index.offset or ())])
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Hand a tensor on with its last part."""
+        """Hand a tensor on with its last item."""
         key = read_item.dest_index.fqn
         self._left[key] -= 1
         if not self._left[key]:
             self._write(key, self._held.pop(key))
 
 
-def save(writer: StorageWriter, stand_ins: Mapping[str, torch.Tensor], read: Callable[[str], torch.Tensor]) -> None:
-    """Write every tensor of ``stand_ins``, in order."""
-    planner = LazySavePlanner(read)
-    planner.set_up_planner(dict(stand_ins), writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    local = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([local])
-    [plan] = writer.prepare_global_plan(plans)
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [results])
+def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
+    """Write what every rank keeps, in order; all of it together must be whole tensors.
+
+    Raises:
+        Exception: on all ranks, when one cannot write.
+    """
+    ranks = ranks or Ranks()
+    planner = LazySavePlanner(kept)
+
+    def plan_own() -> SavePlan:
+        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=ranks.is_first)
+        writer.set_up_storage_writer(ranks.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    plans, metadata = planner.create_global_plan(exchange(ranks, plan_own))
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
+    results = exchange(ranks, lambda: writer.write_data(plan, planner).wait())
+    exchange(ranks, lambda: writer.finish(metadata, results) if ranks.is_first else None)
 
 
-def load(
-    reader: StorageReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
-) -> None:
-    """Read every tensor of ``stand_ins``, in order, all of which must be stored in these shapes."""
-    planner = LazyLoadPlanner(write)
+def load(reader: StorageReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
+    """Read what this rank wants, in order, all of which must be stored in these shapes; the other ranks do the same
+    or something else."""
+    planner = LazyLoadPlanner(wanted, write)
     metadata = reader.read_metadata()
-    planner.set_up_planner(dict(stand_ins), metadata, is_coordinator=True)
+    planner.set_up_planner({}, metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, True)
     local = reader.prepare_local_plan(planner.create_local_plan())
     [plan] = reader.prepare_global_plan(planner.create_global_plan([local]))
     reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def load_whole(
+    reader: StorageReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
+) -> None:
+    """`load` of whole tensors, of which ``stand_ins`` give the dtypes and shapes."""
+    wanted = {key: Wanted(value.dtype, Share.whole(value.shape)) for key, value in stand_ins.items()}
+    load(reader, wanted, lambda key, flats: write(key, wanted[key].share.tensor(flats)))
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))

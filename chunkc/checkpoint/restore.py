@@ -1,4 +1,8 @@
-"""Putting a run back: everything is compared with the model first, then written tensor by tensor."""
+"""Putting a run back: everything is compared with the model first, then written tensor by tensor.
+
+Each rank reads what stands in its own chunks, whoever saved it, and writes it there. Parameters that have no chunks yet
+are read by rank 0, which keeps them until they have.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from chunkc.checkpoint.contents import MASTER, MOMENTS, Optimizer, Stateful
-from chunkc.checkpoint.generators import write_generators
-from chunkc.checkpoint.planners import load, stand_in
+from chunkc.checkpoint.generators import write_generators_of
+from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
+from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.errors import CheckpointError
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.optimizer_state import check_options, managed
+from chunkc.runtime.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
 _MAX_NAMED = 5
@@ -118,11 +124,10 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
 
 
 def write_model(fit: Fit, objects: Mapping[str, Any], model: nn.Module, *, with_moments: bool) -> None:
-    """Write parameters, moments and buffers, one parameter at a time."""
+    """Write parameters, moments and buffers, one parameter at a time; on every rank its own part."""
     steps = objects["optimizer"]["steps"] if with_moments else {}
     writer = _Writer(fit, {name: set(_keys_of(fit, name, name in steps)) for name in fit.params})
-    wanted = {key: shape for key, shape in fit.shapes.items() if key in writer.owners}
-    load(SafetensorsReader(fit.path), wanted, writer.take)
+    load(SafetensorsReader(fit.path), writer.wanted(), writer.take)
     others = objects["model"]["others"]
     if others:
         model.load_state_dict(others, strict=False)
@@ -137,47 +142,77 @@ def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
 
 
 class _Writer:
-    """Collects the tensors of one parameter and writes them together."""
+    """Collects what this rank reads of the tensors of one parameter and writes it together."""
 
     def __init__(self, fit: Fit, keys: Mapping[str, set[str]]) -> None:
-        self.owners = {key: name for name, found in keys.items() for key in found}
-        self.owners |= {f"model.{name}": name for name in fit.buffers}
+        self._owners = {key: name for name, found in keys.items() for key in found}
+        self._owners |= {f"model.{name}": name for name in fit.buffers}
         self._fit = fit
         self._keys = keys
-        self._held: dict[str, dict[str, torch.Tensor]] = {}
+        self._held: dict[str, dict[str, Flats]] = {}
 
-    def take(self, key: str, value: torch.Tensor) -> None:
-        """One tensor of the checkpoint."""
-        name, fit = self.owners[key], self._fit
+    def wanted(self) -> dict[str, Wanted]:
+        """What this rank reads, in the order of the checkpoint's index."""
+        return {
+            key: Wanted(shape.dtype, self._share(self._owners[key], shape.shape))
+            for key, shape in self._fit.shapes.items()
+            if key in self._owners
+        }
+
+    def _share(self, name: str, shape: Sequence[int]) -> Share:
+        fit = self._fit
         if name in fit.buffers:
-            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), value)
+            return Share.whole(shape)
+        index = fit.params[name]
+        info = fit.runtime.infos[index]
+        return Share(info.shape, info.stride, fit.runtime.own_ranges(index))
+
+    def take(self, key: str, flats: Flats) -> None:
+        """What was read of one tensor."""
+        name, fit = self._owners[key], self._fit
+        if name in fit.buffers:
+            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.shapes[key].shape).tensor(flats))
             return
         held = self._held.setdefault(name, {})
-        held[key] = value
+        held[key] = flats
         if held.keys() == self._keys[name]:
-            _write_param(fit.runtime, fit.params[name], name, self._held.pop(name))
+            self._write_param(name, self._held.pop(name))
+
+    def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
+        """The finest value that was stored, and moments where there are any."""
+        fit, prefix = self._fit, f"optimizer.state.{name}"
+        runtime, index = fit.runtime, fit.params[name]
+        source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
+        moments = [held[key] for moment in MOMENTS if (key := f"{prefix}.{moment}") in held]
+        handed_over = runtime.staging.dtypes[index]
+        is_finer = torch.promote_types(fit.shapes[source].dtype, handed_over) is not handed_over
+        is_exact = runtime.is_trained(index) and (bool(moments) or is_finer)
+        if runtime.staging.holds(index):
+            share = self._share(name, ())
+            _stage(runtime, index, share, held[source], moments, is_exact=is_exact)
+            return
+        value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
+        runtime.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
 
 
-def _write_param(runtime: ModelRuntime, index: int, name: str, held: Mapping[str, torch.Tensor]) -> None:
-    """The finest value that was stored, and moments where there are any."""
-    prefix = f"optimizer.state.{name}"
-    value = held.get(f"{prefix}.{MASTER}", held[f"model.{name}"])
-    exp_avg, exp_avg_sq = (held.get(f"{prefix}.{moment}") for moment in MOMENTS)
-    handed_over = runtime.staging.dtypes[index]
-    is_finer = torch.promote_types(value.dtype, handed_over) is not handed_over
-    if not runtime.is_trained(index) or (exp_avg is None and not is_finer):
-        runtime.write_param(index, value, keep_finer=False)
+def _stage(
+    runtime: ModelRuntime, index: int, share: Share, value: Flats, moments: Sequence[Flats], *, is_exact: bool
+) -> None:
+    """Write a parameter that has no chunks yet: rank 0 keeps it, and the others learn that it has a value."""
+    if not share.ranges:
+        runtime.write_param(index, stand_in(runtime.staging.dtypes[index], share.shape))
         return
-    if exp_avg is None or exp_avg_sq is None:
-        exp_avg, exp_avg_sq = _moments_here(runtime, index, value)
-    runtime.write_state(index, exp_avg, exp_avg_sq, value.float())
-
-
-def _moments_here(runtime: ModelRuntime, index: int, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The moments that the parameter has now."""
-    if runtime.staging.is_blank(index):
-        return torch.zeros(value.shape), torch.zeros(value.shape)
-    return runtime.read_state(index)[:2]
+    whole = share.tensor(value)
+    if not is_exact:
+        runtime.write_param(index, whole, keep_finer=False)
+        return
+    if moments:
+        exp_avg, exp_avg_sq = (share.tensor(flats) for flats in moments)
+    else:
+        state = runtime.staging.kept(index)[1]
+        none = torch.zeros(share.shape)
+        exp_avg, exp_avg_sq = (none, none) if state is None else (state.exp_avg, state.exp_avg_sq)
+    runtime.write_state(index, exp_avg, exp_avg_sq, whole.float())
 
 
 def resume(
@@ -196,7 +231,7 @@ def resume(
     scale, saved = fit.runtime.loss_scale, objects["loss_scale"]
     if scale is not None and scale.is_dynamic and saved is not None:
         scale.load_state_dict(saved)
-    write_generators(objects["generators"]["0"])
+    write_generators_of(fit.runtime.ranks.rank, objects["generators"])
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -31,7 +31,7 @@ from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.values import ChunkValues
+from chunkc.runtime.values import ChunkValues, Flats
 
 
 class ModelMemory:
@@ -318,17 +318,40 @@ class ModelMemory:
         if param32 is not None:
             self.write_param(param, param32)
 
+    def own_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
+        """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each.
+
+        One that has no elements, or no chunks yet, is rank 0's.
+        """
+        numel = self.infos[index].numel
+        if self._store is None or self.staging.holds(index) or not numel:
+            return ((0, numel),) if self.ranks.is_first else ()
+        runs = self._store.own_runs(index)
+        return tuple((run[0].first, run[-1].first + run[-1].end - run[-1].start) for run in runs)
+
+    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
+        """Replace this rank's elements of a parameter in chunks and, where given, of its moments.
+
+        All are 1-D and as exact as they are to be, one for each of ``own_ranges``; every rank calls it.
+        """
+        self.drain()
+        self.to_cold()
+        if self.infos[index].numel:
+            self._chunk_values().write_own(index, value, moments, payload=index not in self._overlaid())
+        self._raise_versions([index])
+
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has, or before the first plan may get, an optimizer state."""
         return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """All chunks as they are now, to be read while training goes on, until ``end_snapshot``; None before chunks.
+        """This rank's chunks as they are now, to be read while training goes on, until ``end_snapshot``; None before
+        there are chunks.
 
         ``max_copied_nbytes`` bounds what is copied aside; see `chunkc.runtime.snapshot`.
         """
         self.drain()
-        if self._values is None or self.staged_nbytes():
+        if self._values is None:
             return None
         return self._values.snapshot(max_copied_nbytes)
 

@@ -130,6 +130,13 @@ class Ranks:
         They hear of it now, and not when their patience ends. Nobody is exchanging anything on this rank.
         """
 
+    def beside(self) -> Ranks:
+        """The same ranks with a control group of its own, for one thread that works beside training.
+
+        It is made by the first call, which all ranks make together, and closed with this object.
+        """
+        return self
+
     def close(self) -> None:
         """Nothing is exchanged any more; idempotent."""
 
@@ -145,25 +152,34 @@ class JobRanks(Ranks):
 
     Args:
         device: where payloads stand: collectives on it are the plan's.
-        backend: of those, for example ``"nccl"``; the host's are gloo's.
+        backend: of those, for example ``"nccl"``; the host's are gloo's. None: no program will run.
         timeout: of every exchange.
         store: of the job, through which ranks say where they stopped.
         number: of this object, the same on all ranks.
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, backend: str, timeout: timedelta, store: Store, number: int
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: str | None,
+        timeout: timedelta,
+        store: Store,
+        number: int | str,
     ) -> None:
         self.rank, self.size = rank, size
         self._timeout, self._store, self._prefix = timeout, store, f"chunkc/{number}"
-        data = new_group(backend, timeout, device)
+        self._number = number
+        self._beside: JobRanks | None = None
+        data = None if backend is None else new_group(backend, timeout, device)
         self._data: Group | None = data
         self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
         self._stopped: RankError | None = None
         self._lock = threading.Lock()
         self._num_agreements = 0
         self._direct: DirectExchange | None = None
-        if backend == "gloo":
+        if data is not None and backend == "gloo":
             self._direct = DirectExchange(data, rank, size, map_private)
 
     # Between programs, on the control group.
@@ -321,7 +337,7 @@ class JobRanks(Ranks):
         silent = [str(rank) for rank in others if rank not in told]
         said = "; ".join(f"rank {rank} stopped in {place}" for rank, place in sorted(told.items()))
         quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
-        return "; ".join(filter(None, (said, quiet))).capitalize() + "."
+        return f"What the others say: {'; '.join(filter(None, (said, quiet)))}."
 
     def stop(self, place: str, error: BaseException) -> None:
         if self._stopped is None and not isinstance(error, RankError):
@@ -337,6 +353,14 @@ class JobRanks(Ranks):
         for group in groups:
             if group is not None:
                 end_group(group)
+        if self._beside is not None:
+            self._beside.close()
+
+    def beside(self) -> Ranks:
+        if self._beside is None:
+            cpu, name = torch.device("cpu"), f"{self._number}/beside"
+            self._beside = JobRanks(self.rank, self.size, cpu, None, self._timeout, self._store, name)
+        return self._beside
 
 
 _DOES: Final[dict[Kind, str]] = {

@@ -17,7 +17,6 @@ from typing import Protocol
 import torch
 
 from chunkc.errors import ChunkcError
-from chunkc.ir.layout import Chunk
 
 Live = Callable[[int], tuple[torch.Tensor, ...]]
 """The tensors of a chunk where it lives, by its index: what a writer is about to change."""
@@ -104,14 +103,18 @@ def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
 
 
 class PartOfParam(Protocol):
-    """Elements [start, end) of ``chunk`` belong to a parameter."""
+    """Elements ``[start, end)`` of ``chunk`` belong to a parameter."""
 
     @property
     def chunk(self) -> int: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
 
 
 class SnapshotReader:
-    """Whole tensors out of a snapshot, in the order in which parameters stand in chunks.
+    """Parameters out of a snapshot, in the order in which they stand in chunks.
 
     A chunk is taken when its first parameter is read and let go when one is read that has no part of it.
 
@@ -119,29 +122,28 @@ class SnapshotReader:
         snapshot: what it reads.
     """
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        parts: Callable[[int], Sequence[PartOfParam]],
-        gather: Callable[[int, Callable[[Chunk], torch.Tensor]], torch.Tensor],
-    ) -> None:
-        """``parts`` of a parameter by its index; ``gather`` puts one together from what a function gives per chunk."""
+    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[PartOfParam]]]) -> None:
+        """``runs`` of a parameter by its index: parts in chunks of the snapshot, those together that follow each other
+        in the parameter."""
         self.snapshot = snapshot
-        self._parts = parts
-        self._gather = gather
+        self._runs = runs
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
 
-    def read(self, index: int, position: int = 0) -> torch.Tensor:
+    def read(self, index: int, position: int = 0) -> tuple[torch.Tensor, ...]:
         """Parameter ``index`` (position 0), its exp_avg (1) or its exp_avg_sq (2), as it was, in host memory.
+
+        Returns:
+            the elements of each run, 1-D.
 
         Raises:
             KeyError: when parameters are read in another order than that of their chunks.
             ChunkcError: after the end.
         """
-        needed = [part.chunk for part in self._parts(index)]
+        runs = self._runs(index)
+        needed = [part.chunk for run in runs for part in run]
         if needed:
             self._taken = {chunk: held for chunk, held in self._taken.items() if chunk in needed}
         for chunk in needed:
             if chunk not in self._taken:
                 self._taken[chunk] = self.snapshot.take(chunk)
-        return self._gather(index, lambda chunk: self._taken[chunk.index][position])
+        return tuple(torch.cat([self._taken[p.chunk][position][p.start : p.end] for p in run]) for run in runs)

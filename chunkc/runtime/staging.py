@@ -127,6 +127,10 @@ class StagingStore:
         state = self.state(index)
         return self.value(index) if state is None or state.param32 is None else state.param32
 
+    def kept(self, index: int) -> tuple[torch.Tensor, StagedState | None]:
+        """Value and loaded optimizer state as they stand here, for rank 0, which alone keeps them."""
+        return self._held(index), self._states.get(index)
+
     def nbytes(self) -> int:
         """Bytes of all parameters that still stand here."""
         return sum(v.numel() * v.element_size() for v in self._values if v is not None and not v.is_meta)

@@ -118,6 +118,18 @@ class ChunkStore:
         """Where the elements of a parameter are, in their order in memory."""
         return self._parts[param]
 
+    def own_runs(self, param: int) -> tuple[tuple[Part, ...], ...]:
+        """The parts of a parameter in this rank's chunks; those that follow each other in it are together."""
+        runs: list[list[Part]] = []
+        for part in self._parts[param]:
+            if not self.is_own(part.chunk):
+                continue
+            if runs and runs[-1][-1].chunk == part.chunk - 1:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        return tuple(tuple(run) for run in runs)
+
     def pieces(self, chunk: int) -> list[Piece]:
         """The parameters in a chunk, by offset, for the update."""
         found = []

@@ -27,6 +27,9 @@ _KEPT_NBYTES: Final = 2**24
 """How much of the staged parameters malloc may keep when chunks have taken them."""
 
 
+Flats = Sequence[torch.Tensor]
+
+
 class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
@@ -103,15 +106,33 @@ class ChunkValues:
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
 
+    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
+        """Replace this rank's elements of a parameter and, where given, of its moments: 1-D, for each run of parts."""
+        self._before_write(index)
+        lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
+        if self.is_trained(index):
+            lists.append((lambda chunk: self._triple(chunk).param32, value))
+        if payload or not lists:
+            lists.append((self._payload, value))
+        if moments is not None:
+            lists.append((lambda chunk: self._triple(chunk).exp_avg, moments[0]))
+            lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
+        for of, flats in lists:
+            for run, flat in zip(self._store.own_runs(index), flats, strict=True):
+                for part in run:
+                    first = part.first - run[0].first
+                    place = of(self._layout.chunks[part.chunk])[part.start : part.end]
+                    place.copy_(flat[first : first + part.end - part.start])
+
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
-        """All parameters and moments as they are now, to be read while training goes on; one at a time.
+        """This rank's parameters and moments as they are now, to be read while training goes on; one at a time.
 
         What is read last must be followed by ``end_snapshot`` of the store. A snapshot before it ends.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
         snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
         self._store.begin_snapshot(snapshot)
-        return SnapshotReader(snapshot, self._store.parts, self._gather)
+        return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
         """What holds the values of a chunk's parameters: its triple, or the payload of an untrained one."""

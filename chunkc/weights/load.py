@@ -5,25 +5,31 @@ is written. Then each tensor goes from the mapped file to where its parameter st
 training forward, chunks after it), rounded to the dtype that the parameter was handed over in. So host memory holds the
 model and at most one tensor beside it; a parameter that is put together from several (fused experts) takes about twice
 its size meanwhile. Optimizer states stay as they are.
+
+Where several ranks train the model, rank 0 alone reads the files.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.ranks import Kind
 from chunkc.weights.files import WeightFiles
 from chunkc.weights.initial import initial_values
 from chunkc.weights.match import Matched, is_optional, match, tied_names
-from chunkc.weights.tensors import Entry, ModelTensors
+from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 logger = logging.getLogger("chunkc")
+
+Write = Callable[[Entry, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +59,8 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
     modules), with random numbers of torch's generator; where there is no such initialisation they stay without a value,
     and the next forward refuses them by name. An interrupted load leaves the tensors loaded so far.
 
+    Where several ranks train the model, all of them call this; all of them return, or raise, what rank 0 does.
+
     Args:
         model: compiled by ``chunkc.compile``, or a part of such a model.
         path: a safetensors file, an index of shards, or the folder of either.
@@ -61,9 +69,34 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
     Raises:
         ChunkcError: for files that are missing or damaged, for shapes and dtypes that do not fit, for tied parameters
             whose names have different values, and with ``strict`` for names that do not match; nothing has changed.
+        RankError: when the ranks do not all load the same.
     """
     started_s = time.perf_counter()
-    tensors, files = ModelTensors(model), WeightFiles(path)
+    with memory_of(model).ranks.joining():
+        tensors = ModelTensors(model)
+        names = [entry.name for entry in tensors.entries]
+        tensors.ranks.agree(Kind.LOAD, lambda: [f"{path=!s}", f"{strict=}", *names])
+    taken = tensors.led_write(lambda write: _read_files(model, tensors, path, write, strict=strict))
+    absent = [entry for entry in tensors.entries if entry.name not in taken.loaded]
+    initialised = _initialise(model, tensors, [entry for entry in absent if tensors.is_blank(entry)])
+    report = LoadReport(taken.loaded, tied_names(tensors, taken.loaded), taken.missing, taken.unexpected, initialised)
+    if tensors.ranks.is_first:
+        _log(report, Path(path), sum(tensors.entry(name).nbytes for name in taken.loaded), started_s)
+    return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What rank 0 found in the files: names in the model, or in the files for ``unexpected``."""
+
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write: Write, *, strict: bool) -> _Taken:
+    """Compare the files with the model and write what fits."""
+    files = WeightFiles(path)
     matched = match(model, tensors, files)
     absent = [entry for entry in tensors.entries if not matched.has(entry)]
     missing = tuple(entry.name for entry in absent if not is_optional(model, entry))
@@ -72,38 +105,38 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
             f"{files.path} and this {type(model).__name__} do not have the same names: missing {_some(missing)}; "
             f"unexpected {_some(matched.unexpected)}. Load with strict=False to report them only"
         )
-    _write(tensors, files, matched)
-    initialised = _initialise(model, tensors, [entry for entry in absent if tensors.is_blank(entry)])
+    _write(tensors, files, matched, write)
     loaded = tuple(entry.name for entry in tensors.entries if matched.has(entry))
-    tied = tied_names(tensors, loaded)
-    report = LoadReport(loaded, tied, missing, tuple(matched.unexpected), initialised)
-    logger.info(
-        "loaded %d tensors, %.1f MB, from %s in %.1f s",
-        *(len(loaded), sum(tensors.entry(name).nbytes for name in loaded) / 1e6),
-        *(files.path, time.perf_counter() - started_s),
-    )
+    return _Taken(loaded, missing, tuple(matched.unexpected))
+
+
+def _log(report: LoadReport, path: Path, nbytes: int, started_s: float) -> None:
+    seconds = time.perf_counter() - started_s
+    logger.info("loaded %d tensors, %.1f MB, from %s in %.1f s", len(report.loaded_keys), nbytes / 1e6, path, seconds)
     if report.missing_keys or report.unexpected_keys:
         logger.warning(
             "names of %s and of the model differ: missing %s, of which %d were initialised anew; unexpected %s",
-            *(files.path, _some(missing), len(initialised), _some(report.unexpected_keys)),
+            *(path, _some(report.missing_keys), len(report.initialised_keys), _some(report.unexpected_keys)),
         )
-    return report
 
 
-def _write(tensors: ModelTensors, files: WeightFiles, matched: Matched) -> None:
+def _write(tensors: ModelTensors, files: WeightFiles, matched: Matched, write: Write) -> None:
     """File by file what is taken as it is, then what is put together."""
     entries = {names[0]: tensors.entry(name) for name, names in matched.sources.items()}
     for name, value in files.values(entries):
-        tensors.write(entries[name], value)
+        write(entries[name], value)
     for group in matched.converted:
         made = group.convert(files.value)
         for name in list(made):
             if name in matched.made:
-                tensors.write(matched.made[name], made.pop(name))
+                write(matched.made[name], made.pop(name))
 
 
 def _initialise(model: nn.Module, tensors: ModelTensors, blank: Sequence[Entry]) -> tuple[str, ...]:
-    """Give these entries the values of the model's own initialisation; the names of those that have one."""
+    """Give these entries the values of the model's own initialisation; the names of those that have one.
+
+    Every rank draws the same numbers of its generator; rank 0 keeps the values.
+    """
     values = initial_values(model, {entry.name: entry.dtype for entry in blank})
     for name, value in values.items():
         tensors.write(tensors.entry(name), value)

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,16 @@ import torch
 from torch import nn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.ranks import Kind
 from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME
-from chunkc.weights.tensors import Entry, ModelTensors
+from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 logger = logging.getLogger("chunkc")
 
 _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _PARTIAL: Final = ".partial"
+Read = Callable[[Entry], torch.Tensor]
 _OUR_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -61,6 +63,8 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     New files take their names when all are written whole; those of an earlier save that are not replaced go then. A
     save that is killed leaves the earlier one, or, while several shards take their names, no index.
 
+    Where several ranks train the model, all of them call this, and rank 0 writes.
+
     Args:
         max_shard_size: most bytes of values in a file, as a number or like ``"5GB"`` (powers of 1000). A larger tensor
             has a file of its own.
@@ -71,28 +75,39 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     Raises:
         ChunkcError: for parameters without a value, for other state (``get_extra_state``), and for dtypes that
             safetensors cannot hold; nothing is written then.
-        OSError: when the files cannot be written; those of an earlier save are still there.
+        OSError: when the files cannot be written, on all ranks; those of an earlier save are still there.
+        RankError: when the ranks do not all save the same.
     """
     started_s = time.perf_counter()
-    tensors, folder, limit_nbytes = ModelTensors(model), Path(directory), _parse_size(max_shard_size)
-    entries = _saved_entries(model, tensors)
+    with memory_of(model).ranks.joining():
+        tensors, folder, limit_nbytes = ModelTensors(model), Path(directory), _parse_size(max_shard_size)
+        entries = _saved_entries(model, tensors)
+        tensors.ranks.agree(Kind.SAVE, lambda: [f"{directory=!s}", f"{limit_nbytes=}", *entries])
     shards = _split(entries, limit_nbytes)
     names = [WEIGHTS_NAME] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    names = tensors.led_read(lambda read: _write_files(folder, names, shards, read))
+    if tensors.ranks.is_first:
+        nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
+        logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
+    return tuple(folder / name for name in names)
+
+
+def _write_files(folder: Path, shard_names: Sequence[str], shards: Sequence[Shard], read: Read) -> list[str]:
+    """Write shards, and their index where there are several; the names of the files."""
+    names = list(shard_names)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleanup:
         written = []
         for name, shard in zip(names, shards, strict=True):
             written.append(_temporary(folder / name, cleanup))
-            _write_shard(written[-1], shard, tensors)
+            _write_shard(written[-1], shard, read)
         if len(shards) > 1:
             names.append(INDEX_NAME)
             written.append(_temporary(folder / INDEX_NAME, cleanup))
             _write_whole(written[-1], [_index(shards, names).encode()])
         _put_in_place(folder, dict(zip(names, written, strict=True)))
     _remove_others(folder, names)
-    nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
-    logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
-    return tuple(folder / name for name in names)
+    return names
 
 
 def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
@@ -148,7 +163,7 @@ def _shard_name(index: int, count: int) -> str:
     return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_shard(path: Path, shard: Shard, tensors: ModelTensors) -> None:
+def _write_shard(path: Path, shard: Shard, read: Read) -> None:
     """Header and values, each value gathered when it is its turn."""
     ordered = sorted(shard.entries.items(), key=lambda item: -item[1].dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -160,7 +175,7 @@ def _write_shard(path: Path, shard: Shard, tensors: ModelTensors) -> None:
         offset += entry.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    values = (_bytes_of(tensors.read(entry)) for _, entry in ordered)
+    values = (_bytes_of(read(entry)) for _, entry in ordered)
     _write_whole(path, [len(text).to_bytes(8, "little"), text], values)
 
 

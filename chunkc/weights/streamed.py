@@ -7,6 +7,9 @@ left on disk): those on the meta device are told apart by name, counted by their
 value. Conversions that have to see values (experts that transformers keeps fused and saves one by one) gather what they
 convert, and hold all of it, as they do for any model.
 
+Where several ranks train the model, all of them call ``save_pretrained``; transformers' method runs on rank 0, and the
+others take part in what it reads.
+
 Seen on transformers 5.23.
 """
 
@@ -25,8 +28,9 @@ from torch import nn
 from chunkc._torch_compat import pytree
 from chunkc.errors import ChunkcError
 from chunkc.runtime.params import ManagedTensor
+from chunkc.runtime.ranks import Kind
 from chunkc.weights.save import check_values, saved_name
-from chunkc.weights.tensors import ModelTensors
+from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 _SHAPES: Final = frozenset(
     {
@@ -63,17 +67,14 @@ class StreamedTensor(torch.Tensor):
         return func(*plain_args, **plain_kwargs)
 
 
-def streamed_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a compiled model with parameters that are gathered when they are needed; tied ones once.
-
-    Raises:
-        ChunkcError: when ``model`` is not compiled, or has parameters without a value.
-    """
-    tensors, held = ModelTensors(model), model.state_dict(keep_vars=True)
-    check_values(tensors, {entry.name: entry for entry in tensors.entries})
+def streamed_state(
+    model: nn.Module, tensors: ModelTensors, read: Callable[[Entry], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The state of a compiled model with parameters that ``read`` gathers when they are needed; tied ones once."""
+    held = model.state_dict(keep_vars=True)
     extra = {name: held[name] for name in tensors.others if isinstance(held[name], torch.Tensor)}
     return extra | {
-        saved_name(model, entry): StreamedTensor.of(partial(tensors.read, entry), entry.shape, entry.dtype)
+        saved_name(model, entry): StreamedTensor.of(partial(read, entry), entry.shape, entry.dtype)
         if entry.buffer is None
         else entry.buffer
         for entry in tensors.entries
@@ -98,18 +99,29 @@ class SavePretrained:
         call = inspect.signature(save).bind(model, *args, **kwargs)
         if call.arguments.get("state_dict") is not None or not _is_compiled(model):
             return save(*call.args, **call.kwargs)
-        call.arguments["state_dict"] = streamed_state(model)
         handed = _dtype(model)
-        if handed is not model.dtype and call.arguments.get("push_to_hub"):
-            raise ChunkcError(
-                f"save_pretrained(push_to_hub=True) would say that weights in {handed} are in {model.dtype}, the dtype "
-                "that the model computes in. Call model.push_to_hub(name) instead"
-            )
-        result = save(*call.args, **call.kwargs)
+        with memory_of(model).ranks.joining():
+            if handed is not model.dtype and call.arguments.get("push_to_hub"):
+                raise ChunkcError(
+                    f"save_pretrained(push_to_hub=True) would say that weights in {handed} are in {model.dtype}, the "
+                    "dtype that the model computes in. Call model.push_to_hub(name) instead"
+                )
+            tensors = ModelTensors(model)
+            check_values(tensors, {entry.name: entry for entry in tensors.entries})
+            tensors.ranks.agree(Kind.SAVE, lambda: [str(call.arguments.get("save_directory"))])
+        results = []
+
+        def lead(read: Callable[[Entry], torch.Tensor]) -> None:
+            call.arguments["state_dict"] = streamed_state(model, tensors, read)
+            results.append(save(*call.args, **call.kwargs))
+            if handed is not model.dtype:
+                model.config.dtype = handed
+                model.config.save_pretrained(call.arguments["save_directory"])
+
+        tensors.led_read(lead)
         if handed is not model.dtype:
             model.config.dtype = handed
-            model.config.save_pretrained(call.arguments["save_directory"])
-        return result
+        return results[0] if results else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavePretrained:
         return SavePretrained(memo[id(self._model())])

@@ -3,13 +3,17 @@
 ``model.state_dict()`` holds all values at once. `ModelTensors` is the same set of names without any values: each is
 read, or written, when it is asked for, wherever it stands then (staging store, chunks at home, chunks on the device).
 Tied tensors are one entry with several names.
+
+Where several ranks train the model, all of them read a parameter together, and all of them write it. Files are rank
+0's: it leads, and the others take part in what it reads or writes (`led_read`, `led_write`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
@@ -17,6 +21,9 @@ from torch import nn
 from chunkc.errors import ChunkcError
 from chunkc.runtime.memory import ModelMemory
 from chunkc.runtime.params import ManagedTensor
+from chunkc.runtime.together import led
+
+T = TypeVar("T")
 
 _EXTRA_STATE: Final = "_extra_state"
 """The last part of the name that torch gives to what ``get_extra_state`` returns, which may be a tensor."""
@@ -58,6 +65,7 @@ class ModelTensors:
     Attributes:
         entries: in the order of the state dict.
         others: names in the state dict that are neither (``get_extra_state``): only their module can take a value.
+        ranks: with which the model is trained.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,6 +74,7 @@ class ModelTensors:
             ChunkcError: when ``model`` is not compiled, or is inside ``chunkc.full_params``.
         """
         self._memory = memory_of(model)
+        self.ranks = self._memory.ranks
         groups: dict[tuple[str, int], list[str]] = {}
         held: dict[tuple[str, int], torch.Tensor] = {}
         others = []
@@ -121,13 +130,45 @@ class ModelTensors:
         Raises:
             ChunkcError: when ``value`` has another shape.
         """
-        if tuple(value.shape) != entry.shape:
-            raise ChunkcError(f"{entry.name} has shape {entry.shape}, not {tuple(value.shape)}")
+        _check_shape(entry, value)
         with torch.no_grad():
             if entry.param is not None:
                 self._memory.write_param(entry.param, value, keep_finer=False)
             else:
                 _held(entry).copy_(value)
+
+    def led_read(self, lead: Callable[[Callable[[Entry], torch.Tensor]], T]) -> T:
+        """Rank 0 does ``lead``, which is given what `read` is; all ranks return, or raise, what it does."""
+
+        def read(tell: Callable[[str], None], entry: Entry) -> torch.Tensor:
+            if entry.param is not None:
+                tell(entry.name)
+            return self.read(entry)
+
+        return led(self.ranks, lambda tell: lead(partial(read, tell)), lambda name: self.read(self.entry(name)))
+
+    def led_write(self, lead: Callable[[Callable[[Entry, torch.Tensor], None]], T]) -> T:
+        """Rank 0 does ``lead``, which is given what `write` is; all ranks return, or raise, what it does."""
+
+        def write(tell: Callable[[tuple[str, torch.dtype]], None], entry: Entry, value: torch.Tensor) -> None:
+            _check_shape(entry, value)
+            tell((entry.name, value.dtype))
+            self.write(entry, value if entry.param is not None else self._of_first(value))
+
+        def follow(told: tuple[str, torch.dtype]) -> None:
+            entry = self.entry(told[0])
+            value = torch.empty((), dtype=told[1]).expand(entry.shape)
+            self.write(entry, value if entry.param is not None else self._of_first(value))
+
+        return led(self.ranks, lambda tell: lead(partial(write, tell)), follow)
+
+    def _of_first(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of rank 0, in its dtype and shape."""
+        if self.ranks.size == 1:
+            return value
+        found = value.contiguous().clone()
+        self.ranks.broadcast(found)
+        return found
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and value of every entry; each value is made when it is its turn."""
@@ -149,6 +190,11 @@ def memory_of(model: nn.Module) -> ModelMemory:
             "first, and outside of `with chunkc.full_params(model):`"
         )
     return found[0]
+
+
+def _check_shape(entry: Entry, value: torch.Tensor) -> None:
+    if tuple(value.shape) != entry.shape:
+        raise ChunkcError(f"{entry.name} has shape {entry.shape}, not {tuple(value.shape)}")
 
 
 def _held(entry: Entry) -> torch.Tensor:

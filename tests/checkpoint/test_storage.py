@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import weakref
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from thread_ranks import on_threads
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 
 from chunkc import ChunkcError
-from chunkc.checkpoint.planners import LazySavePlanner, load, save, stand_in
+from chunkc.checkpoint.planners import Kept, Wanted, load, load_whole, save, stand_in
+from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import INDEX_NAME, SafetensorsReader, SafetensorsWriter, digest_of
+from chunkc.runtime.ranks import Ranks
 
 Values = dict[str, torch.Tensor]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.bool)
@@ -40,13 +45,17 @@ def stand_ins(tensors: Values) -> Values:
     return {key: stand_in(value.dtype, value.shape) for key, value in tensors.items()}
 
 
+def kept(tensors: Values) -> dict[str, Kept]:
+    return {key: Kept.whole(value) for key, value in tensors.items()}
+
+
 def bits(value: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
     return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def read_all(path: Path, tensors: Values) -> Values:
     found: Values = {}
-    load(SafetensorsReader(path), stand_ins(tensors), found.__setitem__)
+    load_whole(SafetensorsReader(path), stand_ins(tensors), found.__setitem__)
     return found
 
 
@@ -57,7 +66,12 @@ def check(found: Values, wanted: Values) -> None:
 def test_bits_come_back_and_every_file_is_what_its_digest_says(tmp_path: Path) -> None:
     wanted, order = values(), list[str]()
     writer = SafetensorsWriter(tmp_path)
-    save(writer, stand_ins(wanted), lambda key: order.append(key) or wanted[key])
+
+    def made(key: str) -> tuple[torch.Tensor]:
+        order.append(key)
+        return (wanted[key].contiguous().view(-1),)
+
+    save(writer, {k: Kept(v.dtype, Share.whole(v.shape), partial(made, k)) for k, v in wanted.items()})
     assert order == list(wanted), "each value is made once, in order"
     check(read_all(tmp_path, wanted), wanted)
     files = {path.name: digest_of(path) for path in tmp_path.iterdir()}
@@ -74,64 +88,103 @@ def test_only_one_tensor_exists_at_a_time(tmp_path: Path) -> None:
         seen.append(weakref.ref(value))
         return value
 
-    save(SafetensorsWriter(tmp_path), wanted, lambda key: note(torch.ones(8)))
-    load(SafetensorsReader(tmp_path), wanted, lambda key, value: note(value))
+    lazy = Kept(torch.float32, Share.whole((8,)), lambda: (note(torch.ones(8)),))
+    save(SafetensorsWriter(tmp_path), dict.fromkeys(wanted, lazy))
+    load_whole(SafetensorsReader(tmp_path), wanted, lambda key, value: note(value))
     assert len(seen) == 12
 
 
 def test_a_part_of_the_tensors_may_be_read(tmp_path: Path) -> None:
     wanted = values()
-    save(SafetensorsWriter(tmp_path), stand_ins(wanted), wanted.__getitem__)
+    save(SafetensorsWriter(tmp_path), kept(wanted))
     part = {key: wanted[key] for key in ("special", "weight", "empty")}
     check(read_all(tmp_path, part), part)
 
 
 def test_files_are_plain_safetensors_that_dcp_reads_too(tmp_path: Path) -> None:
     wanted = {k: v for k, v in values().items() if v.dtype in (torch.float32, torch.bfloat16)}
-    save(SafetensorsWriter(tmp_path), stand_ins(wanted), wanted.__getitem__)
+    save(SafetensorsWriter(tmp_path), kept(wanted))
     plain = load_file(tmp_path / "rank-00000.float32.safetensors")
     check(plain, {k: v for k, v in wanted.items() if v.dtype is torch.float32})
     found: Values = {}
-    load(HuggingFaceStorageReader(str(tmp_path)), stand_ins(wanted), found.__setitem__)
+    load_whole(HuggingFaceStorageReader(str(tmp_path)), stand_ins(wanted), found.__setitem__)
     check(found, wanted)
 
 
-def test_parts_that_several_ranks_wrote_are_put_together(tmp_path: Path) -> None:
-    """Two ranks write a half each of two tensors, cut along different dimensions; one reads them whole."""
-    wanted = {"rows": torch.randn(6, 4), "columns": torch.randn(3, 8)}
-    cuts = {"rows": (0, (2, 4)), "columns": (1, (5, 3))}
-    results, metadata = [], None
-    for rank in range(2):
-        planner = LazySavePlanner(lambda key, rank=rank: wanted[key].split(cuts[key][1], cuts[key][0])[rank])
-        planner.set_up_planner(stand_ins(wanted), is_coordinator=True)
-        items = []
-        for item in planner.create_local_plan().items:
-            dim, sizes = cuts[item.index.fqn]
-            shape, offsets = list(wanted[item.index.fqn].shape), [0, 0]
-            shape[dim], offsets[dim] = sizes[rank], sum(sizes[:rank])
-            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(shape))
-            assert item.tensor_data is not None
-            index, data = MetadataIndex(item.index.fqn, offsets), replace(item.tensor_data, chunk=chunk)
-            items.append(replace(item, index=index, type=WriteItemType.SHARD, tensor_data=data))
-        results.append((rank, planner, SavePlan(items)))
-    plans, metadata = results[0][1].create_global_plan([plan for _, _, plan in results])
-    writers = [SafetensorsWriter(tmp_path, rank) for rank, _, _ in results]
-    written = [w.write_data(plan, r[1]).wait() for w, plan, r in zip(writers, plans, results, strict=True)]
-    writers[0].finish(metadata, written)
-    assert {path.name for path in tmp_path.glob("rank-*")} == {f"rank-0000{r}.float32.safetensors" for r in range(2)}
-    check(read_all(tmp_path, wanted), wanted)
+def cut(shape: tuple[int, ...], stride: tuple[int, ...], num_ranks: int, seed: int) -> list[Share]:
+    """The elements of a tensor over ranks, in ranges that begin anywhere; rank 0 has those of an empty one."""
+    numel, generator = math.prod(shape), random.Random(seed)
+    places = sorted(generator.choices(range(numel + 1), k=3 * num_ranks - 1))
+    ranges = [*pairwise([0, *places, numel])] if numel else [(0, 0), *[(1, 1)] * (3 * num_ranks - 1)]
+    of_rank = [[r for r in ranges[rank::num_ranks] if r[0] < r[1] or r == (0, 0)] for rank in range(num_ranks)]
+    return [Share(shape, stride, tuple(found)) for found in of_rank]
+
+
+SHAPES = {"rows": (6, 4), "deep": (3, 5, 2, 4), "flat": (23,), "one": (), "none": (0, 4), "turned": (4, 1, 3)}
+
+
+@pytest.mark.parametrize(("there", "here"), [(1, 1), (2, 3), (3, 1), (1, 4), (4, 2)])
+def test_ranges_that_ranks_wrote_are_read_by_any_number_of_ranks(tmp_path: Path, there: int, here: int) -> None:
+    """Each rank has ranges of elements in memory order, cut within rows; strides there and here are others."""
+    wanted = {key: torch.randn(shape) for key, shape in SHAPES.items()}
+    columns_first = {key: torch.empty(shape[::-1]).stride()[::-1] for key, shape in SHAPES.items()}
+    shares = {key: cut(shape, columns_first[key], there, 1) for key, shape in SHAPES.items()}
+
+    def write(ranks: Ranks) -> None:
+        own = {key: found[ranks.rank] for key, found in shares.items()}
+        parts = {k: Kept(torch.float32, s, partial(s.flats, wanted[k])) for k, s in own.items()}
+        save(SafetensorsWriter(tmp_path, ranks.rank), parts, ranks)
+
+    on_threads(there, write)
+    assert len(list(tmp_path.glob("rank-*"))) == there
+    found = {key: torch.full(shape, torch.nan) for key, shape in SHAPES.items()}
+    for rank in range(here):
+        own = {key: cut(v.shape, v.stride(), here, 2)[rank] for key, v in found.items()}
+
+        def take(key: str, flats: Sequence[torch.Tensor], own: dict[str, Share] = own) -> None:
+            for (first, end), flat in zip(own[key].ranges, flats, strict=True):
+                found[key].view(-1)[first:end] = flat
+
+        load(SafetensorsReader(tmp_path), {k: Wanted(torch.float32, s) for k, s in own.items()}, take)
+    check(found, wanted)
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_is_named(tmp_path: Path) -> None:
+    share = cut((40,), (1,), 3, 1)
+
+    def write(ranks: Ranks) -> None:
+        def read() -> tuple[torch.Tensor, ...]:
+            if ranks.rank == 1:
+                raise OSError(28, "No space left on device")
+            return share[ranks.rank].flats(torch.ones(40))
+
+        with pytest.raises(OSError, match="No space left" if ranks.rank == 1 else "on rank 1: .*No space left"):
+            save(SafetensorsWriter(tmp_path, ranks.rank), {"w": Kept(torch.float32, share[ranks.rank], read)}, ranks)
+
+    on_threads(3, write)
+    assert not (tmp_path / INDEX_NAME).exists()
+
+
+def test_an_index_without_a_part_is_refused(tmp_path: Path) -> None:
+    wanted = {"weight": torch.ones(4)}
+    save(SafetensorsWriter(tmp_path), kept(wanted))
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    index["weight"]["parts"][0]["sizes"] = [3]
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index))
+    with pytest.raises(ChunkcError, match="does not have all elements of weight"):
+        read_all(tmp_path, wanted)
 
 
 def test_what_safetensors_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     wanted = {"fine": torch.ones(2), "wave": torch.ones(2, dtype=torch.complex64)}
     with pytest.raises(ChunkcError, match=r"wave is torch\.complex64, which a checkpoint cannot hold"):
-        save(SafetensorsWriter(tmp_path), stand_ins(wanted), wanted.__getitem__)
+        save(SafetensorsWriter(tmp_path), kept(wanted))
     assert not list(tmp_path.iterdir())
 
 
 def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
     wanted = {"weight": torch.ones(2)}
-    save(SafetensorsWriter(tmp_path), stand_ins(wanted), wanted.__getitem__)
+    save(SafetensorsWriter(tmp_path), kept(wanted))
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     index["weight"]["parts"][0]["file"] = "../other.safetensors"
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))

@@ -15,6 +15,7 @@ from torch import nn
 import chunkc
 from chunkc import ChunkcError
 from chunkc.weights.streamed import StreamedTensor, streamed_state
+from chunkc.weights.tensors import ModelTensors
 
 COMPUTE = {"gpt2": torch.float32, "bert": torch.bfloat16, "mixtral": torch.bfloat16}
 
@@ -89,6 +90,7 @@ def test_a_streamed_tensor_has_a_shape_without_a_value_and_gathers_for_everythin
 
 def test_a_state_is_streamed_under_one_name_for_tied_parameters() -> None:
     model = chunkc.compile(CASES["t5"].build(), HW, dtype=torch.float32, backend="eager")
-    state, whole = streamed_state(model), model.state_dict()
+    tensors = ModelTensors(model)
+    state, whole = streamed_state(model, tensors, tensors.read), model.state_dict()
     assert set(whole) - set(state) == {"encoder.embed_tokens.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
     assert all(torch.equal(value.contiguous(), whole[name]) for name, value in state.items())

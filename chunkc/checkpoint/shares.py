@@ -1,0 +1,125 @@
+"""What one rank has of a tensor: ranges of its elements in the order of memory, as boxes that DCP can put together.
+
+Chunks cut a parameter anywhere, also within a row, and torch.distributed.checkpoint knows parts of tensors as boxes
+(offsets and sizes by dimension). Every range of a dense tensor is a few boxes: in two dimensions the rest of a row,
+whole rows, and the beginning of a row. So checkpoints depend on neither chunks nor strides, and a tensor that one rank
+has whole is one box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor whose elements follow each other in memory.
+
+    Attributes:
+        offsets, sizes: where it is in the tensor, by dimension.
+        part: which range of the share it belongs to.
+        first: its first element, counted from the beginning of that range.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    part: int
+    first: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Ranges of the elements of a dense tensor, ``[first, end)`` each, counted in the order of its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def whole(shape: Sequence[int], stride: Sequence[int] | None = None) -> Share:
+        """All elements; in row-major order unless ``stride`` says otherwise."""
+        dense = torch.empty(tuple(shape), device="meta").stride() if stride is None else stride
+        return Share(tuple(shape), tuple(dense), ((0, math.prod(shape)),))
+
+    @property
+    def numel(self) -> int:
+        """Elements of all ranges."""
+        return sum(end - first for first, end in self.ranges)
+
+    def boxes(self) -> tuple[Box, ...]:
+        """The ranges as boxes, in order; that of a whole tensor without elements is a box without elements."""
+        if not math.prod(self.shape):
+            return tuple(Box((0,) * len(self.shape), self.shape, i, 0) for i in range(len(self.ranges)))
+        order = self._order()
+        sizes = [self.shape[dim] for dim in order]
+        found = []
+        for part, (first, end) in enumerate(self.ranges):
+            for begin, offsets, lengths in _boxes(sizes, first, end):
+                found.append(Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first))
+        return tuple(found)
+
+    def empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Host memory for the elements of each range, 1-D."""
+        return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
+
+    def flats(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The elements of each range of a tensor, 1-D; copies where it does not stand in memory as the share says."""
+        dense = value
+        if value.stride() != self.stride:
+            dense = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device="cpu").copy_(value)
+        flat = dense.as_strided((dense.numel(),), (1,))
+        return tuple(flat[first:end] for first, end in self.ranges)
+
+    def view(self, flats: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
+        """The elements of ``box``, in its shape, where they stand in the ``flats`` of all ranges."""
+        order = self._order()
+        dense = flats[box.part][box.first : box.first + box.numel].view([box.sizes[dim] for dim in order])
+        return dense.permute([order.index(dim) for dim in range(len(order))])
+
+    def tensor(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A whole tensor, from its one range."""
+        [flat] = flats
+        return flat.as_strided(self.shape, self.stride)
+
+    def _order(self) -> list[int]:
+        """The dimensions, from the outermost in memory to the innermost."""
+        return sorted(range(len(self.shape)), key=lambda dim: (self.shape[dim] > 1, -self.stride[dim]))
+
+
+def _boxes(sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """The range ``[first, end)`` of a row-major tensor: first element, offsets and sizes of each box."""
+    if first == end:
+        return
+    if not sizes:
+        yield first, [], []
+        return
+    inner = math.prod(sizes[1:])
+    head, tail = -(-first // inner), end // inner
+    if head > tail:  # within one row
+        yield from _in_row(sizes, tail, first, end)
+        return
+    if first < head * inner:
+        yield from _in_row(sizes, head - 1, first, head * inner)
+    if head < tail:
+        yield head * inner, [head, *(0 for _ in sizes[1:])], [tail - head, *sizes[1:]]
+    if tail * inner < end:
+        yield from _in_row(sizes, tail, tail * inner, end)
+
+
+def _in_row(sizes: Sequence[int], row: int, first: int, end: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    start = row * math.prod(sizes[1:])
+    for begin, offsets, lengths in _boxes(sizes[1:], first - start, end - start):
+        yield begin + start, [row, *offsets], [1, *lengths]
+
+
+def _put_back(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
+    """``values`` of the dimensions in ``order``, in the order of the tensor."""
+    return tuple(values[order.index(dim)] for dim in range(len(order)))

@@ -1,0 +1,118 @@
+"""Work that ranks do together and that may fail on some of them: then it fails on all, with the cause.
+
+`exchange` is for work of every rank: files that each writes. `led` is for work that rank 0 alone can do (it has the
+disk, or a library writes the files), while the others take part in what it needs of them: reading parameters, which
+all ranks do together, or taking values.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from chunkc.errors import CheckpointError, ChunkcError, RankError
+from chunkc.runtime.ranks import Ranks
+
+T = TypeVar("T")
+
+
+def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """What ``work`` returns on every rank, in their order; on this one it is the object itself.
+
+    Raises:
+        Exception: what ``work`` raised here; else, where it failed on another rank, an error that names it.
+    """
+    if ranks.size == 1:
+        return [work()]
+    error: Exception | None = None
+    try:
+        own: Any = work()
+        said = pickle.dumps((True, own))
+    except RankError:
+        raise  # the ranks have come apart: nobody would hear it
+    except Exception as raised:
+        error, own, said = raised, None, pickle.dumps((False, _told(raised, ranks.rank)))
+    heard = [pickle.loads(data) for data in ranks.collect(said)]
+    if error is not None:
+        raise error
+    for is_done, value in heard:
+        if not is_done:
+            raise value
+    return [own if rank == ranks.rank else value for rank, (_, value) in enumerate(heard)]
+
+
+def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What ``work`` returns here, once every rank has done its own.
+
+    Raises:
+        Exception: as `exchange`.
+    """
+    found: list[T] = []
+    exchange(ranks, lambda: found.append(work()))
+    return found[0]
+
+
+def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
+    """What ``work`` returns on rank 0, which alone does it.
+
+    Raises:
+        Exception: what it raised there, on all ranks.
+    """
+    found: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
+    return found[0]  # type: ignore[return-value]
+
+
+def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
+    """Rank 0 does ``lead``, which may ask the others to do ``follow``, and all return what ``lead`` does.
+
+    Args:
+        lead: is given a function: when it calls that with a value, the other ranks call ``follow`` with it.
+
+    Raises:
+        Exception: what ``lead`` raised, on all ranks.
+    """
+    if ranks.size == 1:
+        return lead(lambda value: None)
+    if not ranks.is_first:
+        told: T = _follow(ranks, follow)
+        return told
+    try:
+        result = lead(lambda value: _say(ranks, _MORE, value))
+    except RankError:
+        raise  # the ranks have come apart: nobody would hear it
+    except Exception as error:
+        _say(ranks, _FAILED, _told(error, 0))
+        raise
+    _say(ranks, _DONE, result)
+    return result
+
+
+_MORE, _DONE, _FAILED = "more", "done", "failed"
+
+
+def _follow(ranks: Ranks, follow: Callable[[Any], object]) -> Any:
+    while True:
+        what, value = pickle.loads(ranks.collect(b"")[0])
+        if what == _FAILED:
+            raise value
+        if what == _DONE:
+            return value
+        follow(value)
+
+
+def _say(ranks: Ranks, what: str, value: object) -> None:
+    ranks.collect(pickle.dumps((what, value)))
+
+
+def _told(error: Exception, rank: int) -> Exception:
+    """``error`` as the other ranks raise it."""
+    text = f"on rank {rank}: {error}"
+    if isinstance(error, CheckpointError):
+        return CheckpointError(text, path=error.path, damaged=error.damaged, previous=error.previous)
+    if isinstance(error, OSError):
+        return OSError(error.errno, text)
+    if isinstance(error, ChunkcError):
+        return ChunkcError(text)
+    # never a RankError, after which this rank would wait for the others in vain (`Ranks.joining`)
+    return ChunkcError(f"on rank {rank}: {type(error).__name__}: {error}")

@@ -1,0 +1,38 @@
+"""Case 16 over case 6: an overflow on one rank is one on all, and scales stay those of torch.amp.GradScaler."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from job import Pool
+from rank_scaling import Scaled, train_plain, train_scaled
+
+pytestmark = pytest.mark.distributed
+PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-640k-64m"}
+TOLERANCE = 2**-7
+
+
+def check(found: list[Scaled], num_ranks: int) -> None:
+    """Scales, skipped steps and counts as torch's; first moments within fp16; ranks equal to the bit."""
+    wanted = train_plain(num_ranks)
+    assert len(set(wanted.scales)) > 2, "the scale never grew or never fell"
+    for rank in found:
+        assert rank.scales == wanted.scales
+        assert rank.unchanged == wanted.unchanged
+        assert rank.counts == wanted.counts
+        assert all(torch.equal(rank.params[n], value) for n, value in found[0].params.items())
+        largest = max(float(m.abs().max()) for m in wanted.exp_avg)
+        for ours, plain in zip(rank.exp_avg, wanted.exp_avg, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=TOLERANCE * largest)
+
+
+@pytest.mark.parametrize("by_scaler", [False, True], ids=["built in", "GradScaler"])
+@pytest.mark.parametrize("place", PLACES)
+def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, two_ranks: Pool) -> None:
+    check(two_ranks.run(train_scaled, PLACES[place], by_scaler), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_an_overflow_on_one_of_four_ranks_is_skipped_on_all(place: str, four_ranks: Pool) -> None:
+    check(four_ranks.run(train_scaled, PLACES[place]), 4)

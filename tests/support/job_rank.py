@@ -1,0 +1,108 @@
+"""One rank of a job that `job` started: joins the process group, then does what the test process sends.
+
+    python -c "from job_rank import main; main()" DESCRIPTOR RANK SIZE INIT_METHOD GROUP_TIMEOUT_S
+
+Calls come as pickles through the connection DESCRIPTOR; plain pickles, since multiprocessing's would move tensors to
+shared memory. A call of a pool is answered, whatever it raised. A call that is the rank's only one is not: what it
+raises ends the process, as it ends a user's script.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on a rank: the name of its type, its text, and where it was raised."""
+
+    kind: str
+    text: str
+    trace: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What a call gave on one rank: ``value``, unless there is an ``error``."""
+
+    value: Any = None
+    error: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """``function(*args)``; where it is the rank's only call, ``function(report, *args)``."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    is_only: bool = False
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What is told of ``error``."""
+    return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+def outcome_of(call: Call) -> RankOutcome:
+    """Carry out a call of a pool; whatever a function raises is the test's to judge, not this process's end."""
+    import torch
+
+    try:
+        found = RankOutcome(call.function(*call.args))
+    except Exception as error:
+        found = RankOutcome(error=failure_of(error))
+    torch._dynamo.reset()
+    gc.collect()
+    return found
+
+
+def serve(connection: Connection) -> None:
+    """Answer calls until the test process closes the connection."""
+    while True:
+        try:
+            call: Call = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        if call.is_only:
+            call.function(lambda text: connection.send_bytes(text.encode()), *call.args)
+            return
+        connection.send_bytes(_pickled(outcome_of(call)))
+
+
+def _pickled(outcome: RankOutcome) -> bytes:
+    try:
+        return pickle.dumps(outcome)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        return pickle.dumps(RankOutcome(error=failure_of(error)))
+
+
+def main() -> None:
+    """See the module's text."""
+    descriptor, rank, size, init_method, timeout_s = sys.argv[1:]
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the test process asks where this one hangs
+    import torch
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo",
+        init_method=init_method,
+        rank=int(rank),
+        world_size=int(size),
+        timeout=timedelta(seconds=float(timeout_s)),
+    )
+    connection = Connection(int(descriptor))
+    connection.send_bytes(b"joined")
+    serve(connection)
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,122 @@
+"""What a steady step of several ranks does, beside what the plan says, seen from each rank."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from models import CASES, loss_of
+from rank_training import Work, compiled, hw_of, parts_of
+from steady import executor_of
+
+import chunkc
+from chunkc.ir.actions import Op, Stream
+
+NUM_STEPS = 3
+
+
+class CountingGroup:
+    """A process group that counts what its collectives bring to this rank: the parts of the others."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+        self._group = group
+        self.gathered_nbytes = self.reduced_nbytes = 0
+
+    def _allgather_base(self, whole: torch.Tensor, own: torch.Tensor) -> Any:
+        self.gathered_nbytes += whole.nbytes - own.nbytes
+        return self._group._allgather_base(whole, own)
+
+    def _reduce_scatter_base(self, own: torch.Tensor, whole: torch.Tensor, options: Any) -> Any:
+        self.reduced_nbytes += whole.nbytes - own.nbytes
+        return self._group._reduce_scatter_base(own, whole, options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Numbers of one rank.
+
+    Attributes:
+        trace, planned_trace: actions of all steady steps.
+        gathered_nbytes, reduced_nbytes: what the collectives of one steady step brought here, counted outside chunkc.
+        planned_nbytes: the same from the plan's gathers and reduces, by chunk.
+        payload_nbytes: of all trained parameters in compute dtype, as the model has them.
+        chunks_nbytes: as the chunks of all ranks have them: with padding.
+        free_host_nbytes: what the device has left of its host budget.
+    """
+
+    trace: list[str]
+    planned_trace: list[str]
+    stats: dict[str, int]
+    gathered_nbytes: float
+    reduced_nbytes: float
+    planned_nbytes: dict[str, int]
+    payload_nbytes: int
+    chunks_nbytes: int
+    taken_host_nbytes: int
+
+
+def steady(work: Work) -> Steady:
+    """Two steps to warm up, then some that are counted."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batch = parts_of(CASES[work.name], work.recipe, rank, num_ranks)[0]
+    model = compiled(work, hw_of(work, batch))
+    gc.collect()
+    runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
+    group = runtime.ranks._data = CountingGroup(runtime.ranks._data)
+    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
+    for step in range(2 + NUM_STEPS):
+        if step == 2:
+            executor_of(model).trace = []
+            group.gathered_nbytes = group.reduced_nbytes = 0
+        loss_of(model(**batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    executor, stats = executor_of(model), chunkc.stats(model)
+    plan, device = executor.plan, runtime.device
+    planned = {"gather": 0, "reduce": 0}
+    for _, _, action in plan.labelled():
+        if action.op in (Op.GATHER, Op.REDUCE) and action.stream is Stream.COMM:
+            chunks = [plan.layout.chunks[c] for c in plan.layout.groups[action.index].chunks]
+            planned[action.op.value] += sum(c.nbytes for c in chunks) * (num_ranks - 1) // num_ranks
+    return Steady(
+        trace=list(executor.trace or ()),
+        planned_trace=[str(action) for _, _, action in plan.labelled()] * NUM_STEPS,
+        stats=stats,
+        gathered_nbytes=group.gathered_nbytes / NUM_STEPS,
+        reduced_nbytes=group.reduced_nbytes / NUM_STEPS,
+        planned_nbytes=planned,
+        payload_nbytes=sum(p.numel() for p in model.parameters() if p.requires_grad) * work.dtype.itemsize,
+        chunks_nbytes=sum(plan.layout.chunks[c].nbytes for g in plan.layout.groups for c in g.chunks),
+        taken_host_nbytes=device.host_budget_nbytes - device.free_host_nbytes(),
+    )
+
+
+def two_models(work: Work) -> dict[str, Any]:
+    """Two models on one machine train in turn; the first is deleted, the second goes on."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batches = parts_of(CASES[work.name], work.recipe, rank, num_ranks)
+    hw = chunkc.Hardware.parse("emulated-16m-64m")
+    models = [compiled(work, hw) for _ in range(2)]
+    optimizers = [chunkc.AdamW(model.parameters(), **work.recipe.options) for model in models]
+    device: Any = models[0]._compiled_call_impl.runtime.device  # type: ignore[union-attr]
+    losses: list[list[float]] = [[], []]
+    taken = []
+    for step, batch in enumerate(batches):
+        if step == 3:
+            taken.append(device.host_budget_nbytes - device.free_host_nbytes())
+            del models[0], optimizers[0]
+            gc.collect()
+            taken.append(device.host_budget_nbytes - device.free_host_nbytes())
+        for model, optimizer, found in zip(models, optimizers, losses[-len(models) :], strict=True):
+            loss = loss_of(model(**batch))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+    params = {n: v.clone() for n, v in models[-1].state_dict().items()}
+    return {"losses": losses, "taken": taken, "host": chunkc.stats(models[-1])["host_nbytes"], "params": params}

@@ -1,0 +1,157 @@
+"""Training a named model on the ranks of a job, each on its part of the batches, and the runs that it must equal.
+
+Step ``s`` of rank ``r`` takes batch ``s * num_ranks + r``, so that the global batch of a step is that of
+`accumulating.train_large`. Where the parts of a batch do not mean what they mean together (batch norms), the reference
+is `train_averaged`: the parts one by one, each rank with buffers of its own, and the mean of their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from accumulating import micro_batches
+from machines import EMULATED
+from models import CASES, Batch, Case, loss_of
+from torch import nn
+from training import SEMANTICS, Recipe, Trained, assert_close_elements, assert_same_bits, largest, read_state, to_host
+from training import assert_same_semantics as assert_same_as_plain
+from training import train as run_loop
+
+import chunkc
+from chunkc.hardware import Hardware
+
+QUICK = replace(SEMANTICS, num_steps=5)
+GIB = 1 << 30
+ROOMY = "emulated-64m-1g"
+"""One device for each rank; everything is resident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What ranks train.
+
+    Attributes:
+        hw: None: the smallest machine that `chunkc.BudgetError` names.
+        wishes: planning options.
+        options: of the optimizer, beside the recipe's.
+    """
+
+    name: str
+    recipe: Recipe = QUICK
+    hw: str | None = ROOMY
+    dtype: torch.dtype = torch.float32
+    backend: str = "eager"
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What one rank found: the run, and numbers of its latest step."""
+
+    trained: Trained
+    stats: dict[str, int]
+
+
+def machine_of(device_nbytes: int, host_nbytes: int) -> Hardware:
+    """One node with a device for each rank; both sizes are those of a rank."""
+    num_ranks = torch.distributed.get_world_size()
+    return replace(EMULATED.named(device_nbytes, host_nbytes * num_ranks), gpus_per_node=num_ranks)
+
+
+def compiled(work: Work, hw: Hardware | str) -> nn.Module:
+    """The model of ``work`` on ``hw``."""
+    model = chunkc.compile(CASES[work.name].build(), hw, dtype=work.dtype, backend=work.backend)  # type: ignore[arg-type]
+    settings = model._compiled_call_impl.settings  # type: ignore[union-attr]
+    settings.options = replace(settings.options, **work.wishes)
+    return model
+
+
+def smallest(work: Work, batch: Batch) -> tuple[int, int]:
+    """Device and host bytes of a rank that the error names when one byte is all there is."""
+    try:
+        compiled(work, machine_of(1, GIB))(**batch)
+    except chunkc.BudgetError as error:
+        return error.min_device_nbytes, error.min_host_nbytes
+    raise AssertionError("one byte of device memory was found to suffice")
+
+
+def hw_of(work: Work, batch: Batch) -> Hardware | str:
+    """The machine that ``work`` names."""
+    return work.hw if work.hw is not None else machine_of(*smallest(work, batch))
+
+
+def parts_of(case: Case, recipe: Recipe, rank: int, num_ranks: int) -> list[Batch]:
+    """A rank's batch of every step."""
+    batches = case.batches()
+    return [micro_batches(batches, step, num_ranks)[rank] for step in range(recipe.num_steps)]
+
+
+def train(work: Work) -> Done:
+    """Train on this rank, together with the others."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    batches = parts_of(CASES[work.name], work.recipe, rank, num_ranks)
+    model = compiled(work, hw_of(work, batches[0]))
+    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options, **work.options)
+    trained = run_loop(model, batches, optimizer, work.recipe)
+    return Done(trained, chunkc.stats(model))
+
+
+def train_all(works: Sequence[Work]) -> list[Done]:
+    """One after another."""
+    return [train(work) for work in works]
+
+
+def train_averaged(case: Case, recipe: Recipe, num_ranks: int) -> tuple[Trained, list[dict[str, torch.Tensor]]]:
+    """Plain PyTorch in one process doing what ranks do; also the buffers of each at the end."""
+    model, batches, found = case.build(), case.batches(), Trained()
+    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
+    buffers = [{n: b.clone() for n, b in model.named_buffers()} for _ in range(num_ranks)]
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(recipe.num_steps):
+        losses = []
+        for own, part in zip(buffers, micro_batches(batches, step, num_ranks), strict=True):
+            _copy(own, dict(model.named_buffers()))
+            loss = loss_of(model(**part))
+            (loss / num_ranks).backward()
+            losses.append(loss.item())
+            _copy(dict(model.named_buffers()), own)
+        if step == 0:
+            found.gradients = {n: to_host(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        found.losses.append(sum(losses) / num_ranks)
+        for p, q in zip(model.parameters(), before, strict=True):
+            found.largest_update = max(found.largest_update, float((p.detach() - q).abs().max()) if p.numel() else 0.0)
+            q.copy_(p.detach())
+    read_state(found, model, optimizer)
+    return found, buffers
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    for name, value in source.items():
+        target[name].copy_(value)
+
+
+def together(runs: Sequence[Trained]) -> Trained:
+    """What the ranks found, once: state and gradients equal to the bit on all of them, the mean of their losses."""
+    shared = [replace(run, losses=[], buffers={}) for run in runs]
+    for other in shared[1:]:
+        assert_same_bits(other, shared[0])
+    losses = [sum(of_step) / len(runs) for of_step in zip(*(run.losses for run in runs), strict=True)]
+    return replace(shared[0], losses=losses)
+
+
+def check_semantics(runs: Sequence[Trained], wanted: Trained) -> None:
+    """Acceptance (b) over ranks: they agree, and together equal one process on the global batch."""
+    assert_same_as_plain(together(runs), wanted)
+
+
+def check_buffers(runs: Sequence[Trained], wanted: Sequence[Mapping[str, torch.Tensor]]) -> None:
+    """Those of each rank are its own."""
+    for run, buffers in zip(runs, wanted, strict=True):
+        assert run.buffers.keys() == buffers.keys()
+        assert_close_elements(run.buffers, buffers, 1e-5 * largest(buffers), "buffers")

@@ -1,0 +1,35 @@
+"""Ranks that are threads of one process: for what ranks exchange, without a job."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from chunkc.runtime.ranks import Ranks
+
+TIMEOUT_S = 60
+
+
+class ThreadRanks(Ranks):
+    """One of several threads, all of which call the same methods; only ``collect`` exchanges anything."""
+
+    def __init__(self, rank: int, slots: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(slots)
+        self._slots = slots
+        self._barrier = barrier
+
+    def collect(self, data: bytes) -> list[bytes]:
+        self._slots[self.rank] = data
+        self._barrier.wait(TIMEOUT_S)
+        found = list(self._slots)
+        self._barrier.wait(TIMEOUT_S)
+        return found
+
+
+def on_threads(size: int, work: Callable[[Ranks], object]) -> list[object]:
+    """What ``work`` returns on each of ``size`` ranks."""
+    slots, barrier = [b""] * size, threading.Barrier(size)
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(work, ThreadRanks(rank, slots, barrier)) for rank in range(size)]
+        return [future.result(TIMEOUT_S) for future in futures]
