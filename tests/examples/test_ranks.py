@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--layers=2", "--hidden=64", "--seq=16", "--backend=eager", "--hw=emulated-700k-64m", "--seed=3"]
@@ -51,6 +53,32 @@ def test_two_ranks_have_the_losses_of_one_with_their_batches(
     assert train_gpt.main([*TRAINING, "--batch=2"]) == 0
     alone = losses(capsys.readouterr().out)
     assert losses(printed) == pytest.approx(alone, abs=1e-5) and len(set(alone)) == 6
+
+
+def told(printed: str) -> list[float]:
+    """``eval_loss`` and ``final_loss``: all that is printed."""
+    found = re.fullmatch(r"eval_loss=(.*)\nfinal_loss=(.*)\n", printed)
+    assert found, printed
+    return [float(loss) for loss in found.groups()]
+
+
+@pytest.mark.distributed
+def test_fine_tuning_on_two_ranks_is_that_of_one_also_after_a_resume(
+    train_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The export is that of plain transformers; the resumed run begins with the first of its two checkpoints."""
+    import finetune
+
+    ranks = [*TINY, "--steps=4", "--save-every=2", "--resume", "--batch=1", f"--out={tmp_path / 'ranks'}"]
+    assert finetune.main([*TINY, "--steps=4", "--batch=2", f"--out={tmp_path / 'one'}"]) == 0
+    alone = told(capsys.readouterr().out)
+    assert told(torchrun("finetune.py", *ranks)) == pytest.approx(alone, abs=1e-5)
+    (newest,) = tmp_path.glob("ranks/checkpoints/0*step-4")
+    shutil.rmtree(newest)
+    assert told(torchrun("finetune.py", *ranks)) == pytest.approx(alone, abs=1e-5)
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model") for name in ("one", "ranks")]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
 
 
 def test_parts_of_a_batch_are_all_of_it_in_order(train_gpt: ModuleType) -> None:
