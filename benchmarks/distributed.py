@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_rank import FSDP_SIDES, Settings, measure
+from distributed_rank import SIDES, Settings, measure
 from gpu_models import Shape
 
 import chunkc
@@ -68,8 +68,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resident-hw", default="2g-16g", help="of the emulated machine: device and host memory")
     parser.add_argument("--moving-hw", default="224m-16g")
     parser.add_argument("--jobs", default="resident,moving")
-    parser.add_argument("--sides", default="chunkc," + ",".join(FSDP_SIDES))
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sides", default=",".join(SIDES[:3]), help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--block", type=int, default=2, help="steps of a side in a round")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.0, help="of the ratio in the resident job")

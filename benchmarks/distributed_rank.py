@@ -30,8 +30,9 @@ from chunkc.compiled import compiled_of
 from chunkc.ir.actions import Stream
 
 LEARNING_RATE = 1e-4
-FSDP_SIDES = ("fsdp2", "fsdp2_keep", "fsdp2_eager")
-"""Blocks compiled; the same without resharding after forward, so that parameters are gathered once; not compiled."""
+SIDES = ("chunkc", "fsdp2", "fsdp2_keep", "fsdp2_eager")
+"""FSDP2 with its blocks compiled; the same without resharding after forward, so that parameters are gathered once, as
+in a resident plan of chunkc; and not compiled."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
