@@ -10,12 +10,15 @@ those of a run that was never stopped. At the end the model is evaluated and exp
 line on standard output is ``final_loss=``, the loss of the last step.
 
     python examples/finetune.py --hw emulated-96m-4g --steps 60 --out run1 --save-every 20 --resume
+
+Under torchrun every rank takes ``--batch`` pieces of text in a micro-batch, rank 0 prints, and the losses are means
+over all ranks. ``--out`` stands on a file system that all of them see.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
+import signal
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 from corpus import batches, standard_library
+from ranks import Ranks, joined
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
@@ -44,15 +48,21 @@ MIB = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, evaluate, export, and return the exit code."""
     args = parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    with joined() as ranks:
+        return finetune(args, ranks)
+
+
+def finetune(args: argparse.Namespace, ranks: Ranks) -> int:
+    """The whole run as one of ``ranks``."""
     torch.manual_seed(args.seed)
     text = standard_library()
     held_out = int(len(text) * EVALUATION_SHARE)
-    run = Run(args)
+    run = Run(args, ranks)
     run.train(text[:-held_out])
-    evaluation = list(islice(batches(text[-held_out:], args.batch, args.seq, args.seed), NUM_EVALUATION_BATCHES))
-    print(f"eval_loss={evaluate(run.model, [batch.to(run.device) for batch in evaluation])!r}")
-    export(run.model, args.out / "model")
+    data = batches(text[-held_out:], args.batch * ranks.size, args.seq, args.seed)
+    evaluation = [ranks.part(batch).to(run.device) for batch in islice(data, NUM_EVALUATION_BATCHES)]
+    print(f"eval_loss={ranks.mean(torch.tensor(evaluate(run.model, evaluation), dtype=torch.float64))!r}")
+    export(run.model, args.out / "model", ranks)
     print(f"final_loss={run.loss!r}")
     return 0
 
@@ -69,7 +79,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--lora", action="store_true", help="train adapters only (needs peft)")
     parser.add_argument("--accumulate", type=positive, default=2, help="micro-batches of a step")
-    parser.add_argument("--batch", type=int, default=2, help="pieces of text in a micro-batch")
+    parser.add_argument("--batch", type=int, default=2, help="pieces of text in a micro-batch, of each rank")
     parser.add_argument("--seq", type=int, default=32, help="bytes in a piece of text")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="width of the small model, a multiple of 64")
@@ -88,8 +98,8 @@ def positive(text: str) -> int:
 class Run:
     """A training run: what is trained, and how far it is. ``loss`` is that of the last step."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
+    def __init__(self, args: argparse.Namespace, ranks: Ranks) -> None:
+        self.args, self.ranks = args, ranks
         self.device = device_of(args.hw)
         self.model = compiled(args)
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -104,28 +114,32 @@ class Run:
     def train(self, text: torch.Tensor) -> None:
         """The steps that are left; saves on the way, and ends the process after a step if SIGTERM came."""
         args, done = self.args, self.first_step
-        data = batches(text, args.batch, args.seq, args.seed)
-        data = islice(data, done * args.accumulate, None)
-        progress = tqdm(total=args.steps, initial=done, unit="step", mininterval=1.0)
+        data = batches(text, args.batch * self.ranks.size, args.seq, args.seed)
+        data = islice(map(self.ranks.part, data), done * args.accumulate, None)
+        hidden = not self.ranks.is_first
+        progress = tqdm(total=args.steps, initial=done, unit="step", mininterval=1.0, disable=hidden)
         with chunkc.graceful_exit() as stop, progress:
             for step in range(done, args.steps):
                 self.loss = self.step([batch.to(self.device) for batch in islice(data, args.accumulate)])
                 progress.update()
                 self.show(progress)
-                ends = bool(stop) or step + 1 == args.steps  # asked once: a signal may come at any moment
+                stops = self.ranks.any(bool(stop))  # asked once: a signal may come at any moment, and to any rank
+                ends = stops or step + 1 == args.steps
                 if ends or (step + 1) % args.save_every == 0:
                     saving = self.save(step + 1)
                 if ends:
                     saving.result()  # raises what went wrong with it
+                    if stops and not stop:
+                        sys.exit(128 + signal.SIGTERM)  # the signal came to another rank
                     break
 
     def step(self, micro_batches: Sequence[torch.Tensor]) -> float:
-        """One optimizer step; the mean loss of its micro-batches."""
+        """One optimizer step; the mean loss of its micro-batches, over all ranks."""
         total = 0.0
         for batch in micro_batches:
             loss = self.model(input_ids=batch, labels=batch).loss / len(micro_batches)
             loss.backward()
-            total += loss.item()
+            total += self.ranks.mean(loss)
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -140,7 +154,7 @@ class Run:
 
     def show(self, progress: Any) -> None:
         """Loss, and every few steps what the device did."""
-        if progress.n % STEPS_PER_READING and progress.n != progress.total:
+        if progress.disable or (progress.n % STEPS_PER_READING and progress.n != progress.total):
             return
         found = chunkc.metrics(self.model)
         speed = f"{found['tokens_per_s']:.0f} tokens/s, " if "tokens_per_s" in found else ""
@@ -185,12 +199,13 @@ def evaluate(model: nn.Module, inputs: Sequence[torch.Tensor]) -> float:
     return sum(losses) / len(losses)
 
 
-def export(model: nn.Module, directory: Path) -> None:
+def export(model: nn.Module, directory: Path, ranks: Ranks) -> None:
     """In transformers' format, or in PEFT's with adapters: ``from_pretrained`` loads either."""
     if hasattr(model, "peft_config"):
-        model.save_pretrained(directory)
+        model.save_pretrained(directory, is_main_process=ranks.is_first)
         return
-    model.config.save_pretrained(directory)
+    if ranks.is_first:
+        model.config.save_pretrained(directory)
     chunkc.save_safetensors(model, directory)
 
 

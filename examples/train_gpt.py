@@ -6,12 +6,15 @@ steps run in plain PyTorch too, and the script exits with code 1 unless the loss
 the budget, and the last losses are below ``--target``.
 
     python examples/train_gpt.py --hw emulated-96m-4g --compare 10
+
+Under torchrun every rank takes ``--batch`` pieces of text a step, rank 0 prints, and losses are means over all ranks.
+
+    torchrun --nproc-per-node 2 examples/train_gpt.py --hw emulated-96m-4g --batch 2 --compare 10
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +23,7 @@ from itertools import islice
 import torch
 from corpus import VOCABULARY_SIZE, batches, standard_library
 from plain import Reference, agreement, reference, table
+from ranks import Ranks, joined
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -36,22 +40,28 @@ MIB = 2**20
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and return the exit code."""
     args = parse(argv)
-    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    with joined() as ranks:
+        return train(args, ranks)
+
+
+def train(args: argparse.Namespace, ranks: Ranks) -> int:
+    """Train as one of ``ranks``, and return the exit code."""
     torch.manual_seed(args.seed)
     model = build(args.layers, args.hidden, args.seq)
     dtype = getattr(torch, args.dtype)
     device = device_of(args.hw)
-    inputs = list(islice(batches(standard_library(), args.batch, args.seq, args.seed), args.steps))
-    inputs = [batch.to(device) for batch in inputs]
+    whole = list(islice(batches(standard_library(), args.batch * ranks.size, args.seq, args.seed), args.steps))
+    inputs = [ranks.part(batch).to(device) for batch in whole]
     plain = None
     if args.compare:
         print(f"plain PyTorch, {args.compare} steps")
-        plain = reference(model, inputs[: args.compare], dtype, LEARNING_RATE, warm_up)
+        compared = [batch.to(device) for batch in whole[: args.compare]]
+        plain = reference(model, compared, dtype, LEARNING_RATE, warm_up)
 
     model = chunkc.compile(model, hw=args.hw, dtype=dtype, backend=args.backend)
     optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
     scheduler = warm_up(optimizer)
-    progress = Progress(args.steps, args.batch * args.seq)
+    progress = Progress(args.steps, args.batch * args.seq * ranks.size, is_shown=ranks.is_first)
     losses = []
     for batch in inputs:
         loss = model(input_ids=batch, labels=batch).loss
@@ -59,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        losses.append(loss.item())
+        losses.append(ranks.mean(loss))
         progress.update(model, losses[-1])
     progress.close()
 
@@ -74,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hw", default=hw, help="device budget and host memory (default here: %(default)s)")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=1024, help="width, a multiple of 64")
-    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=4, help="pieces of text in a step, of each rank")
     parser.add_argument("--seq", type=int, default=32, help="bytes in a piece of text")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="compute dtype")
@@ -115,16 +125,18 @@ def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
 class Progress:
     """A progress bar; ``peak_nbytes`` is the highest device peak that it has read."""
 
-    def __init__(self, num_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, num_steps: int, tokens_per_step: int, *, is_shown: bool = True) -> None:
         self.peak_nbytes = 0
         self._tokens_per_step = tokens_per_step
-        self._bar = tqdm(total=num_steps, unit="step", mininterval=1.0)
+        self._num_steps = 0  # a bar that is not shown does not count
+        self._bar = tqdm(total=num_steps, unit="step", mininterval=1.0, disable=not is_shown)
         self._read_at_s = time.perf_counter()
 
     def update(self, model: torch.nn.Module, loss: float) -> None:
         """Count one step; every few steps, and at the last, read the device."""
         self._bar.update()
-        if self._bar.n % STEPS_PER_READING and self._bar.n != self._bar.total:
+        self._num_steps += 1
+        if self._num_steps % STEPS_PER_READING and self._num_steps != self._bar.total:
             return
         stats = chunkc.stats(model)
         self.peak_nbytes = max(self.peak_nbytes, stats["measured_peak_nbytes"])

@@ -121,17 +121,18 @@ def _losses(program: str) -> list[float]:
     return losses
 
 
-def test_the_torchrun_line_is_marked_as_not_built_and_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_torchrun_line_has_a_process_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind the script's name is understood by it; one process alone is refused."""
     (line,) = blocks("sh")
-    before = README[: README.index(line)].rstrip("`sh\n")
-    assert "**It is not built yet**" in before.splitlines()[-2] + before.splitlines()[-1]
     words = shlex.split(line)
     script = words.index("examples/train_gpt.py")
+    assert words[:2] == ["torchrun", "--nproc-per-node"] and (ROOT / words[script]).exists()
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import train_gpt
 
     args = train_gpt.parse(words[script + 1 :])
-    with pytest.raises(chunkc.ChunkcError, match="not built yet"):
+    assert chunkc.Hardware.parse(args.hw).num_gpus == int(words[2])
+    with pytest.raises(chunkc.HardwareError, match=r"has 8 devices, but this job has 1 rank: .*nproc-per-node=8"):
         chunkc.compile(torch.nn.Linear(2, 2), hw=args.hw)
 
 

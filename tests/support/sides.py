@@ -30,7 +30,7 @@ import chunkc
 
 LR = 1e-2
 EPS = 1e-4
-MAX_NORM = 1.4
+MAX_NORM = 0.815
 TIGHT = "emulated-640k-64m"
 Inputs = tuple[torch.Tensor, ...]
 Clip = Callable[[nn.Module, float], torch.Tensor]
