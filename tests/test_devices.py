@@ -68,7 +68,7 @@ def test_a_named_gpu_that_is_absent_is_emulated_with_one_warning(caplog: pytest.
 
 
 def test_several_gpus_are_refused_with_the_way_to_plan_for_them() -> None:
-    with pytest.raises(chunkc.HardwareError, match=r"8 GPUs.*chunkc.plan"):
+    with pytest.raises(chunkc.HardwareError, match=r"8 devices, but this job has 1 rank.*torchrun.*chunkc.plan"):
         chunkc.compile(tower(8), "8xv100-240g")
 
 
