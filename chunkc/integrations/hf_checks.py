@@ -28,7 +28,7 @@ def check_arguments(args: TrainingArguments) -> None:
         "fsdp": (args.fsdp, "a model takes one GPU; leave it out"),
         "deepspeed": (args.deepspeed, "chunkc takes its place; leave it out"),
         "optim": (args.optim not in _ADAMW, f"chunkc has AdamW: use {_ADAMW[0].value!r}"),
-        "world_size": (args.world_size > 1, "training on several GPUs is not built yet; start one process"),
+        "world_size": (args.world_size > 1, "ChunkcTrainer trains in one process; several ranks take a loop of yours"),
         "n_gpu": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
     }
     found = [f"{name}={getattr(args, name)!r}: {advice}" for name, (is_wrong, advice) in wrong.items() if is_wrong]
