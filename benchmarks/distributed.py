@@ -66,10 +66,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of computing and exchanges"
     )
     parser.add_argument("--resident-hw", default="2g-16g", help="of the emulated machine: device and host memory")
-    parser.add_argument("--moving-hw", default="224m-16g")
+    parser.add_argument("--moving-hw", default="144m-16g")
     parser.add_argument("--jobs", default="resident,moving")
     parser.add_argument("--sides", default=",".join(SIDES[:3]), help=f"of {', '.join(SIDES)}")
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--block", type=int, default=2, help="steps of a side in a round")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--limit", type=float, default=1.0, help="of the ratio in the resident job")
