@@ -41,7 +41,8 @@ def metrics(model: nn.Module) -> dict[str, float]:
         samples_per_s      of its forwards, by the first dimension of their largest inputs
         model_tflops       operations of the model, without what backward computes again, in 1e12 a second
         stall_ms           the compute stream waited so long for other streams,
-        stall_h2d_ms, ...  and so long for each: ``h2d`` and ``d2h`` are copies, ``cpu`` updates on the host
+        stall_h2d_ms, ...  and so long for each: ``h2d`` and ``d2h`` are copies, ``comm`` exchanges with
+                           other ranks, ``cpu`` updates on the host
 
     On CUDA the host sees only stalls by updates, so that ``stall_ms`` is left out there.
 
@@ -77,7 +78,7 @@ def _speeds(window: StepWindow) -> dict[str, float]:
 
 
 def _stalls(window: StepWindow, *, sees_all: bool) -> dict[str, float]:
-    streams = (Stream.H2D, Stream.D2H, Stream.CPU) if sees_all else tuple(window.stalled_s)
+    streams = (Stream.H2D, Stream.D2H, Stream.COMM, Stream.CPU) if sees_all else tuple(window.stalled_s)
     found = {f"stall_{stream}_ms": window.stalled_s.get(stream, 0.0) * 1e3 for stream in streams}
     return found | ({"stall_ms": sum(found.values())} if sees_all else {})
 

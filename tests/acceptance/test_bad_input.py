@@ -105,7 +105,7 @@ def test_models_that_cannot_be_trained_are_refused_whole(kind: str) -> None:
 BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "hw": ({"hw": "v1000-240g"}, "v100"),
     "ambiguous hw": ({"hw": "v100-32g"}, "32g"),
-    "several gpus": ({"hw": "8xv100-240g"}, "8 GPUs"),
+    "several gpus": ({"hw": "8xv100-240g"}, "8 devices, but this job has 1 rank"),
     "dtype": ({"dtype": torch.int8}, "int8"),
     "loss_scale": ({"loss_scale": 0.0}, "loss_scale=0.0"),
     "backend": ({"backend": "cudagraphs"}, "cudagraphs"),

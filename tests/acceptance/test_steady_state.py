@@ -29,7 +29,7 @@ def test_stats_offer_what_they_promise() -> None:
     twins.backward()
     twins.step()
     found = chunkc.stats(twins.model)
-    moved = {f"{planned}{stream}_nbytes" for planned in ("", "planned_") for stream in ("h2d", "d2h")}
+    moved = {f"{planned}{stream}_nbytes" for planned in ("", "planned_") for stream in ("h2d", "d2h", "comm")}
     memory = {"budget_nbytes", "planned_peak_nbytes", "measured_peak_nbytes", "host_nbytes", "model_data_nbytes"}
     assert set(found) == moved | memory | set(COUNTS)
     assert all(type(value) is int and value >= 0 for value in found.values())

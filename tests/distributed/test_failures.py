@@ -59,7 +59,7 @@ def test_a_rank_killed_at_any_moment_ends_the_others(seed: int) -> None:
         kill_one(generator.randrange(2), generator.uniform(0, 0.5), generator.choice(["file", "tcp"]))
 
 
-@pytest.mark.parametrize("end", [pytest.param("exit", marks=SLOW), "sleep", pytest.param("raise", marks=SLOW)])
+@pytest.mark.parametrize("end", [pytest.param("exit", marks=SLOW), pytest.param("sleep", marks=SLOW), "raise"])
 def test_a_rank_that_leaves_or_sleeps_ends_the_others(end: str) -> None:
     with only_call(2, train_for_ever, end, 1, group_timeout_s=TIMEOUT_S) as job:
         warm(job)

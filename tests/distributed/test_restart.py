@@ -16,7 +16,7 @@ pytestmark = pytest.mark.distributed
 
 
 def test_a_job_that_lost_a_rank_goes_on_from_its_checkpoint(two_ranks: Pool, tmp_path: Path) -> None:
-    """Rank 1 is killed in the fourth step of the first life; the second life ends with what no kill would have given."""
+    """Rank 1 is killed in the fourth step of the first life; the second ends with what no kill would have given."""
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
     wanted = two_ranks.run(restarted_run.train, str(tmp_path / "whole"))[0]

@@ -62,6 +62,7 @@ def told(printed: str) -> list[float]:
     return [float(loss) for loss in found.groups()]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_fine_tuning_on_two_ranks_is_that_of_one_also_after_a_resume(
     train_gpt: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
