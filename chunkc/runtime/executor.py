@@ -7,7 +7,7 @@ environment by name and leave it at their last use.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -93,15 +93,18 @@ class Executor:
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
         return [line for line in lines if not line.startswith(("release", "drop"))]
 
-    def agree(self, kind: Kind, program: str) -> None:
-        """All ranks are about to run ``program``.
+    def agree(self, kind: Kind, program: str, state: Sequence[str] = ()) -> None:
+        """All ranks are about to run ``program``; ``state``: what else they must have alike.
 
         Raises:
             RankError: when they do other things, or exchange other chunks.
         """
+        if self._ranks.size == 1:
+            return
         if program not in self._exchanged:
             self._exchanged[program] = digest_lines(self.exchanges(program))
-        self._ranks.agree_digest(kind, self._exchanged[program], partial(self.exchanges, program))
+        digest = digest_lines([*state, str(self._exchanged[program])])
+        self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)])
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the forward program on the inputs of the forward graph; empties ``args``."""

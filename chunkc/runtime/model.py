@@ -190,15 +190,11 @@ class ModelRuntime(ScaledGradients):
         return self._guarded(executor, run)
 
     def _agree_on_backward(self, executor: Executor) -> None:
-        is_kept = self._saved and self._executor is executor
-        program = executor.backward_program(self._accumulated())
+        follows = self._saved and self._executor is executor
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
-
-        def lines() -> list[str]:
-            state = f"{program}, {'right after its forward' if is_kept else 'after something else'}"
-            return [state, *overlaid, *executor.exchanges(program)]
-
-        self.ranks.agree(Kind.BACKWARD, lines)
+        program = executor.backward_program(self._accumulated())
+        state = f"{program}, {'right after its forward' if follows else 'after something else'}"
+        executor.agree(Kind.BACKWARD, program, [state, *overlaid])
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
