@@ -128,7 +128,9 @@ def compile(  # the name that torch.compile taught users
         ranks_per_node=machine.gpus_per_node,
     )
     ranks = job.make_ranks(device.torch_device)
-    ranks.agree(Kind.COMPILE, lambda: [str(machine), str(settings.options), *map(str, infos)])
+    ranks.agree(
+        Kind.COMPILE, lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos)]
+    )
     _divide_cores(device, ranks)
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)

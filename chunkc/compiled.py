@@ -286,8 +286,7 @@ class CompiledModel:
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
-        if layout is None:
-            target = self._with_least(target)
+        target = self._with_least(target)
         has_norms = any(executor.gauge is not None for executor in self.runtime.executors.values())
         wanted = self.runtime.measures and (layout is None or has_norms)
         options = replace(settings.options, measures=settings.options.measures or wanted)
@@ -301,7 +300,9 @@ class CompiledModel:
         self._least = (device, host)
 
     def _with_least(self, target: Target) -> Target:
-        device, host = self._least or (target.device_budget_nbytes, target.host_budget_nbytes)
+        if self._least is None:
+            return target
+        device, host = map(min, self._least, (target.device_budget_nbytes, target.host_budget_nbytes))
         others_nbytes = target.device_budget_nbytes - device
         return replace(
             target,

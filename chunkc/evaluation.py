@@ -30,7 +30,7 @@ from chunkc._torch_compat import CaptureFailed, call_plain, capture_settings, co
 from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain
-from chunkc.errors import CaptureError, ChunkcError, ShapeLimitError
+from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
@@ -129,7 +129,17 @@ class Evaluator:
                 self._tell(_cause(error), logging.WARNING)
         elif reason:
             self._tell(reason, logging.INFO)
-        return call_plain(self._model, args, kwargs)
+        return self._gathered(args, kwargs)
+
+    def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The plain forward, in which every parameter gathers itself."""
+        try:
+            return call_plain(self._model, args, kwargs)
+        except RankError:
+            raise
+        except Exception:
+            self._owner.runtime.ranks.refuse()  # the others may be reading a parameter
+            raise
 
     def _why_gathered(self, signature: Signature) -> str | None:
         """Why this call takes the gathered path (empty: told before); None where it may take a program."""

@@ -100,7 +100,8 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
         verify(plan)  # with the bytes that its compiled segments take
     held_nbytes, layout = request.held_nbytes, request.layout
     if layout is not None:
-        held_nbytes += layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
+        of_rank = layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
+        held_nbytes += of_rank * request.ranks_per_node
     check_free_memory(plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
     logger.info("planned %s in %.1f s%s", plan.digest(), search.planning_s, tried)

@@ -177,8 +177,9 @@ def gather(
 
 
 def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
-    """What must be the same on all ranks."""
-    found = [f"{name}: {objects[part][name]}" for part in ("model", "optimizer") for name in objects[part]]
+    """What must be the same on all ranks; extra states of modules are each rank's own, as buffers are."""
+    parts = [(name, value) for part in ("model", "optimizer") for name, value in objects[part].items()]
+    found = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
     return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *found]
 
 

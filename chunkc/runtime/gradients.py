@@ -134,7 +134,7 @@ class Gradients:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
-                plain = param.grad.detach().clone()
+                plain = self._store.averaged(param.grad.detach()).clone()
                 self.add(index, plain if scale is None else multiply(plain, scale.to(plain.device)))
             self.zeroed.discard(index)
             if self.is_handle(index) and index in self._live:

@@ -223,7 +223,7 @@ class ModelMemory:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
         self._together("a new gradient", index)
-        value = self._of_first(value)
+        value = self.averaged(value)  # what eager operators add is each rank's own
         self.gradients.zeroed.discard(index)
         self._apply_factor()
         self.gradients.measured = None
@@ -264,13 +264,14 @@ class ModelMemory:
         for part in gradients.apart.values():
             multiply(part, factor.to(part.device))
 
-    def _averaged(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks of a gradient outside of chunks."""
+    def averaged(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The mean over all ranks of a gradient outside of chunks, added up in float32, in host memory."""
         if self.ranks.size == 1:
             return gradient
-        found = gradient.detach().to("cpu", copy=True).contiguous()
+        exact = torch.promote_types(gradient.dtype, torch.float32)
+        found = gradient.detach().to("cpu", exact, copy=True).contiguous()
         self.ranks.mean(found)
-        return found
+        return found.to(gradient.dtype)
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
         """Free the payloads of these parameters from their gradients, which go on in host memory."""

@@ -194,15 +194,17 @@ class ModelRuntime(ScaledGradients):
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
         program = executor.backward_program(self._accumulated())
         state = f"{program}, {'right after its forward' if follows else 'after something else'}"
-        executor.agree(Kind.BACKWARD, program, [state, *overlaid])
+        executor.agree(Kind.BACKWARD, program, [state, *overlaid, *self.assigned(executor.graded_params)])
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
         with self.ranks.joining():
             self._refuse_scaling_parts()
             goes_on = self._check_backward(graph)
+            graded = graph.graded_params
             self.ranks.agree(
-                Kind.BACKWARD, lambda: [f"makes the gradient of {self.name_of(i)}" for i in graph.graded_params]
+                Kind.BACKWARD,
+                lambda: [f"makes the gradient of {self.name_of(i)}" for i in graded] + self.assigned(graded),
             )
         self._begin_backward(graph, goes_on=goes_on)
         self.to_cold()
@@ -212,7 +214,7 @@ class ModelRuntime(ScaledGradients):
             self.accounting.end_backward(self.layout)
             self.gradients.measured = None
             for index, gradient in sorted(made.items()):
-                self.gradients.add(index, self._averaged(gradient))
+                self.gradients.add(index, self.averaged(gradient))
             self._consumed = False
             self.gradients.hand_out(graph, graph.graded_params)
         except BaseException:
@@ -268,10 +270,10 @@ class ModelRuntime(ScaledGradients):
         Returns:
             What becomes of it, where it may be skipped because a gradient is infinite or NaN.
         """
-        assigned = [i for i in hypers if not self.gradients.is_handle(i)]
-        self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
+        assigned = [i for i in hypers if not self.gradients.is_handle(i)]
+        self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         if self.outcome is not None:
             self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)
@@ -322,7 +324,7 @@ class ModelRuntime(ScaledGradients):
             grad = self.params[index].grad
             if grad is not None:
                 gradients.landed.discard(index)
-                gradients.apart[index] = self._averaged(grad.to("cpu", self.params[index].dtype).detach())
+                gradients.apart[index] = self.averaged(grad.to("cpu", self.params[index].dtype).detach())
         self._move_into_chunks()
 
     # Between programs.

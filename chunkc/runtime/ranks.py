@@ -37,7 +37,7 @@ from chunkc.runtime.slab import map_private
 _STORY_WAIT_S: Final = 2.0
 """How long a rank that saw a collective fail waits for the others to say where they stopped."""
 
-_SHOWN_LINES: Final = 3
+_SHOWN_RANKS: Final = 4
 
 Lines = Callable[[], Sequence[str]]
 """What a digest stands for, line by line; asked for only where digests differ."""
@@ -54,13 +54,14 @@ class Kind(StrEnum):
     STEP = "step"
     EVALUATE = "evaluate"
     READ = "read"
+    GRADIENTS = "gradients"
     SAVE = "save"
     LOAD = "load"
     REFUSED = "refused"
 
 
 _KINDS: Final = tuple(Kind)
-_ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ})
+_ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENTS})
 """Agreements that come before the one that a call is about."""
 
 
@@ -101,6 +102,9 @@ class Ranks:
     def joining(self) -> Iterator[None]:
         """Within the block the ranks come to an agreement; one that raises before joins as ``refused``."""
         yield
+
+    def refuse(self) -> None:
+        """This rank's call was refused: the others hear of it at their next agreement."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Give the elements of ``tensor`` (host memory, contiguous) on rank ``source`` to all."""
@@ -179,8 +183,7 @@ class JobRanks(Ranks):
         self._data: Group | None = data
         self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
         self._stopped: RankError | None = None
-        self._lock = threading.Lock()
-        self._num_agreements = 0
+        self._lock, self._num_agreements = threading.Lock(), 0
         self._direct: DirectExchange | None = None
         if data is not None and backend == "gloo":
             self._direct = DirectExchange(data, rank, size, map_private)
@@ -195,12 +198,12 @@ class JobRanks(Ranks):
         word = torch.tensor([_KINDS.index(kind), digest, number], dtype=torch.int64, device="cpu")
         words = torch.empty(self.size, 3, dtype=torch.int64, device="cpu")
         self._exchange(f"the agreement on {_named(kind, what)}", lambda g: all_gather(g, words.view(-1), word))
-        kinds, digests = words[:, 0].tolist(), words[:, 1].tolist()
+        kinds, digests, numbers = words.t().tolist()
         if len(set(kinds)) > 1:
             self._refuse_kinds([_KINDS[k] for k in kinds], kind, what)
-        if kind is not Kind.REFUSED and len(set(digests)) > 1:
+        if len(set(digests)) > 1:
             self._refuse_lines(kind, what, lines())
-        return [int(n) for n in words[:, 2].tolist()]
+        return [int(n) for n in numbers]
 
     def _refuse_kinds(self, kinds: Sequence[Kind], own: Kind, what: str) -> None:
         """Every rank raises; one that was refused already raises what refused it."""
@@ -219,7 +222,7 @@ class JobRanks(Ranks):
         for position in range(max(len(lines) for lines in found)):
             at = [lines[position] if position < len(lines) else "(nothing more)" for lines in found]
             if len(set(at)) > 1:
-                shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(at[: _SHOWN_LINES + 1]))
+                shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(at[:_SHOWN_RANKS]))
                 break
         else:
             shown = "their descriptions agree, their numbers do not"
@@ -237,9 +240,13 @@ class JobRanks(Ranks):
         except RankError:
             raise
         except Exception:
-            if self._num_agreements == before and self._stopped is None:
-                self.agree_digest(Kind.REFUSED, 0, list)
+            if self._num_agreements == before:
+                self.refuse()
             raise
+
+    def refuse(self) -> None:
+        if self._stopped is None:
+            self.agree_digest(Kind.REFUSED, 0, list)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         if tensor.numel():
@@ -311,12 +318,11 @@ class JobRanks(Ranks):
         with self._lock:
             if self._stopped is None:
                 self.say_stopped(place)
-                cause = str(error).strip().splitlines()
+                cause = [*str(error).strip().splitlines(), type(error).__name__][0]
                 self._stopped = RankError(
                     f"rank {self.rank} of {self.size} stopped in {place} after {after_s:.1f} s: another rank has "
                     f"ended, failed, or did not come within the timeout of {self._timeout.total_seconds():g} s. "
-                    f"{self._stories()} Start the job again from its last checkpoint. torch says: "
-                    f"{cause[0] if cause else type(error).__name__}"
+                    f"{self._stories()} Start the job again from its last checkpoint. torch says: {cause}"
                 )
             return self._stopped
 
@@ -365,8 +371,8 @@ class JobRanks(Ranks):
 
     def beside(self) -> Ranks:
         if self._beside is None:
-            cpu, name = torch.device("cpu"), f"{self._number}/beside"
-            self._beside = JobRanks(self.rank, self.size, cpu, None, self._timeout, self._store, name)
+            place = torch.device("cpu"), None, self._timeout, self._store, f"{self._number}/beside"
+            self._beside = JobRanks(self.rank, self.size, *place)
         return self._beside
 
 
@@ -379,6 +385,7 @@ _DOES: Final[dict[Kind, str]] = {
     Kind.STEP: "steps",
     Kind.EVALUATE: "runs a forward without gradients",
     Kind.READ: "reads or writes a parameter, gradient or state",
+    Kind.GRADIENTS: "clips or unscales gradients",
     Kind.SAVE: "saves",
     Kind.LOAD: "loads",
     Kind.REFUSED: "had its call refused",

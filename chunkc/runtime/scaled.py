@@ -19,7 +19,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.ranks import Ranks
+from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import LossScale, multiply
 
 
@@ -126,7 +126,9 @@ class ScaledGradients(ModelMemory):
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
         self.wants_norms = True
-        present = self.check_step({})
+        with self.ranks.joining():
+            present = self.check_step({})
+        self._agree_on_gradients(present, f"clipping to {max_norm} by the {norm_type}-norm")
         if not present:
             return torch.zeros((), dtype=torch.float32, device=self.device.torch_device)
         gauge = self._measured(present)
@@ -149,19 +151,35 @@ class ScaledGradients(ModelMemory):
                 "the compiled model and call optimizer.step()"
             )
         self.wants_norms = True
-        present = self.check_step({})
+        with self.ranks.joining():
+            present = self.check_step({})
+        self._agree_on_gradients(present, "unscaling")
         if not present:
             return None
         found = self.gradients.found = self._find_nonfinite(present)
         self._multiply(present, inverse.to(self.device.torch_device))
         return found
 
+    def _agree_on_gradients(self, present: frozenset[int], what: str) -> None:
+        """All ranks are about to do ``what`` to the same gradients."""
+        way = "read one by one" if self._measured(present) is None else "measured"
+        self.ranks.agree(
+            Kind.GRADIENTS,
+            lambda: [what, way, *(self.name_of(i) for i in sorted(present)), *self.assigned(sorted(present))],
+            what,
+        )
+
+    def assigned(self, indexes: Iterable[int]) -> list[str]:
+        """Of each parameter among ``indexes`` whose ``grad`` no backward has made, that it is so."""
+        found = [i for i in indexes if self.params[i].grad is not None and not self.gradients.is_handle(i)]
+        return [f"the gradient of {self.name_of(i)} was assigned" for i in found]
+
     def _find_nonfinite(self, present: frozenset[int]) -> torch.Tensor:
         """1 where a gradient of ``present`` is infinite or NaN, else 0: float32 [], on the device."""
         gauge = self._measured(present)
         if gauge is not None:
             return self._on_compute(gauge.found_nonfinite, gauge.ready)
-        is_finite = all(bool(gradient.isfinite().all()) for gradient in self._exact(present))
+        is_finite = all([bool(gradient.isfinite().all()) for gradient in self._exact(present)])  # all ranks read all
         return torch.tensor(float(not is_finite), dtype=torch.float32, device=self.device.torch_device)
 
     def _measured(self, present: frozenset[int]) -> Gauge | None:
@@ -191,7 +209,7 @@ class ScaledGradients(ModelMemory):
             if grad is None:
                 continue
             if not gradients.is_handle(index):
-                yield grad.detach().to(device, torch.float64)
+                yield self.averaged(grad.detach()).to(device, torch.float64)
             elif not gradients.is_kept(index):
                 yield torch.zeros(1, dtype=torch.float64, device=device)  # zeroed after a step that consumed it
             else:

@@ -133,7 +133,8 @@ class StagingStore:
 
     def nbytes(self) -> int:
         """Bytes of all parameters that still stand here."""
-        return sum(v.numel() * v.element_size() for v in self._values if v is not None and not v.is_meta)
+        held = [v for i, v in enumerate(self._values) if v is not None and i not in self._blank]
+        return sum(v.numel() * v.element_size() for v in held)
 
     def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
         """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
