@@ -201,7 +201,7 @@ class JobRanks(Ranks):
         kinds, digests, numbers = words.t().tolist()
         if len(set(kinds)) > 1:
             self._refuse_kinds([_KINDS[k] for k in kinds], kind, what)
-        if len(set(digests)) > 1:
+        if kind is not Kind.REFUSED and len(set(digests)) > 1:
             self._refuse_lines(kind, what, lines())
         return [int(n) for n in numbers]
 
