@@ -137,8 +137,8 @@ class Evaluator:
             return call_plain(self._model, args, kwargs)
         except RankError:
             raise
-        except Exception:
-            self._owner.runtime.ranks.refuse()  # the others may be reading a parameter
+        except Exception:  # whatever the model raises: the others may be reading a parameter
+            self._owner.runtime.ranks.refuse()
             raise
 
     def _why_gathered(self, signature: Signature) -> str | None:

@@ -239,7 +239,7 @@ class JobRanks(Ranks):
             yield
         except RankError:
             raise
-        except Exception:
+        except Exception:  # whatever refused the call: the others wait for this rank
             if self._num_agreements == before:
                 self.refuse()
             raise
@@ -310,7 +310,7 @@ class JobRanks(Ranks):
         begun_s = time.monotonic()
         try:
             work(group)
-        except Exception as error:
+        except Exception as error:  # whatever backends raise, their group is of no more use
             raise self._stop(place, time.monotonic() - begun_s, error) from error
 
     def _stop(self, place: str, after_s: float, error: BaseException) -> RankError:
@@ -344,7 +344,7 @@ class JobRanks(Ranks):
                     key = f"{self._prefix}/stopped/{rank}"
                     if self._store.check([key]):
                         told[rank] = self._store.get(key).decode()
-                except Exception:
+                except Exception:  # as in `say_stopped`
                     return "The job's store does not answer: the rank that held it (mostly rank 0) has ended."
             time.sleep(0.05)
         silent = [str(rank) for rank in others if rank not in told]
