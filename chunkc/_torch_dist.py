@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from chunkc import _rendezvous
+
 Group = dist.ProcessGroup
 
 
@@ -29,8 +31,9 @@ def is_in_job() -> bool:
 
 
 def join(backend: str) -> None:
-    """Join the job that the environment (torchrun's) names."""
-    dist.init_process_group(backend)
+    """Join the job that the environment (torchrun's) names, with torch's usual timeout."""
+    store, rank, world_size = _rendezvous.meet(dist.default_pg_timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def job_rank() -> int:

@@ -15,7 +15,6 @@ from job import Pool
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.slow
 def test_a_job_that_lost_a_rank_goes_on_from_its_checkpoint(two_ranks: Pool, tmp_path: Path) -> None:
     """Rank 1 is killed in the fourth step of the first life; the second ends with what no kill would have given."""
     (tmp_path / "whole").mkdir()

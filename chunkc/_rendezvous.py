@@ -1,0 +1,69 @@
+"""Meeting the other ranks of this life of a job.
+
+torchrun restarts the workers of a job that has lost one, and hands them the key-value store of their predecessors, so a
+rank that looks up where its peers listen may find where they have listened before they died. (Its restart counter does
+not tell lives apart: every node has its own.) Here ranks first show one another that they are alive: rank 0 offers a
+random name for this life, every other rank answers to the offer it sees with a random name of its own, and goes on when
+rank 0 confirms that name. What an earlier life has left in the store confirms nobody of this one.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+_OFFER = "chunkc/life"
+_POLL_S = 0.05
+
+
+def meet(timeout: timedelta) -> tuple[Store, int, int]:
+    """A store that no earlier life has written to, this process's rank and the number of ranks, from torchrun's names.
+
+    Raises:
+        RuntimeError: when not all ranks have come within ``timeout``.
+        ValueError: when the environment names no job.
+    """
+    store, rank, world_size = next(iter(rendezvous("env://")))
+    store.set_timeout(timeout)
+    return PrefixStore(name_life(store, rank, world_size, timeout), store), rank, world_size
+
+
+def name_life(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
+    """A name that all ranks alive share, and no rank of an earlier life has had.
+
+    Args:
+        store: whose waits end after ``timeout``.
+
+    Raises:
+        RuntimeError: when not all ranks have come within ``timeout``.
+    """
+    return _invite(store, world_size) if rank == 0 else _follow(store, rank, timeout)
+
+
+def _invite(store: Store, world_size: int) -> str:
+    life = uuid.uuid4().hex
+    store.set(_OFFER, life)
+    for rank in range(1, world_size):
+        answer = store.get(f"{_OFFER}/{life}/answer/{rank}").decode()
+        store.set(f"{_OFFER}/{life}/welcome/{rank}", answer)
+    return life
+
+
+def _follow(store: Store, rank: int, timeout: timedelta) -> str:
+    """Answers an offer once, and looks for a newer one until the answer to the last is confirmed."""
+    name, answered = uuid.uuid4().hex, ""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < deadline:
+        life = store.get(_OFFER).decode()
+        if life != answered:
+            store.set(f"{_OFFER}/{life}/answer/{rank}", name)
+            answered = life
+        welcome = f"{_OFFER}/{life}/welcome/{rank}"
+        if store.check([welcome]) and store.get(welcome).decode() == name:
+            return life
+        time.sleep(_POLL_S)
+    raise RuntimeError(f"rank 0 has not greeted rank {rank} within {timeout.total_seconds():g} s")
