@@ -13,6 +13,7 @@ from steady import executor_of
 
 import chunkc
 from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import ChunkList
 
 NUM_STEPS = 3
 
@@ -58,7 +59,7 @@ class Steady:
         received_nbytes: what the exchanges of one steady step brought here, counted at the process group.
         planned_nbytes: the same from the plan's gathers and reduces, by chunk.
         payload_nbytes: of all trained parameters in compute dtype, as the model has them.
-        chunks_nbytes: as the chunks of all ranks have them: with padding.
+        chunks_nbytes: as the chunks of all ranks have them, padding included.
         taken_host_nbytes: what the device's host memory gives to the model.
     """
 
@@ -95,14 +96,15 @@ def steady(work: Work) -> Steady:
         if action.op in (Op.GATHER, Op.REDUCE) and action.stream is Stream.COMM:
             chunks = [plan.layout.chunks[c] for c in plan.layout.groups[action.index].chunks]
             planned[action.op.value] += sum(c.nbytes for c in chunks) * (num_ranks - 1) // num_ranks
+    trained = {c.index for c in plan.layout.chunks if c.list is ChunkList.TRAINED}
     return Steady(
         trace=list(executor.trace or ()),
         planned_trace=[str(action) for _, _, action in plan.labelled()] * NUM_STEPS,
         stats=stats,
         received_nbytes=group.received_nbytes / NUM_STEPS,
         planned_nbytes=planned,
-        payload_nbytes=sum(p.numel() for p in model.parameters() if p.requires_grad) * work.dtype.itemsize,
-        chunks_nbytes=sum(plan.layout.chunks[c].nbytes for g in plan.layout.groups for c in g.chunks),
+        payload_nbytes=sum(plan.layout.params[p.param].nbytes for p in plan.layout.placements if p.chunk in trained),
+        chunks_nbytes=sum(plan.layout.chunks[c].nbytes for c in trained),
         taken_host_nbytes=device.host_budget_nbytes - device.free_host_nbytes(),
     )
 

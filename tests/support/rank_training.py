@@ -7,6 +7,7 @@ is `train_averaged`: the parts one by one, each rank with buffers of its own, an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -75,8 +76,10 @@ def compiled(work: Work, hw: Hardware | str) -> nn.Module:
 
 def smallest(work: Work, batch: Batch) -> tuple[int, int]:
     """Device and host bytes of a rank that the error names when one byte is all there is."""
+    model = compiled(work, machine_of(1, GIB))
+    _optimizer = chunkc.AdamW(model.parameters(), **work.options)  # clipping takes some memory
     try:
-        compiled(work, machine_of(1, GIB))(**batch)
+        model(**batch)
     except chunkc.BudgetError as error:
         return error.min_device_nbytes, error.min_host_nbytes
     raise AssertionError("one byte of device memory was found to suffice")
@@ -113,8 +116,18 @@ def train_in_micro_batches(work: Work) -> Trained:
         for part in micro_batches(batches, step, num * num_ranks)[rank * num : (rank + 1) * num]
     ]
     model = compiled(work, hw_of(work, own[0]))
-    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
+    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options, **work.options)
     return train_in_parts(model, own, optimizer, work.recipe, num)[0]
+
+
+def train_under(work: Work, emulation: str, seed: int = 0) -> Trained:
+    """Train on a device with debug settings; ranks pause at moments of their own."""
+    own_seed = seed * torch.distributed.get_world_size() + torch.distributed.get_rank()
+    os.environ["CHUNKC_EMULATED"] = f"{emulation},seed={own_seed}"
+    try:
+        return train_in_micro_batches(work) if work.accumulate > 1 else train(work).trained
+    finally:
+        del os.environ["CHUNKC_EMULATED"]
 
 
 def train_all(works: Sequence[Work]) -> list[Done]:
