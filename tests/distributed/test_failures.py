@@ -50,13 +50,21 @@ def test_a_killed_rank_ends_the_others(rank: int, store: str) -> None:
     kill_one(rank, 0.2, store)
 
 
+def kill_at_random(seed: int, num_kills: int) -> None:
+    generator = random.Random(seed)
+    for _ in range(num_kills):
+        kill_one(generator.randrange(2), generator.uniform(0, 0.5), generator.choice(["file", "tcp"]))
+
+
+def test_a_rank_killed_at_any_moment_ends_the_others() -> None:
+    kill_at_random(seed=0, num_kills=3)
+
+
 @SLOW
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(5))
-def test_a_rank_killed_at_any_moment_ends_the_others(seed: int) -> None:
-    generator = random.Random(seed)
-    for _ in range(10):
-        kill_one(generator.randrange(2), generator.uniform(0, 0.5), generator.choice(["file", "tcp"]))
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_rank_killed_at_any_of_many_moments_ends_the_others(seed: int) -> None:
+    kill_at_random(seed, num_kills=10)
 
 
 @pytest.mark.parametrize("end", [pytest.param("exit", marks=SLOW), pytest.param("sleep", marks=SLOW), "raise"])

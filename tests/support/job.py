@@ -10,6 +10,8 @@ a rank, or came to no end within its deadline, the processes are thrown away and
 a deadline the stacks of the ranks that hang are part of the message.
 
 `only_call` starts processes for one call that may kill, end or hang them, and `Job.ends` tells how they ended.
+
+Processes are forked from one that has imported what they need (`job_preload`).
 """
 
 from __future__ import annotations
@@ -18,29 +20,52 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import Pipe
+from functools import cache
+from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from job_rank import Call, Failure, RankOutcome
+from job_rank import Call, Failure, Place, RankOutcome, main
 
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 180.0
 GROUP_TIMEOUT_S = 60.0
 GRACE_S = 30.0
 """How long a call may still take after it raised on one rank: the others should notice."""
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"} | (
+    {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+)
 
 
 class JobError(AssertionError):
     """Ranks raised, ended or hang; the message says which and where."""
+
+
+@cache
+def _context() -> ForkServerContext:
+    """Starts processes by forking one that has imported `job_preload`, with the environment and paths of now."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["job_preload"])
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    return context
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +97,10 @@ class Job:
         self._started_s = time.monotonic()
         self._told: list[str] = [""] * num_ranks
         self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[BaseProcess] = []
         url = f"tcp://127.0.0.1:{_free_port()}" if store == "tcp" else f"file://{self._directory.name}/store"
         for rank in range(num_ranks):
-            self._start(rank, [str(rank), str(num_ranks), url, str(group_timeout_s)])
+            self._start(Place(rank, num_ranks, url, group_timeout_s, str(self._log_of(rank))))
         try:
             if any(answer != b"joined" for answer in self._answers(START_TIMEOUT_S)):
                 raise JobError(f"ranks did not come up:\n{self._logs()}")
@@ -83,28 +108,13 @@ class Job:
             self.close()
             raise
 
-    def _start(self, rank: int, arguments: list[str]) -> None:
-        ours, theirs = Pipe()
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "OMP_WAIT_POLICY": "passive",
-            "OMP_NUM_THREADS": "1",
-        }
-        if sys.platform == "linux":
-            environment["GLOO_SOCKET_IFNAME"] = "lo"
-        command = [sys.executable, "-c", "from job_rank import main; main()", str(theirs.fileno()), *arguments]
-        with self._log_of(rank).open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            )
+    def _start(self, place: Place) -> None:
+        context = _context()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=main, args=(theirs, place), daemon=True)
+        process.start()
         theirs.close()
+        self._processes.append(process)
         self._connections.append(ours)
 
     def _log_of(self, rank: int) -> Path:
@@ -112,7 +122,8 @@ class Job:
 
     def log(self, rank: int, most: int = 6000) -> str:
         """The end of what a rank wrote."""
-        return self._log_of(rank).read_text(errors="replace")[-most:]
+        path = self._log_of(rank)
+        return path.read_text(errors="replace")[-most:] if path.exists() else ""
 
     def _logs(self) -> str:
         return "\n".join(f"--- rank {rank} wrote:\n{self.log(rank)}" for rank in range(len(self._processes)))
@@ -157,7 +168,7 @@ class Job:
     def _hang_message(self, hanging: list[int], found: dict[int, bytes | None]) -> str:
         """Which ranks hang, where, and what the others raised."""
         for rank in hanging:
-            self._processes[rank].send_signal(signal.SIGUSR1)
+            self._ask_for_stacks(rank)
         time.sleep(1)
         texts = [f"ranks {hanging} came to no end; their stacks:"]
         texts += [f"--- rank {rank}:\n{self.log(rank)}" for rank in hanging]
@@ -169,8 +180,15 @@ class Job:
         return "\n".join(texts)
 
     def _ended(self, rank: int) -> RankOutcome:
-        code = self._processes[rank].wait(timeout=START_TIMEOUT_S)
-        return RankOutcome(error=Failure("Ended", f"rank {rank} ended with exit code {code}", self.log(rank)))
+        process = self._processes[rank]
+        process.join(START_TIMEOUT_S)
+        text = f"rank {rank} ended with exit code {process.exitcode}"
+        return RankOutcome(error=Failure("Ended", text, self.log(rank)))
+
+    def _ask_for_stacks(self, rank: int) -> None:
+        process = self._processes[rank]
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
 
     # The only call of a job.
 
@@ -197,7 +215,7 @@ class Job:
 
     def has_ended(self, rank: int) -> bool:
         """Whether the process of that rank has."""
-        return self._processes[rank].poll() is not None
+        return self._processes[rank].exitcode is not None
 
     def kill(self, rank: int) -> None:
         """SIGKILL."""
@@ -210,13 +228,12 @@ class Job:
         until = time.monotonic() + timeout_s
         while len(ended_s) < len(self._processes) and time.monotonic() < until:
             for rank, process in enumerate(self._processes):
-                if rank not in ended_s and process.poll() is not None:
+                if rank not in ended_s and process.exitcode is not None:
                     ended_s[rank] = time.monotonic() - self._started_s
             time.sleep(0.02)
-        codes = [process.poll() for process in self._processes]
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
+        codes = [process.exitcode for process in self._processes]
+        for rank in range(len(codes)):
+            self._ask_for_stacks(rank)
         if None in codes:
             time.sleep(1)
         after_s = [ended_s.get(rank, float("inf")) for rank in range(len(codes))]
@@ -228,11 +245,10 @@ class Job:
             connection.close()
         until = time.monotonic() + patience_s
         for process in self._processes:
-            try:
-                process.wait(timeout=max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            process.join(max(0.0, until - time.monotonic()))
+            if process.exitcode is None:
                 process.kill()
-                process.wait()
+                process.join()
         self._directory.cleanup()
 
 

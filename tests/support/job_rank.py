@@ -1,9 +1,6 @@
 """One rank of a job that `job` started: joins the process group, then does what the test process sends.
 
-    python -c "from job_rank import main; main()" DESCRIPTOR RANK SIZE INIT_METHOD GROUP_TIMEOUT_S
-
-Calls come as pickles through the connection DESCRIPTOR; plain pickles, since multiprocessing's would move tensors to
-shared memory. A call of a pool is answered, whatever it raised. A call that is the rank's only one is not: what it
+Calls come as plain pickles, since multiprocessing's would move tensors to shared memory. A call of a pool is answered, whatever it raised. A call that is the rank's only one is not: what it
 raises ends the process, as it ends a user's script.
 """
 
@@ -11,9 +8,9 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import pickle
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +45,17 @@ class Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     is_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank of which job a process is, and where it writes what it has to say."""
+
+    rank: int
+    size: int
+    init_method: str
+    group_timeout_s: float
+    log: str
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -88,21 +96,22 @@ def _pickled(outcome: RankOutcome) -> bytes:
         return pickle.dumps(RankOutcome(error=failure_of(error)))
 
 
-def main() -> None:
-    """See the module's text."""
-    descriptor, rank, size, init_method, timeout_s = sys.argv[1:]
+def main(connection: Connection, place: Place) -> None:
+    """The process of a rank."""
+    log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(log, stream)
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the test process asks where this one hangs
     import torch
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo",
-        init_method=init_method,
-        rank=int(rank),
-        world_size=int(size),
-        timeout=timedelta(seconds=float(timeout_s)),
+        init_method=place.init_method,
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timedelta(seconds=place.group_timeout_s),
     )
-    connection = Connection(int(descriptor))
     connection.send_bytes(b"joined")
     serve(connection)
     torch.distributed.destroy_process_group()
