@@ -1,7 +1,8 @@
 """One rank of a job that `job` started: joins the process group, then does what the test process sends.
 
-Calls come as plain pickles, since multiprocessing's would move tensors to shared memory. A call of a pool is answered, whatever it raised. A call that is the rank's only one is not: what it
-raises ends the process, as it ends a user's script.
+Calls come as plain pickles, since multiprocessing's would move tensors to shared memory. A call of a pool is answered,
+whatever it raised. A call that is the rank's only one is not: what it raises ends the process, as it ends a user's
+script.
 """
 
 from __future__ import annotations
