@@ -233,16 +233,16 @@ def _callable(
 def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
     """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
     executor.agree(Kind.EVALUATE, "evaluate")
-    runtime.to_cold()
-    runtime.drain()
-    runtime.device.check_usable()
-    runtime.accounting.start_evaluation(held_nbytes)
-    try:
-        outputs = executor.evaluate(args)
-    except BaseException as error:
-        executor.recover()
-        runtime.ranks.stop("an evaluation", error)
-        raise
+    with runtime.ranks.committed("an evaluation"):
+        runtime.to_cold()
+        runtime.drain()
+        runtime.device.check_usable()
+        runtime.accounting.start_evaluation(held_nbytes)
+        try:
+            outputs = executor.evaluate(args)
+        except BaseException:
+            executor.recover()
+            raise
     runtime.accounting.num_asked_syncs += 1
     runtime.accounting.end_evaluation(runtime.layout, outputs)
     return outputs

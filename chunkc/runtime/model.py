@@ -57,10 +57,8 @@ class ModelRuntime(ScaledGradients):
         super().__init__(infos, params, device, accumulate, ranks)
         self.num_forwards = 0
         self.executors: dict[object, Executor] = {}
-        self._broken = False
         self._executor: Executor | None = None
-        self._saved = False
-        self._num_calls = 0
+        self._broken, self._saved, self._num_calls = False, False, 0
         self._call_of: dict[object, int] = {}
         self.ran: list[Executor | UnplannedGraph] = []
         self._accumulators: dict[int, Node] = {}
@@ -114,20 +112,13 @@ class ModelRuntime(ScaledGradients):
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-        """Run a forward program from wherever the last call left the model.
-
-        ``held_nbytes`` are bytes of inputs and buffers, alive before it begins, that count as non-model data.
+        """Run a forward program from wherever the last call left the model; ``held_nbytes`` of inputs and buffers are
+        alive before it begins, and count as non-model data.
 
         Raises:
             RankError: when the ranks do other things, or exchange other chunks.
         """
         executor.agree(Kind.FORWARD, "forward")
-        self.to_cold()
-        self._uncover()
-        self._switch_to(executor)
-        executor.enter_step(self.accounting.steps.num_steps)
-        is_first = executor.num_actions == 0
-        self.accounting.start(held_nbytes, args)
 
         def run() -> list[Any]:
             outputs = executor.forward(args)
@@ -136,18 +127,26 @@ class ModelRuntime(ScaledGradients):
             self._count_forward(executor)
             return outputs
 
-        return self._guarded(executor, run, keeps_gradients=self.accumulate > 1)
+        with self.ranks.committed("a forward"):
+            self.to_cold()
+            self._uncover()
+            self._switch_to(executor)
+            executor.enter_step(self.accounting.steps.num_steps)
+            is_first = executor.num_actions == 0
+            self.accounting.start(held_nbytes, args)
+            return self._guarded(executor, run, keeps_gradients=self.accumulate > 1)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
-        self.to_cold()
-        self._uncover()
-        self.accounting.start(held_nbytes)
-        outputs = graph.forward(args, self.read_param)
-        self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
-        self._count_forward(graph)
-        return outputs
+        with self.ranks.committed("a forward without a plan"):
+            self.to_cold()
+            self._uncover()
+            self.accounting.start(held_nbytes)
+            outputs = graph.forward(args, self.read_param)
+            self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
+            self._count_forward(graph)
+            return outputs
 
     def _count_forward(self, graph: Executor | UnplannedGraph) -> None:
         self._call_of[graph] = self._num_calls
@@ -173,10 +172,6 @@ class ModelRuntime(ScaledGradients):
         with self.ranks.joining():
             goes_on = self._check_backward(executor)
             self._agree_on_backward(executor)
-        self._begin_backward(executor, goes_on=goes_on)
-        self._enter_backward(executor)
-        self.accounting.begin_backward()
-        added_to, scale = self._accumulated(), self.own_scale
 
         def run() -> list[Any]:
             outputs = executor.backward(args, added_to, scale)
@@ -187,7 +182,12 @@ class ModelRuntime(ScaledGradients):
             self._note_landed(executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
-        return self._guarded(executor, run)
+        with self.ranks.committed("a backward"):
+            self._begin_backward(executor, goes_on=goes_on)
+            self._enter_backward(executor)
+            self.accounting.begin_backward()
+            added_to, scale = self._accumulated(), self.own_scale
+            return self._guarded(executor, run)
 
     def _agree_on_backward(self, executor: Executor) -> None:
         follows = self._saved and self._executor is executor
@@ -206,21 +206,22 @@ class ModelRuntime(ScaledGradients):
                 Kind.BACKWARD,
                 lambda: [f"makes the gradient of {self.name_of(i)}" for i in graded] + self.assigned(graded),
             )
-        self._begin_backward(graph, goes_on=goes_on)
-        self.to_cold()
-        self.accounting.begin_backward()
-        try:
-            outputs, made = graph.backward(args, self.read_param)
-            self.accounting.end_backward(self.layout)
-            self.gradients.measured = None
-            for index, gradient in sorted(made.items()):
-                self.gradients.add(index, self.averaged(gradient))
-            self._consumed = False
-            self.gradients.hand_out(graph, graph.graded_params)
-        except BaseException:
-            self._lose_gradients()
-            raise
-        return outputs
+        with self.ranks.committed("a backward without a plan"):
+            self._begin_backward(graph, goes_on=goes_on)
+            self.to_cold()
+            self.accounting.begin_backward()
+            try:
+                outputs, made = graph.backward(args, self.read_param)
+                self.accounting.end_backward(self.layout)
+                self.gradients.measured = None
+                for index, gradient in sorted(made.items()):
+                    self.gradients.add(index, self.averaged(gradient))
+                self._consumed = False
+                self.gradients.hand_out(graph, graph.graded_params)
+            except BaseException:
+                self._lose_gradients()
+                raise
+            return outputs
 
     def _check_backward(self, executor: Executor | UnplannedGraph) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
@@ -274,6 +275,11 @@ class ModelRuntime(ScaledGradients):
             self.plan_recorded()
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
+        with self.ranks.committed("a step"):
+            return self._step(hypers, steps)
+
+    def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """`step`, on which all ranks have agreed."""
         if self.outcome is not None:
             self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)
@@ -300,9 +306,8 @@ class ModelRuntime(ScaledGradients):
             with deferred_interrupt():
                 self.outcome = executor.step(hypers, steps, factor, found, scale)
                 self.accounting.steps.end()
-        except BaseException as error:
+        except BaseException:
             self._broken = True
-            self.ranks.stop("a step", error)
             raise
         return self.outcome
 
@@ -366,12 +371,11 @@ class ModelRuntime(ScaledGradients):
         self.device.check_usable()
         try:
             return run()
-        except BaseException as error:
+        except BaseException:
             self._saved, self._consumed = False, False
             if not keeps_gradients:
                 self.gradients.take_back()
             executor.recover()
-            self.ranks.stop("a program under way", error)
             raise
 
     def close(self) -> None:

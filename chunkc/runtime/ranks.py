@@ -131,11 +131,13 @@ class Ranks:
     def total(self, tensor: torch.Tensor, place: str) -> None:
         """Replace ``tensor`` by the sum over all ranks."""
 
-    def stop(self, place: str, error: BaseException) -> None:
-        """This rank goes no further, since ``error`` stopped it in ``place`` where others count on it.
+    @contextmanager
+    def committed(self, place: str) -> Iterator[None]:
+        """Within the block, after an agreement, the others count on this rank: what it raises ends them as well.
 
-        They hear of it now, and not when their patience ends. Nobody is exchanging anything on this rank.
+        They hear of it now, and not when their patience ends. Nobody is exchanging anything on this rank then.
         """
+        yield
 
     def beside(self) -> Ranks:
         """The same ranks with a control group of its own, for one thread that works beside training.
@@ -352,7 +354,15 @@ class JobRanks(Ranks):
         quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
         return f"What the others say: {'; '.join(filter(None, (said, quiet)))}."
 
-    def stop(self, place: str, error: BaseException) -> None:
+    @contextmanager
+    def committed(self, place: str) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._end_others(place, error)
+            raise
+
+    def _end_others(self, place: str, error: BaseException) -> None:
         if self._stopped is None and not isinstance(error, RankError):
             self.say_stopped(f"{place}: {type(error).__name__}: {error}")
             self._stopped = RankError(

@@ -86,11 +86,17 @@ def test_a_layer_that_one_rank_uses_is_refused(two_ranks: Pool) -> None:
     assert [failure and failure.kind for failure in found] == ["RankError", "RankError"]
 
 
-@pytest.mark.slow
-def test_a_rank_that_fails_in_the_midst_of_a_program_ends_the_job(two_ranks: Pool) -> None:
-    """It raises its own error, the others theirs within the timeout; the model is of no use afterwards, on all."""
-    found = [stories[0] for stories in two_ranks.run(rank_divergence.diverge_all, ["one_fails_midway"], timeout_s=400)]
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("one_fails_before_its_program", "MemoryError"),
+        pytest.param("one_fails_midway", "IndexError", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_fails_where_others_count_on_it_ends_the_job(name: str, kind: str, two_ranks: Pool) -> None:
+    """It raises its own error, the others theirs, at once; the model is of no use afterwards, on all."""
+    found = [stories[0] for stories in two_ranks.run(rank_divergence.diverge_all, [name], timeout_s=400)]
     two_ranks.discard()
-    assert [story.diverged and story.diverged.kind for story in found] == ["RankError", "IndexError"]
+    assert [story.diverged and story.diverged.kind for story in found] == ["RankError", kind]
     assert [story.later and story.later.kind for story in found] == ["RankError", "RankError"]
-    assert all(story.after_s < 75 for story in found)
+    assert all(story.after_s < SOON_S for story in found)

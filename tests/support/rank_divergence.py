@@ -97,6 +97,18 @@ def one_fails_midway(side: Side, rank: int) -> None:
     side.run("train")
 
 
+def one_fails_before_its_program(side: Side, rank: int) -> None:
+    """In what a backward has to do when all have agreed on it, and before the program begins."""
+    side.run("forward")
+    if rank == 1:
+        side.model._compiled_call_impl.runtime._begin_backward = _no_more  # type: ignore[union-attr]
+    side.run("backward step zero")
+
+
+def _no_more(*args: object, **options: object) -> None:
+    raise MemoryError("rank 1 has no more memory")
+
+
 def other_shapes(side: Side, rank: int) -> None:
     """Right, or refused on all."""
     loss = side.model(*batch(0, 8 - rank))
@@ -118,7 +130,9 @@ SCENARIOS: dict[str, Callable[[Side, int], None]] = {
         other_shapes,
     )
 }
-"""Those of which all ranks learn before anything runs; `one_fails_midway` costs the job."""
+"""Those of which all ranks learn before anything runs."""
+COSTLY: dict[str, Callable[[Side, int], None]] = {f.__name__: f for f in (one_fails_midway, one_fails_before_its_program)}
+"""Those that cost the job."""
 
 
 def attempt(work: Callable[[], object]) -> Failure | None:
@@ -132,7 +146,7 @@ def attempt(work: Callable[[], object]) -> Failure | None:
 
 def diverge(name: str, side: Side) -> Story:
     """One scenario on this rank."""
-    scenario = SCENARIOS.get(name, one_fails_midway)
+    scenario = (SCENARIOS | COSTLY)[name]
     side.seen = Seen()
     story = Story(seen=side.run("train train state"))
     begun_s = time.monotonic()
