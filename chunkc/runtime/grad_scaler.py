@@ -54,6 +54,7 @@ class GradScaler:
         self._scale = LossScale(start, init_scale, growth_factor, backoff_factor, growth_interval)
         self._found: dict[int, torch.Tensor] = {}
         self._stepped: set[int] = set()
+        self._is_agreed = False
 
     def is_enabled(self) -> bool:
         """Whether this does anything."""
@@ -77,6 +78,7 @@ class GradScaler:
         Raises:
             RuntimeError: when it was called for this optimizer since the last `update`, or after its step.
             ChunkcError: when ``optimizer`` is not one of chunkc's, or `scale` was not used for its model.
+            RankError: when other ranks scale by something else.
         """
         if not self._enabled:
             return
@@ -85,7 +87,8 @@ class GradScaler:
             raise RuntimeError("unscale_() is being called after step().")
         if key in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        found = _runtime_of(optimizer).unscale(self._scale.inverse())
+        found = _runtime_of(optimizer).unscale(self._scale.inverse(), self._to_agree_on)
+        self._is_agreed = True
         if found is not None:
             self._found[key] = found
 
@@ -122,6 +125,7 @@ class GradScaler:
         if new_scale is not None:
             value = new_scale.detach() if isinstance(new_scale, torch.Tensor) else torch.tensor(new_scale)
             self._scale.scale.copy_(value.reshape(()))
+            self._is_agreed = False
         elif not self._found:
             raise ChunkcError("update() comes after unscale_() or step(): no gradients were looked at since the last")
         else:
@@ -140,6 +144,7 @@ class GradScaler:
     def set_growth_factor(self, new_factor: float) -> None:
         """Set it."""
         self._scale.growth_factor = new_factor
+        self._is_agreed = False
 
     def get_backoff_factor(self) -> float:
         """What the scale is multiplied by after an overflow."""
@@ -148,6 +153,7 @@ class GradScaler:
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set it."""
         self._scale.backoff_factor = new_factor
+        self._is_agreed = False
 
     def get_growth_interval(self) -> int:
         """How many steps in a row without overflow are enough."""
@@ -156,6 +162,7 @@ class GradScaler:
     def set_growth_interval(self, new_interval: int) -> None:
         """Set it."""
         self._scale.growth_interval = new_interval
+        self._is_agreed = False
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with which it can be exchanged; empty when disabled."""
@@ -174,6 +181,11 @@ class GradScaler:
                 "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
             )
         self._scale.load_state_dict(state_dict)
+        self._is_agreed = False
+
+    def _to_agree_on(self) -> list[str]:
+        """What all ranks must have alike, once; afterwards decisions of all of them change it alike."""
+        return [] if self._is_agreed else [f"a GradScaler with {self.state_dict()}"]
 
     def _move_to(self, device: torch.device) -> None:
         """The scale goes to where losses are: once, at the first."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.gauge import Outcome
-from chunkc.runtime.ranks import Ranks
+from chunkc.runtime.ranks import Lines, Ranks
 from chunkc.runtime.step_inputs import Hyper
 
 Groups = Sequence[Mapping[str, Any]]
@@ -71,8 +71,11 @@ class OptimizerRuntime(Protocol):
         """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
         ...
 
-    def unscale(self, inverse: Tensor) -> Tensor | None:
+    def unscale(self, inverse: Tensor, scaler: Lines) -> Tensor | None:
         """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
+
+        Args:
+            scaler: what all ranks must scale by alike, line by line.
 
         Returns:
             1 where that is so, else 0: float32 [], on the model's device; nothing waits. None without gradients.

@@ -19,7 +19,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.ranks import Kind, Ranks
+from chunkc.runtime.ranks import Kind, Lines, Ranks
 from chunkc.runtime.scaling import LossScale, multiply
 
 
@@ -142,9 +142,9 @@ class ScaledGradients(ModelMemory):
         self._multiply(present, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
-    def unscale(self, inverse: torch.Tensor) -> torch.Tensor | None:
+    def unscale(self, inverse: torch.Tensor, scaler: Lines) -> torch.Tensor | None:
         """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite; 1 then, else 0.
-        None where there are no gradients."""
+        None where there are no gradients. ``scaler`` describes what all ranks must scale by alike."""
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
@@ -153,19 +153,19 @@ class ScaledGradients(ModelMemory):
         self.wants_norms = True
         with self.ranks.joining():
             present = self.check_step({})
-        self._agree_on_gradients(present, "unscaling")
+        self._agree_on_gradients(present, "unscaling", scaler)
         if not present:
             return None
         found = self.gradients.found = self._find_nonfinite(present)
         self._multiply(present, inverse.to(self.device.torch_device))
         return found
 
-    def _agree_on_gradients(self, present: frozenset[int], what: str) -> None:
+    def _agree_on_gradients(self, present: frozenset[int], what: str, more: Lines = tuple) -> None:
         """All ranks are about to do ``what`` to the same gradients."""
         way = "read one by one" if self._measured(present) is None else "measured"
         self.ranks.agree(
             Kind.GRADIENTS,
-            lambda: [what, way, *(self.name_of(i) for i in sorted(present)), *self.assigned(sorted(present))],
+            lambda: [what, *more(), way, *map(self.name_of, sorted(present)), *self.assigned(sorted(present))],
             what,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from job import Pool
-from rank_scaling import Scaled, train_plain, train_scaled
+from rank_scaling import Scaled, other_scales, train_plain, train_scaled
 
 pytestmark = pytest.mark.distributed
 PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-640k-64m"}
@@ -36,3 +36,12 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, 
 @pytest.mark.parametrize("place", PLACES)
 def test_an_overflow_on_one_of_four_ranks_is_skipped_on_all(place: str, four_ranks: Pool) -> None:
     check(four_ranks.run(train_scaled, PLACES[place]), 4)
+
+
+def test_ranks_that_scale_by_different_numbers_are_refused(two_ranks: Pool) -> None:
+    """Also where one of them sets its scale later; equal ones train."""
+    for apart, alike, set_apart in two_ranks.run(other_scales, PLACES["moving"]):
+        assert apart is not None and apart.kind == "RankError"
+        assert "'scale': 256.0" in apart.text and "'scale': 512.0" in apart.text
+        assert alike is None
+        assert set_apart is not None and "512.0" in set_apart.text

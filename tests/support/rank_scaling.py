@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from halves import BAD, inputs
+from job_rank import Failure
 from overflows import INTERVAL, Poisoned, grow_soon, scale_of
 from pair import batch
+from rank_divergence import attempt
 from sides import EPS, LR
 
 import chunkc
@@ -75,6 +77,28 @@ def train_scaled(hw: str, by_scaler: bool = False) -> Scaled:
     found.params = {n: v.clone() for n, v in model.state_dict().items()}
     found.exp_avg = [state["exp_avg"].clone() for state in states.values()]
     found.counts = {float(state["step"]) for state in states.values()}
+    return found
+
+
+def other_scales(hw: str) -> list[Failure | None]:
+    """What ranks raise whose scalers begin at different scales, or are set apart later."""
+    rank = torch.distributed.get_rank()
+    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager")
+    optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
+
+    def one_step(scaler: chunkc.GradScaler) -> None:
+        scaler.scale(model(*rank_inputs(0, 0, 1))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    found = [attempt(lambda: one_step(chunkc.GradScaler(init_scale=2.0 ** (8 + rank))))]
+    optimizer.zero_grad()
+    scaler = chunkc.GradScaler(init_scale=2.0**8)
+    found.append(attempt(lambda: one_step(scaler)))
+    if rank == 1:
+        scaler.update(2.0**9)
+    found.append(attempt(lambda: one_step(scaler)))
     return found
 
 
