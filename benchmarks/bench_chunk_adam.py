@@ -20,7 +20,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 from torch import Tensor
 
@@ -158,7 +158,7 @@ def describe(
     nbytes = args.numel * (6 * 4 + 2 * 2)
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "OMP_WAIT_POLICY=passive python " + " ".join(["benchmarks/bench_chunk_adam.py", *sys.argv[1:]]),
+        "command": provenance.command(),
         "ratios": {name: round(value, 4) for name, value in ratios.items()},
         "ratios_quartiles": {kind: quartiles(values) for kind, values in pairs.items()},
         "limits": {"move": args.move, "fused": args.fused},
@@ -172,9 +172,9 @@ def describe(
         "load_before": load_before,
         "load_after": os.getloadavg(),
         "niceness": os.nice(0),
-        "hardware": {"processor": processor(), "cores": os.cpu_count()},
+        "hardware": {"processor": provenance.processor(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "commit": commit(),
+        "commit": provenance.commit(),
     }
 
 
@@ -189,18 +189,6 @@ def text(result: dict[str, Any]) -> str:
         lines.append(f"speed by {name}: {ratio:.3f}, at least {result['limits'][name]:.2f} wanted")
     lines.append(f"load {result['load_before'][0]:.2f} before, {result['load_after'][0]:.2f} after")
     return "\n".join(lines)
-
-
-def processor() -> str:
-    """The processor's name on Linux."""
-    info = Path("/proc/cpuinfo")
-    names = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return names[0].partition(":")[2].strip() if names else platform.processor()
-
-
-def commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-    return run.stdout.strip()
 
 
 if __name__ == "__main__":

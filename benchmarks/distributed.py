@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 import torch.distributed as dist
 from distributed_rank import SIDES, Settings, measure
@@ -169,36 +170,16 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
     """Everything that a reader needs to judge the figures and to repeat them."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([*_environment(), "python", *sys.argv]),
+        "command": provenance.command(),
         "options": {key: value for key, value in vars(args).items() if key not in _OWN_OPTIONS},
-        "commit": _git("rev-parse", "HEAD")
-        + (" with changes" if _git("status", "--porcelain", "chunkc", "passes") else ""),
-        "hardware": {"processor": _processor(), "cores": os.cpu_count(), "ranks": args.ranks},
+        "commit": provenance.commit(),
+        "hardware": {"processor": provenance.processor(), "cores": os.cpu_count(), "ranks": args.ranks},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
             "chunkc": chunkc.__version__,
         },
     }
-
-
-def _environment() -> list[str]:
-    return [f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if name in os.environ]
-
-
-def _git(*command: str) -> str:
-    done = subprocess.run(
-        ["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 import transformers
 from torch import nn
@@ -129,14 +130,13 @@ def describe(
     rows: Sequence[dict[str, Any]], load_before: tuple[float, float, float], args: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures with everything that a reader needs to judge and to repeat them."""
-    environment = [f"{n}={os.environ[n]}" for n in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if n in os.environ]
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "rows": list(rows),
         "load_1_5_15_min": {"before": load_before, "after": os.getloadavg()},
-        "command": " ".join([*environment, "python", *sys.argv]),
+        "command": provenance.command(),
         "settings": {key: value for key, value in vars(args).items() if key not in ("out", "only")},
-        "hardware": {"processor": _processor(), "cores": os.cpu_count()},
+        "hardware": {"processor": provenance.processor(), "cores": os.cpu_count()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -156,13 +156,6 @@ def verdict(row: dict[str, Any], args: argparse.Namespace) -> bool:
     for failure in failures:
         print(f"FAILED  {failure}", file=sys.stderr)
     return not failures
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import provenance
 import torch
 import transformers
 from torch import nn
@@ -152,11 +152,10 @@ def describe(
         "chunkc_median_s": round(statistics.median(ours for _, ours in pairs), 4),
         "pairs_s": [[round(plain, 4), round(ours, 4)] for plain, ours in pairs],
         "load_1_5_15_min": {"before": load_before, "after": os.getloadavg()},
-        "command": " ".join([*_environment(), "python", *sys.argv]),
+        "command": provenance.command(),
         "settings": {key: value for key, value in vars(args).items() if key != "out"},
-        "commit": _git("rev-parse", "HEAD")
-        + (" with changes" if _git("status", "--porcelain", "chunkc", "passes") else ""),
-        "hardware": {"processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+        "commit": provenance.commit(),
+        "hardware": {"processor": provenance.processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -178,25 +177,6 @@ def verdict(result: dict[str, Any], limit: float) -> bool:
     for failure in failures:
         print(f"FAILED  {failure}", file=sys.stderr)
     return not failures
-
-
-def _environment() -> list[str]:
-    return [f"{name}={os.environ[name]}" for name in ("OMP_WAIT_POLICY", "OMP_NUM_THREADS") if name in os.environ]
-
-
-def _git(*command: str) -> str:
-    done = subprocess.run(
-        ["git", *command], cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 if __name__ == "__main__":

@@ -131,7 +131,9 @@ SCENARIOS: dict[str, Callable[[Side, int], None]] = {
     )
 }
 """Those of which all ranks learn before anything runs."""
-COSTLY: dict[str, Callable[[Side, int], None]] = {f.__name__: f for f in (one_fails_midway, one_fails_before_its_program)}
+COSTLY: dict[str, Callable[[Side, int], None]] = {
+    f.__name__: f for f in (one_fails_midway, one_fails_before_its_program)
+}
 """Those that cost the job."""
 
 
