@@ -1,8 +1,9 @@
 """A script that saves after every step and goes on from what it finds; torchrun starts it, and starts it again.
 
-    restarted_run.py DIRECTORY KILLED_STEP
+    restarted_run.py DIRECTORY KILLED_RANK DELAY_S
 
-In its first life rank 1 is killed in the midst of step ``KILLED_STEP``.
+In its first life the killed rank is killed so many seconds after the forward of its fourth step: at once where that is
+0, at any moment of that step, its save or a later step where it is more.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -17,11 +19,11 @@ from pair import Tower, batch
 
 import chunkc
 
-NUM_STEPS = 5
+NUM_STEPS, KILLED_STEP = 12, 3
 HW = "emulated-640k-64m"
 
 
-def train(directory: str, killed_step: int = -1) -> dict[str, torch.Tensor]:
+def train(directory: str, killed_rank: int = -1, delay_s: float = 0.0) -> dict[str, torch.Tensor]:
     """The parameters after all steps, on every rank."""
     torch.manual_seed(0)
     model = chunkc.compile(Tower(depth=2), HW, dtype=torch.float32, backend="eager")
@@ -31,8 +33,8 @@ def train(directory: str, killed_step: int = -1) -> dict[str, torch.Tensor]:
         first = chunkc.load_checkpoint(directory, model, optimizer).extra
     for step in range(first, NUM_STEPS):
         loss = model(*batch(2 * step + rank))
-        if step == killed_step and rank == 1 and first == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == KILLED_STEP and rank == killed_rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            _kill_after(delay_s)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -40,11 +42,18 @@ def train(directory: str, killed_step: int = -1) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
+def _kill_after(delay_s: float) -> None:
+    if delay_s:
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     """Rank 0 leaves what it got beside the directory."""
-    directory, killed_step = sys.argv[1:]
+    directory, killed_rank, delay_s = sys.argv[1:]
     torch.set_num_threads(1)
-    values = train(directory, int(killed_step))
+    values = train(directory, int(killed_rank), float(delay_s))
     print(f"life {os.environ['TORCHELASTIC_RESTART_COUNT']} of rank {os.environ['RANK']} ends well", flush=True)
     if torch.distributed.get_rank() == 0:
         torch.save(values, f"{directory}.pt")
