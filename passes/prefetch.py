@@ -3,12 +3,14 @@
 A place is freed right after its occupant's last use, and the fetch into it is issued at once, ahead of later runs;
 fetches keep the order in which they are needed, since the stream is a queue. Where no action stands between two base
 segments (no fetch that the second waits for, nothing freed after the first), they merge while the non-model bytes stay
-within what the arena leaves.
+within what the arena leaves. A resident plan fetches nothing: each graph is one segment, or over several ranks a few,
+between which groups are gathered and reduced.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.layout import Home, Layout
@@ -17,8 +19,12 @@ from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.work import work_of
 from chunkc.passes.arena import lay_out
 from chunkc.passes.budget import most_places
-from chunkc.passes.draft import Demand, Draft, Liveness, Stay, Timeline, decided
+from chunkc.passes.draft import BaseSegment, Demand, Draft, Liveness, Stay, Timeline, decided
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
+
+NUM_EXCHANGES = 8
+"""Segments of each graph of a resident plan over several ranks, about: the share that exchanges before the first begins
+and after the last ends, where nothing hides it, is one of so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +143,14 @@ class PrefetchPass:
         liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
         stays, cuts = decided(draft.stays, "residency"), draft.options.cuts
         if draft.os_home is Home.DEVICE:
-            both = [sorted({0, *(() if cuts is None else cuts[w])}) if liveness.costs[w].live else [] for w in (0, 1)]
-            first, second = (_segments(draft.schedule, liveness, w, both[w]) for w in (0, 1))
+            shared = layout.world_size > 1
+            both = [
+                {0, *(() if cuts is None else cuts[w]), *(exchange_starts(demand, w) if shared else ())}
+                if liveness.costs[w].live
+                else ()
+                for w in (0, 1)
+            ]
+            first, second = (_segments(draft.schedule, liveness, w, sorted(both[w])) for w in (0, 1))
             lines = (_bare("forward", first), _bare("backward", second))
             return replace(draft, layout=layout, timelines=lines, note="nothing to fetch")
         num_steps = len(demand.steps)
@@ -153,6 +165,40 @@ class PrefetchPass:
             found.append(timeline(GRAPHS[which], segments, own, timings, steps))
         note = f"{len(starts)} segments of {num_steps}, {len(stays)} fetches"
         return replace(draft, layout=layout, timelines=(found[0], found[1]), note=note)
+
+
+def exchange_starts(demand: Demand, which: int) -> list[int]:
+    """Operators of a resident plan's graph at which segments start, so that exchanges go on beside computing.
+
+    Without them the only segment of forward would wait until all groups are gathered, and reductions for the end of
+    backward's. Here each of some segments needs as many further groups as the others (forward), or follows the landing
+    of as many (backward).
+    """
+    steps = [step for step in demand.steps if step.graph == GRAPHS[which]]
+    widths = demand.units.num_groups
+    exchanged = _first_needed(steps) if which == 0 else _last_landed(demand, steps)
+    counts = [sum(widths[unit] for unit in units) for units in exchanged]
+    share, passed, starts = sum(counts) / NUM_EXCHANGES, 0, list[int]()
+    for step, count in zip(steps, counts, strict=True):
+        if passed and passed >= share * (len(starts) + 1) and (count or which == 1):
+            starts.append(step.first_op)
+        passed += count
+    return starts
+
+
+def _first_needed(steps: Sequence[BaseSegment]) -> list[set[int]]:
+    """The units that each step is the first to need."""
+    seen, found = set[int](), list[set[int]]()
+    for step in steps:
+        found.append(set(step.units) - seen)
+        seen.update(step.units)
+    return found
+
+
+def _last_landed(demand: Demand, steps: Sequence[BaseSegment]) -> list[set[int]]:
+    """The units whose last gradient lands in each step."""
+    last = {unit: index for index, step in enumerate(steps) for p in step.lands for unit in demand.units.of_grad[p]}
+    return [{unit for unit, at in last.items() if at == index} for index in range(len(steps))]
 
 
 def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:

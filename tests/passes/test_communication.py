@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given
@@ -79,9 +80,27 @@ def test_resident_plans_gather_stale_copies_again() -> None:
     assert texts(result, "forward") == [
         "f0 gather g0 @comm after s0",
         "f1 gather g1 @comm after s1",
-        "f2 run fwd.0 @compute after f1",
+        "f2 run fwd.0 @compute after f0",
+        "f3 run fwd.1 @compute after f1",
     ]
     assert [a for p in result.plan.programs for a in p.actions if a.op in (Op.FETCH, Op.EVICT)] == []
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_computing_goes_on_beside_the_exchanges_of_a_resident_plan(accumulate: int) -> None:
+    """40 layers in 20 groups: each of eight segments needs two or three further groups, or has had them reduced."""
+    options = Options(chunk_numel=64, accumulate=accumulate)
+    plan = planned(chain(40), target(world_size=2), options).plan
+    gathers = {label: a.index for label, a in plan.program("forward").labelled() if a.op is Op.GATHER}
+    runs = [a for a in plan.program("forward").actions if a.op is Op.RUN]
+    needed = [0, *(1 + max(gathers[w] for w in run.waits if w in gathers) for run in runs)]
+    assert list(gathers.values()) == list(range(20)) and needed[-1] == 20
+    assert len(runs) == 8 and {b - a for a, b in pairwise(needed)} == {2, 3}
+    order = [a.op for a in plan.program("backward").actions if a.op in (Op.RUN, Op.REDUCE)]
+    reduced = [len(list(found)) for op, found in groupby(order) if op is Op.REDUCE]
+    assert sum(reduced) == 20 and len(reduced) == 8 and set(reduced) == {2, 3}
+    alone = planned(chain(40), target(), options).plan
+    assert len(alone.segments) == 2, "one rank exchanges nothing"
 
 
 def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
