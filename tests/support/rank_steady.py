@@ -43,10 +43,10 @@ class CountingGroup:
 
 def counted(ranks: Any) -> CountingGroup:
     """The group of a model's payloads, counted from now on, also where chunks are sent directly."""
-    group = CountingGroup(ranks._data)
-    ranks._data = group
-    if ranks._direct is not None:
-        ranks._direct._group = group
+    data = ranks._data
+    group = data._group = CountingGroup(data._group)
+    if data._direct is not None:
+        data._direct._group = group
     return group
 
 
