@@ -1,25 +1,110 @@
-"""Model data divided within nodes: four ranks as two nodes of two train as one process does, and both nodes alike."""
+"""Model data divided within nodes: four ranks as two nodes of two train as one process does, and both nodes alike.
+
+Ranks 0 and 1 are the first node; what stands in the chunks of ranks 2 and 3 must be the same bits as in theirs.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from accumulating import train_large
 from job import Pool
 from models import CASES
-from rank_training import QUICK, Done, Work, check_semantics, train
+from rank_checkpoints import session
+from rank_replicas import NODE, TWO_NODES, scripts_on_nodes, train_scaled_on_nodes
+from rank_training import QUICK, Done, Work, check_semantics, train, train_in_micro_batches
+from resumed import check_equal
+from sides import Seen, check_seen, scripts_plainly
+from training import SEMANTICS
+
+from .test_loops import LOOPS
+from .test_loss_scaling import check as check_scaled
 
 pytestmark = pytest.mark.distributed
-TWO_NODES = "2x2xemulated-64m-1g"
+SLOW = pytest.mark.slow
+ROOMY = "2x2xemulated-64m-1g"
 WISHES = {"chunk_numel": 4096}
+BACKWARD = "forward backward "
+STEPS = [
+    "train_clipped read",
+    3 * BACKWARD + "grads clip step zero",
+    2 * BACKWARD + "read step zero",
+    3 * BACKWARD + "step zero evaluate",
+    BACKWARD + "grads " + BACKWARD + "clip " + BACKWARD + "clip step zero state",
+    "train_clipped " + 2 * BACKWARD + "zero " + 2 * BACKWARD + "step zero state",
+]
+"""Steps of one, two and three micro-batches, clipped or not, at a plan for three."""
+
+
+def check_nodes(found: Sequence[tuple[list[Seen], list[str]]], scripts: Sequence[str]) -> None:
+    """What all ranks see is what one process sees; ranks of the two nodes that own the same chunks have the same."""
+    for number, wanted in enumerate(scripts_plainly(scripts, len(found))):
+        check_seen([seen[number] for seen, _ in found], wanted)
+    digests = [of_rank for _, of_rank in found]
+    assert digests[:2] == digests[2:], "replicas differ"
+    assert digests[0] != digests[1] and len(set(digests[0])) == len(scripts), "nothing was trained"
 
 
 def check(found: list[Done]) -> None:
-    """Every number equals that of one process; all ranks have the same bits; and what moved is what was planned."""
     check_semantics([done.trained for done in found], train_large(CASES["odd"], QUICK, 4))
     for done in found:
         assert done.stats["comm_nbytes"] == done.stats["planned_comm_nbytes"] > 0
 
 
-@pytest.mark.parametrize("hw", [None, pytest.param(TWO_NODES, marks=pytest.mark.slow)], ids=["smallest", "resident"])
+@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
+@SLOW
 def test_two_nodes_of_two_ranks_train_as_one_process(hw: str | None, four_ranks: Pool) -> None:
     check(four_ranks.run(train, Work("odd", hw=hw, wishes=WISHES, num_nodes=2)))
+
+
+@SLOW
+@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
+def test_micro_batches_on_two_nodes_equal_one_large_batch(hw: str | None, four_ranks: Pool) -> None:
+    work = Work("odd", SEMANTICS, hw=hw, wishes=WISHES, num_nodes=2, accumulate=2)
+    check_semantics(four_ranks.run(train_in_micro_batches, work), train_large(CASES["odd"], SEMANTICS, 8))
+
+
+@pytest.mark.parametrize("hw", [TWO_NODES, pytest.param("2x2xemulated-8m-64m", marks=SLOW)], ids=["moving", "resident"])
+def test_steps_of_any_number_of_micro_batches_keep_both_nodes_alike(hw: str, four_ranks: Pool) -> None:
+    """The first clip reads all gradients, later ones measure them as they land."""
+    check_nodes(four_ranks.run(scripts_on_nodes, STEPS, hw, 3), STEPS)
+
+
+@SLOW
+def test_loops_on_two_nodes_see_what_one_process_sees(four_ranks: Pool) -> None:
+    scripts = [f"{script} train" for script in LOOPS]
+    check_nodes(four_ranks.run(scripts_on_nodes, scripts), scripts)
+
+
+@SLOW
+def test_nodes_that_do_not_exchange_are_noticed(four_ranks: Pool) -> None:
+    """The mutation: the second step keeps its means within nodes."""
+    scripts = ["train", "train"]
+    found = four_ranks.run(scripts_on_nodes, scripts, TWO_NODES, 1, 1)
+    with pytest.raises(AssertionError, match="replicas differ"):
+        check_nodes(found, scripts)
+    digests = [of_rank for _, of_rank in found]
+    assert [d[0] for d in digests[:2]] == [d[0] for d in digests[2:]], "until then they did"
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_both_nodes(four_ranks: Pool) -> None:
+    check_scaled(four_ranks.run(train_scaled_on_nodes), 4)
+
+
+def test_what_two_nodes_save_is_loaded_by_any_ranks_and_back(tmp_path: Path, four_ranks: Pool) -> None:
+    """Divided within nodes -> by one process -> within nodes, and over all four ranks."""
+    nodes = {"hw": TWO_NODES, **NODE}
+    there, back = tmp_path / "there", tmp_path / "back"
+    saved = four_ranks.run(session, nodes, [("train", 0, 2), ("save", there), ("bits",), ("train", 2, 4), ("bits",)])
+    names = {path.name.split(".")[0] for path in Path(saved[0][1]).glob("rank-*")}
+    assert names == {"rank-00000", "rank-00001"}, "the first node writes"
+    one = session({"seed": 7}, [("load", there), ("bits",), ("save", back)])
+    check_equal(one[1], saved[0][2])
+    for options, path in ((nodes, back), ({}, there)):
+        found = four_ranks.run(session, {**options, "seed": 8}, [("load", path), ("bits",), ("train", 2, 4), ("bits",)])
+        check_equal(found[0][1], saved[0][2])
+        if options:
+            assert [rank[2] for rank in found] == [rank[3] for rank in saved]
+            check_equal(found[0][3], saved[0][4])
