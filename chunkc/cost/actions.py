@@ -238,5 +238,7 @@ def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
 
 def broadcast_ms(nbytes: int, world_size: int, links: Links) -> float:
     """Milliseconds in which all ranks have the ``nbytes`` of one, in pieces along a ring; a reduction likewise."""
-    slowest = links.gpu_gb_per_s if links.node_gb_per_s is None else min(links.gpu_gb_per_s, links.node_gb_per_s)
+    slowest = links.gpu_gb_per_s
+    if links.node_gb_per_s is not None and world_size > links.gpus_per_node:
+        slowest = min(slowest, links.node_gb_per_s)
     return nbytes / slowest * 1e-6 + (world_size - 1) * links.hop_us * 1e-3

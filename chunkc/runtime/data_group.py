@@ -1,9 +1,9 @@
 """A process group over which programs exchange payloads: among ranks that share chunks, or among those of one chunk.
 
-Between hosts (gloo) ranks send each other just what each needs (`chunkc._gloo`); else the backend's collectives run. All
-work in place, and what several ranks have of a result is **the same bits**, in whatever order a backend adds
-up: a mean over replicas is made once, each part of a chunk on one of them, which sends it to the others; and of a total
-every rank adds up the same numbers, in the order of ranks.
+Between hosts (gloo) ranks send each other just what each needs (`chunkc._gloo`); else the backend's collectives run.
+All work in place, and what several ranks have of a result is **the same bits**, in whatever order a backend adds up: a
+mean over replicas is made once, each part of a chunk on one of them, which sends it to the others; and of a total every
+rank adds up the same numbers, in the order of ranks.
 """
 
 from __future__ import annotations

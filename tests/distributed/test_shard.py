@@ -37,6 +37,8 @@ STEPS = [
 ]
 """Steps of one, two and three micro-batches, clipped or not, at a plan for three."""
 
+SHORT = ["train_clipped", 2 * BACKWARD + "clip step zero train read"]
+
 
 def check_nodes(found: Sequence[tuple[list[Seen], list[str]]], scripts: Sequence[str]) -> None:
     """What all ranks see is what one process sees; ranks of the two nodes that own the same chunks have the same."""
@@ -53,8 +55,8 @@ def check(found: list[Done]) -> None:
         assert done.stats["comm_nbytes"] == done.stats["planned_comm_nbytes"] > 0
 
 
-@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
 @SLOW
+@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
 def test_two_nodes_of_two_ranks_train_as_one_process(hw: str | None, four_ranks: Pool) -> None:
     check(four_ranks.run(train, Work("odd", hw=hw, wishes=WISHES, num_nodes=2)))
 
@@ -66,7 +68,13 @@ def test_micro_batches_on_two_nodes_equal_one_large_batch(hw: str | None, four_r
     check_semantics(four_ranks.run(train_in_micro_batches, work), train_large(CASES["odd"], SEMANTICS, 8))
 
 
-@pytest.mark.parametrize("hw", [TWO_NODES, pytest.param("2x2xemulated-8m-64m", marks=SLOW)], ids=["moving", "resident"])
+def test_two_nodes_stay_alike(four_ranks: Pool) -> None:
+    """In short, since starting four ranks takes a while."""
+    check_nodes(four_ranks.run(scripts_on_nodes, SHORT, TWO_NODES, 2), SHORT)
+
+
+@SLOW
+@pytest.mark.parametrize("hw", [TWO_NODES, "2x2xemulated-8m-64m"], ids=["moving", "resident"])
 def test_steps_of_any_number_of_micro_batches_keep_both_nodes_alike(hw: str, four_ranks: Pool) -> None:
     """The first clip reads all gradients, later ones measure them as they land."""
     check_nodes(four_ranks.run(scripts_on_nodes, STEPS, hw, 3), STEPS)
@@ -89,12 +97,14 @@ def test_nodes_that_do_not_exchange_are_noticed(four_ranks: Pool) -> None:
     assert [d[0] for d in digests[:2]] == [d[0] for d in digests[2:]], "until then they did"
 
 
+@SLOW
 def test_an_overflow_on_one_rank_is_skipped_on_both_nodes(four_ranks: Pool) -> None:
     check_scaled(four_ranks.run(train_scaled_on_nodes), 4)
 
 
+@SLOW
 def test_what_two_nodes_save_is_loaded_by_any_ranks_and_back(tmp_path: Path, four_ranks: Pool) -> None:
-    """Divided within nodes -> by one process -> within nodes, and over all four ranks."""
+    """Divided within nodes, by one process, and within nodes again; also over all four ranks."""
     nodes = {"hw": TWO_NODES, **NODE}
     there, back = tmp_path / "there", tmp_path / "back"
     saved = four_ranks.run(session, nodes, [("train", 0, 2), ("save", there), ("bits",), ("train", 2, 4), ("bits",)])
