@@ -13,7 +13,7 @@ from accumulating import train_large
 from job import Pool
 from models import CASES
 from rank_checkpoints import session
-from rank_replicas import NODE, TWO_NODES, scripts_on_nodes, train_scaled_on_nodes
+from rank_replicas import NODE, TWO_NODES, compile_apart, scripts_on_nodes, train_scaled_on_nodes
 from rank_training import QUICK, Done, Work, check_semantics, train, train_in_micro_batches
 from resumed import check_equal
 from sides import Seen, check_seen, scripts_plainly
@@ -37,7 +37,7 @@ STEPS = [
 ]
 """Steps of one, two and three micro-batches, clipped or not, at a plan for three."""
 
-SHORT = ["train_clipped", 2 * BACKWARD + "clip step zero train read"]
+SHORT = ["train_clipped", 2 * BACKWARD + "clip step zero read"]
 
 
 def check_nodes(found: Sequence[tuple[list[Seen], list[str]]], scripts: Sequence[str]) -> None:
@@ -100,6 +100,14 @@ def test_nodes_that_do_not_exchange_are_noticed(four_ranks: Pool) -> None:
 @SLOW
 def test_an_overflow_on_one_rank_is_skipped_on_both_nodes(four_ranks: Pool) -> None:
     check_scaled(four_ranks.run(train_scaled_on_nodes), 4)
+
+
+@SLOW
+def test_ranks_that_divide_model_data_otherwise_are_refused(four_ranks: Pool) -> None:
+    for outcome in four_ranks.outcomes(compile_apart):
+        assert outcome.error is not None and outcome.error.kind == "RankError"
+        assert "rank 0: model data is divided over 2 ranks of 4" in outcome.error.text
+        assert "rank 3: model data is divided over 4 ranks of 4" in outcome.error.text
 
 
 @SLOW

@@ -52,3 +52,9 @@ def scripts_on_nodes(
 def train_scaled_on_nodes() -> Scaled:
     """An overflow on one rank of the first node."""
     return train_scaled(TWO_NODES, **NODE)
+
+
+def compile_apart() -> None:
+    """One rank would divide model data in another way than the others."""
+    shard = "all" if torch.distributed.get_rank() == 3 else "node"
+    side_on_rank(TWO_NODES, shard=shard)
