@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from accumulating import train_large
-from job import Pool
+from job import Pool, only_call
 from models import CASES
 from rank_checkpoints import session
+from rank_failures import train_for_ever
 from rank_replicas import NODE, TWO_NODES, compile_apart, scripts_on_nodes, train_scaled_on_nodes
+from rank_steady import received_on_nodes
 from rank_training import QUICK, Done, Work, check_semantics, train, train_in_micro_batches
 from resumed import check_equal
 from sides import Seen, check_seen, scripts_plainly
@@ -51,14 +53,34 @@ def check_nodes(found: Sequence[tuple[list[Seen], list[str]]], scripts: Sequence
 
 def check(found: list[Done]) -> None:
     check_semantics([done.trained for done in found], train_large(CASES["odd"], QUICK, 4))
-    for done in found:
-        assert done.stats["comm_nbytes"] == done.stats["planned_comm_nbytes"] > 0
 
 
 @SLOW
 @pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
 def test_two_nodes_of_two_ranks_train_as_one_process(hw: str | None, four_ranks: Pool) -> None:
     check(four_ranks.run(train, Work("odd", hw=hw, wishes=WISHES, num_nodes=2)))
+
+
+@SLOW
+@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
+def test_a_step_exchanges_what_is_planned(hw: str | None, four_ranks: Pool) -> None:
+    """Between two nodes, each rank receives as much as its node's reductions bring it: one chunk for each group."""
+    for in_node, between, stats in four_ranks.run(received_on_nodes, Work("odd", hw=hw, wishes=WISHES, num_nodes=2)):
+        assert in_node + between == stats["comm_nbytes"] == stats["planned_comm_nbytes"]
+        assert in_node >= 2 * between > 0, "a group is gathered and reduced within the node"
+
+
+@SLOW
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_killed_rank_ends_those_of_both_nodes(rank: int) -> None:
+    """Also the one that exchanges nothing with it: the others end, and it misses them."""
+    with only_call(4, train_for_ever, "", -1, TWO_NODES, "node", group_timeout_s=20.0) as job:
+        for other in range(4):
+            job.wait_for(other, "warm", 120.0)
+        job.kill(rank)
+        ends = job.ends(60.0)
+    for other in {0, 1, 2, 3} - {rank}:
+        assert ends[other].exit_code == 1 and f"RankError: rank {other} of 4 stopped in" in ends[other].log
 
 
 @SLOW
