@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from accumulating import train_large
 from job import Pool, only_call
 from models import CASES
 from rank_checkpoints import session
 from rank_failures import train_for_ever
-from rank_replicas import NODE, TWO_NODES, compile_apart, scripts_on_nodes, train_scaled_on_nodes
+from rank_replicas import NODE, TWO_NODES, compile_apart, mean_of_own, scripts_on_nodes, train_scaled_on_nodes
 from rank_steady import received_on_nodes
 from rank_training import QUICK, Done, Work, check_semantics, train, train_in_micro_batches
 from resumed import check_equal
 from sides import Seen, check_seen, scripts_plainly
 from training import SEMANTICS
 
+from .test_checkpoints import POLICIES
 from .test_loops import LOOPS
 from .test_loss_scaling import check as check_scaled
 
@@ -133,18 +136,44 @@ def test_ranks_that_divide_model_data_otherwise_are_refused(four_ranks: Pool) ->
 
 
 @SLOW
-def test_what_two_nodes_save_is_loaded_by_any_ranks_and_back(tmp_path: Path, four_ranks: Pool) -> None:
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_what_two_nodes_save_is_loaded_by_any_ranks_and_back(
+    policy: dict[str, Any], tmp_path: Path, four_ranks: Pool
+) -> None:
     """Divided within nodes, by one process, and within nodes again; also over all four ranks."""
-    nodes = {"hw": TWO_NODES, **NODE}
+    nodes = {"hw": TWO_NODES, **NODE, **policy}
     there, back = tmp_path / "there", tmp_path / "back"
     saved = four_ranks.run(session, nodes, [("train", 0, 2), ("save", there), ("bits",), ("train", 2, 4), ("bits",)])
     names = {path.name.split(".")[0] for path in Path(saved[0][1]).glob("rank-*")}
     assert names == {"rank-00000", "rank-00001"}, "the first node writes"
-    one = session({"seed": 7}, [("load", there), ("bits",), ("save", back)])
+    one = session({**policy, "seed": 7}, [("load", there), ("bits",), ("save", back)])
     check_equal(one[1], saved[0][2])
-    for options, path in ((nodes, back), ({}, there)):
+    for options, path in ((nodes, back), (policy, there)):
         found = four_ranks.run(session, {**options, "seed": 8}, [("load", path), ("bits",), ("train", 2, 4), ("bits",)])
         check_equal(found[0][1], saved[0][2])
-        if options:
+        if options is nodes:
             assert [rank[2] for rank in found] == [rank[3] for rank in saved]
             check_equal(found[0][3], saved[0][4])
+
+
+@SLOW
+def test_a_save_beside_training_is_of_the_first_nodes_chunks_then(tmp_path: Path, four_ranks: Pool) -> None:
+    """Without any room to copy chunks aside: the second node, which keeps none, does not wait for itself."""
+    nodes = {"hw": TWO_NODES, **NODE}
+    ops = [("train", 0, 2), ("digest",), ("begin_save", tmp_path), ("train", 2, 5), ("end_save",), ("digest",)]
+    found = four_ranks.run(session, nodes, ops)
+    loaded = four_ranks.run(
+        session, {**nodes, "seed": 7}, [("load", tmp_path), ("digest",), ("train", 2, 5), ("digest",)]
+    )
+    assert [loaded[0][1], loaded[0][3]] == [found[0][1], found[0][5]]
+
+
+@SLOW
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("numel", [3, 10, 4096])
+def test_means_over_ranks_are_the_same_bits_on_all(numel: int, dtype: torch.dtype, four_ranks: Pool) -> None:
+    """Also where ranks make parts of other sizes, or none."""
+    found = four_ranks.run(mean_of_own, numel, dtype)
+    exact = torch.stack([own for own, _ in found]).float().mean(0).to(dtype)
+    assert all(torch.equal(mean, found[0][1]) for _, mean in found)
+    torch.testing.assert_close(found[0][1], exact)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from rank_scaling import Scaled, train_scaled
 from sides import Seen, side_on_rank
+
+from chunkc._torch_dist import new_group
+from chunkc.runtime.data_group import DataGroup
 
 TWO_NODES = "2x2xemulated-640k-64m"
 NODE: dict[str, Any] = {"shard": "node"}
@@ -58,3 +62,15 @@ def compile_apart() -> None:
     """One rank would divide model data in another way than the others."""
     shard = "all" if torch.distributed.get_rank() == 3 else "node"
     side_on_rank(TWO_NODES, shard=shard)
+
+
+def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers of this rank, and what it has as their mean over all ranks."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
+    group = DataGroup(made, rank, num_ranks, is_direct=True)
+    mean = own.clone()
+    group.mean(mean)
+    group.close()
+    return own, mean
