@@ -191,7 +191,7 @@ class Binder:
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
         layout = self.plan.layout
-        if action.target[0] != "g" or self.ranks.size != layout.num_ranks:
+        if action.target[0] != "g" or not 1 < layout.num_ranks == self.ranks.size:
             raise PlanError(
                 f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
             )
