@@ -37,7 +37,7 @@ class DirectExchange:
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``whole`` (1-D) with the ``own`` of all ranks, where this rank's stands already."""
-        parts, works = whole.chunk(self._size), []
+        parts, works = whole.tensor_split(self._size), []
         for target, source in self._rounds():
             works.append(self._receive(parts[source], source))
             works.append(self._send(own, target))
@@ -45,7 +45,7 @@ class DirectExchange:
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, *, mean: bool) -> None:
         """Into ``own``, this rank's part of ``whole`` (1-D), the sum or mean of that part over all ranks."""
-        parts, rounds = whole.chunk(self._size), list(self._rounds())
+        parts, rounds = whole.tensor_split(self._size), list(self._rounds())
         received, total = self._buffers(own)
         sends = [self._send(parts[target], target) for target, _ in rounds]
         arrivals = [self._receive(received[k], source) for k, (_, source) in enumerate(rounds[:_NUM_RECEIVED])]
@@ -57,6 +57,13 @@ class DirectExchange:
                 arrivals.append(self._receive(received[k % _NUM_RECEIVED], rounds[k + _NUM_RECEIVED][1]))
         _finish(sends)
         own.copy_(total.div_(self._size) if mean else total)
+
+    def all_reduce(self, whole: torch.Tensor, *, mean: bool) -> None:
+        """Replace ``whole`` (1-D) by its sum or mean over all ranks: each makes a part of it for all, so that all have
+        the same bits. Parts differ by an element where there are not as many for each."""
+        own = whole.tensor_split(self._size)[self._rank]
+        self.reduce_scatter(own, whole, mean=mean)
+        self.all_gather(whole, own)
 
     def _rounds(self) -> list[tuple[int, int]]:
         """In each round every rank sends to one and receives from one: (to, from)."""

@@ -6,6 +6,7 @@ versions lack; the methods of a process group behind both are the same in 2.11, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -58,13 +59,17 @@ def job_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_group(backend: str, timeout: timedelta, device: torch.device) -> Group:
-    """A group of all ranks for tensors on ``device``; every rank makes it at the same time."""
+def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequence[Sequence[int]]) -> Group:
+    """The group of that one of ``sets`` of ranks which this rank is in, for tensors on ``device``.
+
+    Every rank makes the groups of all sets, in this order and at the same time.
+    """
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
-    group = dist.new_group(backend=backend, timeout=timeout, **options)
-    if not isinstance(group, Group):
-        raise RuntimeError(f"torch.distributed made no group for backend {backend!r}")
-    return group
+    groups = [dist.new_group(list(ranks), backend=backend, timeout=timeout, **options) for ranks in sets]
+    own = [group for group in groups if isinstance(group, Group)]
+    if len(own) != 1:
+        raise RuntimeError(f"torch.distributed made {len(own)} groups of rank {job_rank()} for backend {backend!r}")
+    return own[0]
 
 
 def end_group(group: Group) -> None:

@@ -56,6 +56,7 @@ def compile(  # the name that torch.compile taught users
     backend: Backend = "inductor",
     chunk_size: int | str = "auto",
     accumulate: int = 1,
+    shard: str = "all",
     fullgraph: bool = False,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     passes: Sequence[Pass] | None = None,
@@ -80,6 +81,8 @@ def compile(  # the name that torch.compile taught users
         accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does in
             PyTorch; scale the losses yourself. A step may come earlier. More than one takes host (or device) memory
             for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
+        shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
+            node has all of it, so that only gradients go between nodes.
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
@@ -99,6 +102,7 @@ def compile(  # the name that torch.compile taught users
     check_model(model)
     job.join()
     machine, device = device_for(hw)
+    world_size, num_replicas = machine.sharding(shard)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)
@@ -113,8 +117,9 @@ def compile(  # the name that torch.compile taught users
         device_budget_nbytes=device.device_budget_nbytes - reserve,
         reserved_nbytes=reserve + device.overhead_nbytes,
         host_budget_nbytes=device.host_budget_nbytes,
-        world_size=machine.num_gpus,
-        rank=job.rank(),
+        world_size=world_size,
+        rank=job.rank() % world_size,
+        num_replicas=num_replicas,
         rates=known_rates(machine),
     )
     settings = Settings(
@@ -127,7 +132,7 @@ def compile(  # the name that torch.compile taught users
         fullgraph=fullgraph,
         ranks_per_node=machine.gpus_per_node,
     )
-    ranks = job.make_ranks(device.torch_device)
+    ranks = job.make_ranks(device.torch_device, world_size)
     ranks.agree(
         Kind.COMPILE, lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos)]
     )
@@ -159,6 +164,7 @@ def plan(
     backend: Backend = "inductor",
     chunk_size: int | str = "auto",
     accumulate: int = 1,
+    shard: str = "all",
     passes: Sequence[Pass] | None = None,
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
@@ -184,15 +190,16 @@ def plan(
     options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_plannable(model)
     machine = Hardware.of(hw)
-    ranks = machine.num_ranks(world_size)
+    num_sharing, num_replicas = machine.sharding(shard, world_size)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
         device_budget_nbytes=machine.gpu_memory_nbytes - reserve,
         reserved_nbytes=reserve,
         host_budget_nbytes=machine.host_nbytes_per_rank,
-        world_size=ranks,
-        rates=known_rates(machine) if machine.num_gpus == ranks else None,
+        world_size=num_sharing,
+        num_replicas=num_replicas,
+        rates=known_rates(machine) if machine.num_gpus == num_sharing * num_replicas else None,
     )
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)

@@ -111,6 +111,28 @@ class Hardware:
             )
         return world_size
 
+    def sharding(self, shard: str, world_size: int | None = None) -> tuple[int, int]:
+        """How many ranks divide model data among them, and how often: how many replicas of it there are.
+
+        Args:
+            shard: ``"all"``: all ranks divide it. ``"node"``: those of a node do, and every node has all of it.
+            world_size: ranks; default: one for each device.
+
+        Raises:
+            HardwareError: for another word, and where nodes have one rank or unequal numbers of them.
+        """
+        num_ranks, per_node = self.num_ranks(world_size), self.gpus_per_node
+        if shard not in ("all", "node"):
+            raise HardwareError(f"shard={shard!r}: give 'all' (over all ranks) or 'node' (within each node)")
+        if shard == "all" or num_ranks <= per_node:
+            return num_ranks, 1
+        if per_node == 1 or num_ranks % per_node:
+            raise HardwareError(
+                f"shard='node' divides model data within nodes of equally many ranks, two or more, and not {num_ranks} "
+                f"ranks on nodes of {per_node} (hw={self}). Use shard='all'"
+            )
+        return per_node, num_ranks // per_node
+
     def for_job(self) -> Hardware:
         """This machine as the ranks of the running job use it, one device each.
 

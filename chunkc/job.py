@@ -45,8 +45,9 @@ def rank() -> int:
     return dist.job_rank() if dist.is_in_job() else 0
 
 
-def make_ranks(device: torch.device) -> Ranks:
-    """The ranks of a model on ``device``; all ranks make theirs at the same time, in the same order of models.
+def make_ranks(device: torch.device, num_sharing: int) -> Ranks:
+    """The ranks of a model on ``device``, of which every ``num_sharing`` share chunks; all ranks make theirs at the
+    same time, in the same order of models.
 
     Raises:
         RankError: when not all of them compile a model now.
@@ -56,6 +57,8 @@ def make_ranks(device: torch.device) -> Ranks:
     store = dist.job_store()
     number = int(store.add(f"chunkc/models/{rank()}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank(), num_ranks(), device, backend, dist.job_timeout(), store, number)
-    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job"])
+    ranks = JobRanks(rank(), num_ranks(), dist.job_timeout(), store, number)
+    shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}"
+    ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
+    ranks.connect(backend, device, num_sharing)
     return ranks

@@ -63,6 +63,7 @@ class Scenario:
         dtype: compute dtype, or ``auto``.
         world_size: ranks; None takes the GPUs of ``hw``. rank: whose plan is asked for.
         chunk_numel: elements of a chunk; None lets the planner choose.
+        shard: over which ranks model data is divided, ``all`` or those of a ``node``.
         policy: by which to plan; one of `policies`.
         backend: how segments would be compiled.
     """
@@ -79,6 +80,7 @@ class Scenario:
     policy: str = "chunkc"
     backend: Backend = "inductor"
     accumulate: int = 1
+    shard: str = "all"
 
     @property
     def num_ranks(self) -> int:
@@ -86,6 +88,7 @@ class Scenario:
 
     def __str__(self) -> str:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
+        ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
         return f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}, recompute {self.recompute}"
 
@@ -190,13 +193,15 @@ def policies() -> tuple[str, ...]:
 
 def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
     hw = scenario.hw
+    world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
     target = Target(
         model=scenario.model.label,
         hw=str(hw),
         device_budget_nbytes=hw.gpu_memory_nbytes,
         host_budget_nbytes=hw.host_nbytes_per_rank,
-        world_size=scenario.num_ranks,
+        world_size=world_size,
         rank=scenario.rank,
+        num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
     )
     try:

@@ -193,11 +193,13 @@ def _check_request(schedule: Schedule, target: Target, options: Options, layout:
             raise ValueError(
                 f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators"
             )
-    if layout is not None and (layout.world_size, layout.rank) != (target.world_size, target.rank):
-        raise ValueError(
-            f"the layout is that of rank {layout.rank} of {layout.world_size}, the target is rank {target.rank} of "
-            f"{target.world_size}"
-        )
+    if layout is not None and _place(layout) != _place(target):
+        raise ValueError(f"the layout is that of {_place(layout)}, the target is {_place(target)}")
+
+
+def _place(of: Layout | Target) -> str:
+    replicas = "" if of.num_replicas == 1 else f" in each of {of.num_replicas} replicas"
+    return f"rank {of.rank} of {of.world_size}{replicas}"
 
 
 def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:

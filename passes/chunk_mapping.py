@@ -210,5 +210,6 @@ class ChunkMappingPass:
             return replace(draft, layout=draft.fixed_layout, note="kept: one layout per model")
         numel = decided(draft.chunk_numel, "chunk_numel")
         layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank, draft.lookback)
+        layout = replace(layout, num_replicas=target.num_replicas)
         note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used"
         return replace(draft, layout=layout, note=note)

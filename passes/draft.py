@@ -28,7 +28,8 @@ class Target:
     """What the plan is made for: budgets are bytes of one rank.
 
     ``reserved_nbytes`` of the device's memory are not in its budget (``reserve=``, other models). ``rates`` are the
-    machine's where they are known; without them decisions go by bytes.
+    machine's where they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and
+    ``num_replicas`` times as many train it, as in a `Layout`.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Target:
     rank: int = 0
     reserved_nbytes: int = 0
     rates: CostRates | None = None
+    num_replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:

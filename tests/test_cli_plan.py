@@ -132,6 +132,27 @@ def test_several_ranks_are_told(tiny: str, capsys: pytest.CaptureFixture[str]) -
     assert "2 ranks" in (first := out_of(capsys).splitlines()[0]) and "each rank" in first
 
 
+def test_nodes_that_have_all_of_the_model_data(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As many tokens a step from as many ranks; the plan says over which of them it divides model data."""
+    command = [tiny, "--hw", "4x2xv100-240g", "--no-advice", "--json"]
+    found, plans = [], []
+    for shard in ("all", "node"):
+        assert main(["plan", *command, "--shard", shard, "--save", f"{shard}.json"]) == 0
+        found.append(json.loads(out_of(capsys)))
+        plans.append(Plan.load(f"{shard}.json"))
+        assert main(["simulate", f"{shard}.json", "--json"]) == 0
+        assert json.loads(out_of(capsys))["step_ms"] == found[-1]["step_ms"]
+    over_all, within = found
+    assert over_all["world_size"] == within["world_size"] == 8
+    tokens = [answer["tokens_per_s"] * answer["step_ms"] for answer in found]
+    assert tokens[0] == pytest.approx(tokens[1])
+    shapes = [(plan.layout.world_size, plan.layout.num_replicas) for plan in plans]
+    assert shapes == [(8, 1), (2, 4)]
+    assert "rank 0 of world size 2 on each of 4 nodes" in str(plans[1])
+    assert main(["plan", *command[:-1], "--shard", "node"]) == 0
+    assert "8 ranks, sharded within nodes" in out_of(capsys).splitlines()[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

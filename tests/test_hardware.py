@@ -172,3 +172,35 @@ def test_ranks_take_a_device_each() -> None:
     for world_size in (16, 0):
         with pytest.raises(HardwareError, match=f"world_size={world_size}: .* has 8"):
             hw.num_ranks(world_size)
+
+
+@pytest.mark.parametrize(
+    ("text", "shard", "world_size", "expected"),
+    [
+        ("4x8xa100-40g-1024g", "all", None, (32, 1)),
+        ("4x8xa100-40g-1024g", "node", None, (8, 4)),
+        ("4x8xa100-40g-1024g", "node", 16, (8, 2)),
+        ("4x8xa100-40g-1024g", "node", 4, (4, 1)),
+        ("8xv100-240g", "node", None, (8, 1)),
+        ("v100-240g", "node", None, (1, 1)),
+    ],
+)
+def test_model_data_is_divided_over_all_ranks_or_those_of_a_node(
+    text: str, shard: str, world_size: int | None, expected: tuple[int, int]
+) -> None:
+    assert Hardware.parse(text).sharding(shard, world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "shard", "world_size", "piece"),
+    [
+        ("4x8xa100-40g-1024g", "rank", None, "shard='rank': give 'all' (over all ranks) or 'node'"),
+        ("4x8xa100-40g-1024g", "node", 12, "and not 12 ranks on nodes of 8"),
+        ("4x1xa100-40g-1024g", "node", None, "two or more, and not 4 ranks on nodes of 1"),
+    ],
+)
+def test_nodes_that_cannot_divide_model_data_are_refused(
+    text: str, shard: str, world_size: int | None, piece: str
+) -> None:
+    with pytest.raises(HardwareError, match=re.escape(piece)):
+        Hardware.parse(text).sharding(shard, world_size)

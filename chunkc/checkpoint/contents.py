@@ -12,8 +12,9 @@ Objects, as JSON (`chunkc.checkpoint.encode`): step counts and groups of the opt
 modules keep by ``get_extra_state``, generators of random numbers by rank, and what the user adds. Nothing depends on
 chunks, budgets, the compute dtype or the number of ranks, so any of them may be another when the checkpoint is loaded.
 
-Where several ranks train the model, each keeps what stands in its own chunks; parameters that have no chunks yet, and
-all else, are rank 0's. Generators are each rank's own, and rank 0 keeps their states for all.
+Where several ranks train the model, each keeps what stands in its own chunks; where every node has all of the model
+data, those of the first node do. Parameters that have no chunks yet, and all else, are rank 0's. Generators are each
+rank's own, and rank 0 keeps their states for all.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class Contents:
         kept: what this rank writes, in the order in which it must be read.
         nbytes: of all tensors, those of the other ranks too.
         objects: everything else, for ``json.dumps``; rank 0's are written.
-        reader: of the snapshot that ``kept`` reads, to be ended; None where no parameter has chunks yet.
+        reader: of the snapshot that ``kept`` reads, to be ended; None where no parameter has chunks yet, or this rank
+            keeps none of them.
         is_lasting: whether all this stays the moment's even when training goes on before it is read.
         ranks: those who write it together, on whatever thread.
     """
@@ -163,7 +165,9 @@ def gather(
     objects["generators"], states = _generators(runtime.ranks)
     values = {f"model.{e.name}": tensors.read(e) for e in tensors.entries if e.param is None}
     whole = {key: Kept.whole(value) for key, value in (values | encoder.tensors | states).items()}
-    reader = runtime.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
+    reader = None
+    if runtime.is_in_first_replica:
+        reader = runtime.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
     params = _params(runtime, steps, reader)
     return Contents(
         step=max(steps.values(), default=0),
@@ -198,7 +202,8 @@ def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotRea
     found: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.staging.dtypes[index]
-        share = Share(info.shape, info.stride, runtime.own_ranges(index))
+        ranges = runtime.own_ranges(index) if runtime.is_in_first_replica else ()
+        share = Share(info.shape, info.stride, ranges)
         for key, stored, position in _stored(info.name, dtype, runtime.is_trained(index), index in steps):
             read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
             if reader is not None and info.numel and not runtime.staging.holds(index):

@@ -12,7 +12,15 @@ from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
 from chunkc.cli.options import save
 from chunkc.cli.screen import answer_json, render_answer
-from chunkc.cli.subjects import MODEL_HELP, add_accumulate_option, add_training_options, answer_of, tell, title_of
+from chunkc.cli.subjects import (
+    MODEL_HELP,
+    add_accumulate_option,
+    add_shard_option,
+    add_training_options,
+    answer_of,
+    tell,
+    title_of,
+)
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.whatif import Scenarios
@@ -27,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_options(parser)
     add_accumulate_option(parser)
+    add_shard_option(parser)
     parser.add_argument("--save", metavar="plan.json", help="write the plan to this file too")
     pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")

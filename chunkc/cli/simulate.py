@@ -8,7 +8,15 @@ import sys
 
 from chunkc.cli import pictures
 from chunkc.cli.options import load_plan
-from chunkc.cli.subjects import MODEL_HELP, add_accumulate_option, add_training_options, answer_of, is_plan_file, tell
+from chunkc.cli.subjects import (
+    MODEL_HELP,
+    add_accumulate_option,
+    add_shard_option,
+    add_training_options,
+    answer_of,
+    is_plan_file,
+    tell,
+)
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
@@ -30,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training_options(parser)
     add_accumulate_option(parser)
+    add_shard_option(parser)
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

@@ -36,9 +36,19 @@ def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_shard_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that can plan nodes which have all of the model data each."""
+    parser.add_argument(
+        "--shard",
+        choices=("all", "node"),
+        default="all",
+        help="divide model data over all ranks, or within each node, so that every node has all of it (default: all)",
+    )
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """How a model is trained, as far as a plan depends on it."""
-    parser.set_defaults(accumulate=1)
+    parser.set_defaults(accumulate=1, shard="all")
     parser.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in a forward (default: 1)")
     parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 1024 at most)")
@@ -86,6 +96,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         chunk_numel=None if args.chunk_size == "auto" else args.chunk_size,
         policy=args.policy,
         accumulate=_accumulate(args),
+        shard=args.shard,
     )
 
 
@@ -137,6 +148,8 @@ def _of_function(args: argparse.Namespace) -> Answer:
     options["world_size"] = args.world_size
     if args.accumulate > 1:
         options["accumulate"] = args.accumulate
+    if args.shard != "all":
+        options["shard"] = args.shard
     try:
         plan = Plan.of((args.planner or _planner())(model, example_inputs=example_inputs, **options))
     except BudgetError as error:

@@ -3,8 +3,9 @@
     run, stash, add        matrix products and attention by arithmetic or bytes, what takes longer, the rest by bytes
     fetch, evict, ...      latency + bytes / bandwidth
     gather, reduce         every rank receives the group's other chunks over its own link, and a node those of other
-                           nodes over its network, what takes longer, and a latency for each rank (ring algorithm)
-    sum                    the latency of each rank, there and back (ring algorithm): its bytes are few
+                           nodes over its network, what takes longer, and a latency for each rank (ring algorithm);
+                           behind a reduction among replicas, what all owners of a node receive over its network
+    sum                    the latency of each rank: its bytes are few
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
     open, drop, release, grow, shrink, decide    bookkeeping: the host's launch
 
@@ -139,9 +140,8 @@ class ActionCosts:
         return self._rates.links
 
     def _sum(self, action: Action) -> tuple[float, int, int]:
-        """An all-reduce of two float64 is a reduce-scatter and an all-gather."""
-        part_nbytes = -(-_SUMS_NBYTES // self._layout.world_size)
-        return 2 * all_gather_ms(part_nbytes, self._layout.world_size, self._links()), _SUMS_NBYTES, 0
+        """Every rank has the two float64 of each, and adds them up."""
+        return all_gather_ms(_SUMS_NBYTES, self._layout.world_size, self._links()), _SUMS_NBYTES, 0
 
     def _collective(self, action: Action) -> tuple[float, int, int]:
         links, layout = self._links(), self._layout
@@ -149,11 +149,27 @@ class ActionCosts:
         first = layout.groups[action.index].first_chunk if is_group else action.index
         nbytes = layout.chunks[first].nbytes
         if is_group:
-            return all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1), 0
-        # As PatrickStar counts (section 7): a broadcast scatters and gathers.
-        passes = 1 if action.op is Op.REDUCE else 2
-        moved = passes * nbytes * (layout.world_size - 1) // layout.world_size
-        return broadcast_ms(nbytes, layout.world_size, links), moved, 0
+            alone_ms, moved = all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1)
+        else:  # As PatrickStar counts (section 7): a broadcast scatters and gathers.
+            passes = 1 if action.op is Op.REDUCE else 2
+            moved = passes * nbytes * (layout.world_size - 1) // layout.world_size
+            alone_ms = broadcast_ms(nbytes, layout.world_size, links)
+        if action.op is Op.REDUCE and layout.num_replicas > 1:
+            num_owners = layout.world_size if is_group else 1
+            moved += layout.mirrored_nbytes(nbytes) * num_owners // layout.world_size
+            alone_ms += self._mirror_ms(nbytes, num_owners)
+        return alone_ms, moved, 0
+
+    def _mirror_ms(self, nbytes: int, num_owners: int) -> float:
+        """So many ranks of a node exchange their chunks of ``nbytes`` with the other nodes."""
+        links, num_nodes = self._links(), self._layout.num_replicas
+        if links.node_gb_per_s is None:
+            raise HardwareError(
+                f"the plan exchanges gradients between {num_nodes} nodes, but {self._rates.hw} has one node: name a "
+                "machine with as many"
+            )
+        received_nbytes = num_owners * self._layout.mirrored_nbytes(nbytes)
+        return received_nbytes / links.node_gb_per_s * 1e-6 + 2 * (num_nodes - 1) * links.hop_us * 1e-3
 
     def _update(self, action: Action) -> tuple[float, int, int]:
         chunk, rates = self._chunk(action), self._rates
@@ -222,5 +238,7 @@ def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
 
 def broadcast_ms(nbytes: int, world_size: int, links: Links) -> float:
     """Milliseconds in which all ranks have the ``nbytes`` of one, in pieces along a ring; a reduction likewise."""
-    slowest = links.gpu_gb_per_s if links.node_gb_per_s is None else min(links.gpu_gb_per_s, links.node_gb_per_s)
+    slowest = links.gpu_gb_per_s
+    if links.node_gb_per_s is not None and world_size > links.gpus_per_node:
+        slowest = min(slowest, links.node_gb_per_s)
     return nbytes / slowest * 1e-6 + (world_size - 1) * links.hop_us * 1e-3

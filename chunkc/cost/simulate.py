@@ -108,7 +108,7 @@ def script_of(plan: Plan, rates: CostRates) -> Script:
 
 def facts_of(plan: Plan) -> Facts:
     """Of one iteration of ``plan``."""
-    ranks, times = plan.layout.world_size, plan.accumulate
+    ranks, times = plan.layout.num_ranks, plan.accumulate
     return Facts(
         plan_digest=plan.digest(),
         model=plan.model,

@@ -41,6 +41,10 @@ class Op(StrEnum):
 
     REDUCE leaves in the own chunk of a group the sum over all ranks of what they hold of it. So gradient chunks add up:
     the owner holds the sum so far and its part of this micro-batch, the others hold their parts of this micro-batch.
+
+    Where there are several replicas (a layout's ``num_replicas`` above 1), the same action then replaces the own chunk
+    by its mean over the owners of that chunk in all replicas. Sums of gradient chunks stay whole by that: each replica
+    holds the same sum so far, so the mean of theirs holds it once, and the mean of what this micro-batch has added.
     """
 
     FETCH = "fetch"

@@ -128,7 +128,10 @@ class Layout:
         slots: the arena's byte ranges; positions equal ``Slot.index``.
         arena_nbytes: size of the static arena.
         world_size: ranks over which each group is divided.
-        rank: the rank whose plan this is.
+        rank: the one of them whose plan this is.
+        num_replicas: how many times that many ranks there are, each of which hold all chunks among them (one node each,
+            where model data is divided within nodes only). The n-th of all ranks is rank ``n % world_size`` of replica
+            ``n // world_size``.
     """
 
     params: tuple[ParamInfo, ...]
@@ -140,6 +143,12 @@ class Layout:
     arena_nbytes: int = 0
     world_size: int = 1
     rank: int = 0
+    num_replicas: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All that train the model together."""
+        return self.world_size * self.num_replicas
 
     def params_of(self, chunk: int) -> tuple[int, ...]:
         """Indexes of the parameters with bytes in ``chunk``, by offset."""
@@ -174,8 +183,9 @@ class Layout:
 
         A copy moves what is used of a chunk, a collective whole chunks: of a group those of all other ranks, to have
         them (gather) or to add them to the own one (reduce). In the serial variant every rank but the owner receives a
-        chunk that is gathered, and the owner every other rank's part of one that is reduced. The sum of norms counts
-        nothing, and an action that copies nothing is 0.
+        chunk that is gathered, and the owner every other rank's part of one that is reduced. Behind a reduction owners
+        also receive what `mirrored_nbytes` says from those of other replicas. The sum of norms counts nothing, and an
+        action that copies nothing is 0.
         """
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
@@ -185,8 +195,14 @@ class Layout:
             return sum(self.chunks[c].nbytes for c in self.remote_of(action.target))
         if action.op is Op.REDUCE and (action.target[0] == "g" or not self.remote_of(action.target)):
             first = action.index * self.world_size if action.target[0] == "g" else action.index
-            return (self.world_size - 1) * self.chunks[first].nbytes
+            nbytes = self.chunks[first].nbytes
+            return (self.world_size - 1) * nbytes + self.mirrored_nbytes(nbytes)
         return 0
+
+    def mirrored_nbytes(self, nbytes: int) -> int:
+        """What each owner of a chunk of ``nbytes`` receives so that all replicas have the mean of theirs: every one
+        makes its part of the mean, and has the parts of the others from them."""
+        return 2 * (self.num_replicas - 1) * nbytes // self.num_replicas
 
     def owned(self) -> tuple[Chunk, ...]:
         """The chunks that this rank owns."""
@@ -194,7 +210,8 @@ class Layout:
 
     def lines(self) -> list[str]:
         """All that ranks which share groups must have alike, one fact a line."""
-        lines = [f"{self.world_size} ranks, chunks of {self.chunk_numel} elements"]
+        replicas = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} nodes"
+        lines = [f"{self.world_size} ranks{replicas}, chunks of {self.chunk_numel} elements"]
         for p in self.placements:
             name = self.params[p.param].name
             lines.append(f"{name} at element {p.offset} of c{p.chunk}, over {p.num_chunks} chunks")

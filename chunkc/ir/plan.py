@@ -17,7 +17,7 @@ from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, S
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
 from chunkc.ir.work import Kind, Work
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}

@@ -83,6 +83,11 @@ def check_structure(plan: Plan) -> None:
 def _check_layout(layout: Layout) -> None:
     if not 0 <= layout.rank < layout.world_size:
         raise PlanError(f"rank {layout.rank} is not one of {layout.world_size}")
+    if layout.num_replicas < 1 or (layout.num_replicas > 1 and layout.world_size == 1):
+        raise PlanError(
+            f"{layout.num_replicas} replicas of {layout.world_size} ranks: replicas exchange gradients in reductions, "
+            "which one rank alone has none of"
+        )
     indexes = {
         "chunk": [c.index for c in layout.chunks],
         "slot": [s.index for s in layout.slots],

@@ -23,7 +23,7 @@ from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
 from chunkc.report.frame import Bar, Frame, Work, frame_of
 from chunkc.report.lanes import Array, Lane, lane_of, thinned
 from chunkc.report.memory_curve import Kind, memory_curve
-from chunkc.report.units import percent, plural, shorten, unit_for
+from chunkc.report.units import percent, plural, replicas_of, shorten, unit_for
 
 SIZE: Final = (1920, 1080)
 SUFFIXES: Final = (".png", ".svg", ".pdf")
@@ -269,7 +269,7 @@ def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
     unit = unit_for(plan.memory.device_peak_nbytes)
     yield f"device peak {unit.named(plan.memory.device_peak_nbytes)}"
     if plan.layout.world_size > 1:
-        yield f"rank {plan.layout.rank} of {plan.layout.world_size}"
+        yield f"rank {plan.layout.rank} of {plan.layout.world_size}{replicas_of(plan.layout)}"
     yield f"plan {plan.digest()}"
 
 

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, replicas_of, unit_of
 
 _TRIPLE = ("param32", "momentum", "variance")
 _FP32_NBYTES = 4
@@ -22,7 +22,7 @@ def summarize(plan: Plan) -> str:
     """The tables of ``plan``; sizes are in one unit, which every table names."""
     unit = unit_of(plan)
     layout = plan.layout
-    ranks = f" (rank {layout.rank} of {layout.world_size})" if layout.world_size > 1 else ""
+    ranks = f" (rank {layout.rank} of {layout.world_size}{replicas_of(layout)})" if layout.world_size > 1 else ""
     stored = "stored, padded" if layout.world_size == 1 else f"stored by rank {layout.rank}, padded"
     parts = [
         f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}",

@@ -16,7 +16,7 @@ from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, shorten, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, replicas_of, shorten, unit_of
 
 MAX_COLUMNS = 100
 MAX_PROGRAM_LINES = 9
@@ -81,7 +81,7 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     memory, layout = plan.memory, plan.layout
-    ranks = f"rank {layout.rank} of world size {layout.world_size}"
+    ranks = f"rank {layout.rank} of world size {layout.world_size}{replicas_of(layout)}"
     yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, {ranks}, sizes in {unit.name}"
     peak, budget = memory.device_peak_nbytes, memory.device_budget_nbytes
     yield (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from chunkc.ir.layout import Chunk, Layout, Placement
 from chunkc.ir.plan import Plan, Program, State
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, plural, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, plural, replicas_of, unit_of
 
 
 def full_text(plan: Plan) -> str:
@@ -26,7 +26,8 @@ def full_text(plan: Plan) -> str:
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     memory, layout = plan.memory, plan.layout
     yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, sizes in {unit.name}"
-    yield f"  schedule {plan.schedule_digest}, rank {layout.rank} of world size {layout.world_size}"
+    ranks = f"rank {layout.rank} of world size {layout.world_size}{replicas_of(layout)}"
+    yield f"  schedule {plan.schedule_digest}, {ranks}"
     yield (
         f"  device: planned peak {unit.of(memory.device_peak_nbytes)} of budget "
         f"{unit.of(memory.device_budget_nbytes)} = arena {unit.of(memory.arena_nbytes)} + non-model "

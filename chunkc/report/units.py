@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 
 BOUND_NOTE = "activations are a bound: each operator alone; compile fuses them and states what that takes"
@@ -48,6 +49,11 @@ def unit_of(plan: Plan) -> Unit:
 def repeated(plan: Plan) -> str:
     """What the programs of ``plan`` make up, over and over."""
     return "evaluation" if plan.is_evaluation else "step"
+
+
+def replicas_of(layout: Layout) -> str:
+    """What to say behind a layout's ranks where several nodes have as many; else nothing."""
+    return "" if layout.num_replicas == 1 else f" on each of {layout.num_replicas} nodes"
 
 
 def percent(part: float, whole: float) -> str:

@@ -101,7 +101,7 @@ class Binder:
         """What the slot holds until it is written is nobody's; gradients that ranks add up begin at 0."""
         slot = self._slot(action)
         self._resident[action.target] = slot
-        if self.ranks.size > 1 and self._chunk(action).partner is not None:
+        if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
             memory = self.store.slot_bytes(slot)
             return lambda: _zero(memory)
         return _nothing
@@ -174,7 +174,8 @@ class Binder:
 
     def _release(self, action: Action) -> Callable[[], None]:
         group, _ = self._group(action)
-        remote = [c for c in self.plan.layout.groups[group].chunks if self.plan.layout.owner(c) != self.ranks.rank]
+        layout = self.plan.layout
+        remote = [c for c in layout.groups[group].chunks if layout.owner(c) != layout.rank]
         slots = [self.store.slot_bytes(self._resident.pop(f"c{c}")) for c in remote]
         device = self.device
 
@@ -189,12 +190,13 @@ class Binder:
 
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
-        if action.target[0] != "g" or self.ranks.size == 1:
+        layout = self.plan.layout
+        if action.target[0] != "g" or not 1 < layout.num_ranks == self.ranks.size:
             raise PlanError(
                 f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
             )
-        own = self.plan.layout.groups[action.index].chunks[self.ranks.rank]
-        return action.index, self._resident[f"c{own}"] - self.ranks.rank
+        own = layout.groups[action.index].chunks[layout.rank]
+        return action.index, self._resident[f"c{own}"] - layout.rank
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""
@@ -254,9 +256,10 @@ class Binder:
         return stash
 
     def _share(self, chunk: Chunk) -> float:
-        """By what gradients are multiplied as they land: ranks add up those of micro-batches, and average others."""
+        """By what gradients are multiplied as they land: ranks that share chunks add up those of micro-batches, and
+        average others."""
         adds_up = chunk.partner is not None and self.plan.accumulate > 1
-        return 1.0 / self.ranks.size if adds_up else 1.0
+        return 1.0 / self.plan.layout.world_size if adds_up else 1.0
 
     def _landing(
         self, param: int, chunk: Chunk, mapped: int

@@ -1,7 +1,8 @@
 """What ``gather``, ``reduce`` and ``sum`` do: exchanges of a plan as functions over the memory of the chunks.
 
 A group's chunks stand one behind the other in the arena, so it is one tensor, of which this rank's chunk is a part:
-both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others.
+both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others, and of
+a reduction what it takes to have the mean over replicas.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ class Exchanges:
 
     def gather(self, group: int, first_slot: int, text: str) -> Work:
         """Fill the slots of a group from its owners."""
-        whole, own, count = self._parts(group, first_slot)
+        whole, own = self._parts(group, first_slot)
         place, ranks = self._place(text), self.ranks
+        count = self._counting(whole.nbytes - own.nbytes)
 
         def gather() -> None:
             ranks.gather(whole, own, place)
@@ -46,8 +48,9 @@ class Exchanges:
     def reduce(self, group: int, first_slot: int, text: str) -> Work:
         """Into the own chunk the mean of it over all ranks; gradient chunks to which micro-batches add take the sum of
         contributions that were divided as they landed."""
-        whole, own, count = self._parts(group, first_slot)
+        whole, own = self._parts(group, first_slot)
         place, layout = self._place(text), self.plan.layout
+        count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
         kind = layout.chunks[layout.groups[group].first_chunk].list
         exchange = self.ranks.add_up if kind is ChunkList.GRAD and self.plan.accumulate > 1 else self.ranks.average
 
@@ -67,17 +70,18 @@ class Exchanges:
 
         return add_up
 
-    def _parts(self, group: int, first_slot: int) -> tuple[torch.Tensor, torch.Tensor, Work]:
-        whole = self.store.group_in_slots(group, first_slot)
-        numel = whole.numel() // self.ranks.size
-        own = whole[self.ranks.rank * numel : (self.ranks.rank + 1) * numel]
-        received_nbytes = (whole.numel() - numel) * whole.element_size()
+    def _parts(self, group: int, first_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chunks of a group, and the own one of them."""
+        whole, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
+        return whole, whole.chunk(layout.world_size)[layout.rank]
+
+    def _counting(self, received_nbytes: int) -> Work:
         moved, key = self.frame.moved_nbytes, (self.program, Stream.COMM)
 
         def count() -> None:
             moved[key] = moved.get(key, 0) + received_nbytes
 
-        return whole, own, count
+        return count
 
     def _place(self, text: str) -> str:
         return f"`{text}` of {self.program}"

@@ -330,6 +330,11 @@ class ModelMemory:
         runs = self._store.own_runs(index)
         return tuple((run[0].first, run[-1].first + run[-1].end - run[-1].start) for run in runs)
 
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank is one of those whose chunks count where there are several of each."""
+        return self.layout is None or self.ranks.rank < self.layout.world_size
+
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
         """Replace this rank's elements of a parameter in chunks and, where given, of its moments.
 

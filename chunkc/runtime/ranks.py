@@ -2,13 +2,20 @@
 
 Every model has its own process groups, so that nothing of the script's own exchanges can come between:
 
-    data      collectives of the plan, issued by the device's ``comm`` stream in plan order; payloads and sums of norms
-    control   everything the host does between programs: agreements, whole parameters, checkpoints' decisions
+    data      collectives of the plan, issued by the device's ``comm`` stream in plan order; payloads and sums of norms:
+              among the ranks that share groups of chunks, and among those that own the same chunk where there are
+              replicas
+    control   everything the host does between programs, among all ranks: agreements, whole parameters, checkpoints'
+              decisions
 
 **Agreement.** Before the ranks do anything together (a program, reading a parameter, a checkpoint) each says what it
 is about to do: a kind, a digest of it, and a number. All exchange these few bytes, and where they differ every rank
 raises `RankError` with what each of them does, so that ``if rank == 0: evaluate(model)`` is an error and no hang. A
 rank whose call is refused before it came to an agreement joins with the kind ``refused``: the others need not wait.
+
+**Replicas.** Where model data is divided within nodes only, every node holds a replica of it, and all replicas stay the
+same bits: a mean over replicas is made once and sent to all (`chunkc.runtime.data_group`), the norms of equal gradients
+are added up in one order, so that all clip and skip alike, and updates do the same arithmetic on the same numbers.
 
 **Failure.** When a collective fails or times out, the group cannot be used again: every later one fails at once, with
 the first cause, on this rank, and the ranks tell each other through the job's store where they stopped.
@@ -25,20 +32,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from enum import StrEnum
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 import torch
 
-from chunkc._gloo import DirectExchange
-from chunkc._torch_dist import Group, Store, all_gather, broadcast, end_group, new_group, reduce, reduce_scatter
+from chunkc._torch_dist import Group, Store, all_gather, broadcast, end_group, new_group, reduce
 from chunkc.errors import RankError
-from chunkc.runtime.slab import map_private
-
-_STORY_WAIT_S: Final = 2.0
-"""How long a rank that saw a collective fail waits for the others to say where they stopped."""
+from chunkc.runtime.data_group import DataGroup
+from chunkc.runtime.stories import Stories
 
 _SHOWN_RANKS: Final = 4
 
+G = TypeVar("G")
 Lines = Callable[[], Sequence[str]]
 """What a digest stands for, line by line; asked for only where digests differ."""
 
@@ -120,16 +125,17 @@ class Ranks:
         return [data]
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
-        """Fill ``whole`` with the ``own`` of all ranks in their order, where ``own`` stands in it already."""
+        """Fill ``whole`` with the ``own`` of all ranks that share it, in their order; ``own`` stands in it already."""
 
     def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
         """Into ``own``, this rank's part of ``whole``, the mean of that part over all ranks."""
 
     def add_up(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
-        """Into ``own``, this rank's part of ``whole``, the sum of that part over all ranks."""
+        """Into ``own``, this rank's part of ``whole``, the sum of that part over the ranks that share it; where there
+        are replicas, the mean of their sums."""
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
-        """Replace ``tensor`` by the sum over all ranks."""
+        """Replace ``tensor`` by the sum over the ranks that share chunks; the same bits in all replicas."""
 
     @contextmanager
     def committed(self, place: str) -> Iterator[None]:
@@ -157,38 +163,24 @@ def digest_lines(lines: Sequence[str]) -> int:
 
 
 class JobRanks(Ranks):
-    """The ranks of a torch.distributed job, all of which make one at the same time.
+    """The ranks of a torch.distributed job, all of which make one at the same time; no program runs before `connect`.
 
     Args:
-        device: where payloads stand: collectives on it are the plan's.
-        backend: of those, for example ``"nccl"``; the host's are gloo's. None: no program will run.
         timeout: of every exchange.
         store: of the job, through which ranks say where they stopped.
         number: of this object, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        backend: str | None,
-        timeout: timedelta,
-        store: Store,
-        number: int | str,
-    ) -> None:
+    def __init__(self, rank: int, size: int, timeout: timedelta, store: Store, number: int | str) -> None:
         self.rank, self.size = rank, size
-        self._timeout, self._store, self._prefix = timeout, store, f"chunkc/{number}"
-        self._number = number
+        self._timeout, self._store, self._number = timeout, store, number
+        self._stories = Stories(store, f"chunkc/{number}", rank, size)
         self._beside: JobRanks | None = None
-        data = None if backend is None else new_group(backend, timeout, device)
-        self._data: Group | None = data
-        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"))
+        self._data: DataGroup | None = None
+        self._replicas: DataGroup | None = None
+        self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"), [range(size)])
         self._stopped: RankError | None = None
         self._lock, self._num_agreements = threading.Lock(), 0
-        self._direct: DirectExchange | None = None
-        if data is not None and backend == "gloo":
-            self._direct = DirectExchange(data, rank, size, map_private)
 
     # Between programs, on the control group.
 
@@ -277,14 +269,23 @@ class JobRanks(Ranks):
     def _exchange(self, place: str, work: Callable[[Group], None]) -> None:
         self._attempt(self._control, place, work)
 
-    # Within programs, on the data group.
+    # Within programs, on the data groups.
+
+    def connect(self, backend: str, device: torch.device, num_sharing: int) -> None:
+        """Make the data groups for payloads on ``device``: of every ``num_sharing`` ranks that follow each other, and,
+        where there are several such sets, of the ranks that have the same place in each. All ranks call it together."""
+        sets = [range(first, first + num_sharing) for first in range(0, self.size, num_sharing)]
+        self._data = self._data_group(backend, device, sets)
+        if len(sets) > 1:
+            self._replicas = self._data_group(backend, device, [list(ranks) for ranks in zip(*sets, strict=True)])
+
+    def _data_group(self, backend: str, device: torch.device, sets: Sequence[Sequence[int]]) -> DataGroup:
+        group = new_group(backend, self._timeout, device, sets)
+        own = next(ranks for ranks in sets if self.rank in ranks)
+        return DataGroup(group, own.index(self.rank), len(own), is_direct=backend == "gloo")
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
-        direct = self._direct
-        if direct is None:
-            self._attempt(self._data, place, lambda g: all_gather(g, whole, own))
-        else:
-            self._attempt(self._data, place, lambda _: direct.all_gather(whole, own))
+        self._attempt(self._data, place, lambda g: g.gather(whole, own))
 
     def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
         self._reduce(own, whole, place, mean=True)
@@ -293,18 +294,16 @@ class JobRanks(Ranks):
         self._reduce(own, whole, place, mean=False)
 
     def _reduce(self, own: torch.Tensor, whole: torch.Tensor, place: str, *, mean: bool) -> None:
-        direct = self._direct
-        if direct is None:
-            self._attempt(self._data, place, lambda g: reduce_scatter(g, own, whole, mean=mean))
-        else:
-            self._attempt(self._data, place, lambda _: direct.reduce_scatter(own, whole, mean=mean))
+        self._attempt(self._data, place, lambda g: g.reduce(own, whole, mean=mean))
+        if self._replicas is not None:
+            self._attempt(self._replicas, place, lambda g: g.mean(own))
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
-        self._attempt(self._data, place, lambda g: reduce(g, tensor, mean=False))
+        self._attempt(self._data, place, lambda g: g.total(tensor))
 
     # Failure.
 
-    def _attempt(self, group: Group | None, place: str, work: Callable[[Group], None]) -> None:
+    def _attempt(self, group: G | None, place: str, work: Callable[[G], None]) -> None:
         if self._stopped is not None:
             raise RankError(str(self._stopped)) from self._stopped
         if group is None:
@@ -319,40 +318,14 @@ class JobRanks(Ranks):
         """Remember the first failure, say it to the others, and hear from them."""
         with self._lock:
             if self._stopped is None:
-                self.say_stopped(place)
+                self._stories.tell(place)
                 cause = [*str(error).strip().splitlines(), type(error).__name__][0]
                 self._stopped = RankError(
                     f"rank {self.rank} of {self.size} stopped in {place} after {after_s:.1f} s: another rank has "
                     f"ended, failed, or did not come within the timeout of {self._timeout.total_seconds():g} s. "
-                    f"{self._stories()} Start the job again from its last checkpoint. torch says: {cause}"
+                    f"{self._stories.hear()} Start the job again from its last checkpoint. torch says: {cause}"
                 )
             return self._stopped
-
-    def say_stopped(self, place: str) -> None:
-        """Tell the others, as far as they can hear, that this rank goes no further."""
-        try:
-            self._store.set(f"{self._prefix}/stopped/{self.rank}", place)
-        except Exception:  # the store is gone with the rank that held it; then nobody hears anything
-            return
-
-    def _stories(self) -> str:
-        """Where each of the others stopped, as far as they say it within `_STORY_WAIT_S`."""
-        told: dict[int, str] = {}
-        until = time.monotonic() + _STORY_WAIT_S
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        while len(told) < len(others) and time.monotonic() < until:
-            for rank in (rank for rank in others if rank not in told):
-                try:
-                    key = f"{self._prefix}/stopped/{rank}"
-                    if self._store.check([key]):
-                        told[rank] = self._store.get(key).decode()
-                except Exception:  # as in `say_stopped`
-                    return "The job's store does not answer: the rank that held it (mostly rank 0) has ended."
-            time.sleep(0.05)
-        silent = [str(rank) for rank in others if rank not in told]
-        said = "; ".join(f"rank {rank} stopped in {place}" for rank, place in sorted(told.items()))
-        quiet = f"rank {', '.join(silent)} did not say anything: ended or hanging" if silent else ""
-        return f"What the others say: {'; '.join(filter(None, (said, quiet)))}."
 
     @contextmanager
     def committed(self, place: str) -> Iterator[None]:
@@ -364,7 +337,7 @@ class JobRanks(Ranks):
 
     def _end_others(self, place: str, error: BaseException) -> None:
         if self._stopped is None and not isinstance(error, RankError):
-            self.say_stopped(f"{place}: {type(error).__name__}: {error}")
+            self._stories.tell(f"{place}: {type(error).__name__}: {error}")
             self._stopped = RankError(
                 f"rank {self.rank} of {self.size} failed in {place}, where the other ranks count on it, so that they "
                 f"have ended too ({type(error).__name__}: {error}). Start the job again from its last checkpoint"
@@ -372,17 +345,19 @@ class JobRanks(Ranks):
             self.close()
 
     def close(self) -> None:
-        groups, self._data, self._control, self._direct = (self._data, self._control), None, None, None
+        groups, control = (self._data, self._replicas), self._control
+        self._data, self._replicas, self._control = None, None, None
         for group in groups:
             if group is not None:
-                end_group(group)
+                group.close()
+        if control is not None:
+            end_group(control)
         if self._beside is not None:
             self._beside.close()
 
     def beside(self) -> Ranks:
         if self._beside is None:
-            place = torch.device("cpu"), None, self._timeout, self._store, f"{self._number}/beside"
-            self._beside = JobRanks(self.rank, self.size, *place)
+            self._beside = JobRanks(self.rank, self.size, self._timeout, self._store, f"{self._number}/beside")
         return self._beside
 
 

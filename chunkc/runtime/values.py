@@ -5,7 +5,8 @@ All functions assume that nothing is pending: the caller has drained the device.
 of the parameter are, in host memory or on the device; what is written may come from anywhere.
 
 Where several ranks share the chunks, all of them read and write together: what is read is put together from the owners'
-chunks, in host memory, and of what is written each keeps its own part.
+chunks, in host memory, and of what is written each keeps its own part. Where there are replicas, what is read is the
+first one's.
 """
 
 from __future__ import annotations
@@ -185,8 +186,9 @@ class ChunkValues:
         found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
         found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
         flat, parts = _flat(found.zero_()), self._store.parts(index)
+        is_first = self._ranks.rank < self._layout.world_size
         for part in parts:
-            if self._store.is_own(part.chunk):
+            if is_first and self._store.is_own(part.chunk):
                 own = of(self._layout.chunks[part.chunk])[part.start : part.end]
                 flat[part.first : part.first + own.numel()].copy_(own)
         if len({self._layout.owner(part.chunk) for part in parts}) == 1:

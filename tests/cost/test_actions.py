@@ -77,7 +77,7 @@ def test_collectives_move_the_other_ranks_chunks() -> None:
     for text in ("gather g0 @comm", "reduce g0 @comm", "gather c0 @comm"):
         found = costs.of(parse(text))
         assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 0.5), 256)
-    assert costs.of(parse("sum @comm")).alone_ms == pytest.approx(2 * (0.5 + 8 / 256)), "there and back, 8 bytes each"
+    assert costs.of(parse("sum @comm")).alone_ms == pytest.approx(0.5 + 16 / 256), "16 bytes of each"
     assert all_gather_ms(256, 8, LINKS) == pytest.approx(7.0)
     assert broadcast_ms(256, 8, LINKS) == pytest.approx(1.0)
 
@@ -88,6 +88,25 @@ def test_between_nodes_the_slower_of_link_and_network_counts() -> None:
     assert all_gather_ms(256, 16, slow) == pytest.approx(8 * 4.0)
     assert all_gather_ms(256, 16, fast) == pytest.approx(15.0)
     assert broadcast_ms(256, 16, slow) == pytest.approx(4.0)
+
+
+def test_replicas_exchange_means_over_the_network_behind_reductions() -> None:
+    """Two ranks on each of four nodes: each makes a quarter of its chunk's mean and has three quarters from others, so
+    2 x 3/4 of 256 bytes, for both ranks of a node through one network."""
+    plan = distributed().build()
+    plan = replace(plan, layout=replace(plan.layout, num_replicas=4))
+    links = replace(LINKS, gpus_per_node=2, node_gb_per_s=128e-6, hop_us=500.0)
+    costs = ActionCosts(plan, rates(links=links))
+    found = costs.of(parse("reduce g0 @comm"))
+    assert (found.alone_ms, found.nbytes) == (pytest.approx(1.0 + 0.5 + 2 * 384 / 128 + 6 * 0.5), 256 + 384)
+    assert found.nbytes == plan.layout.moved_nbytes(parse("reduce g0 @comm"))
+    one = costs.of(parse("reduce c0 @comm"))
+    assert (one.alone_ms, one.nbytes) == (pytest.approx(1.0 + 0.5 + 384 / 128 + 6 * 0.5), 128 + 192), "means over ranks"
+    for text in ("gather g0 @comm", "gather c0 @comm", "sum @comm"):
+        alone = ActionCosts(distributed().build(), rates(links=links)).of(parse(text))
+        assert costs.of(parse(text)) == alone, "within nodes as ever"
+    with pytest.raises(HardwareError, match="between 4 nodes, but round has one node"):
+        ActionCosts(plan, RATES).of(parse("reduce g0 @comm"))
 
 
 def test_six_times_the_parameters_go_over_the_links_in_a_step() -> None:

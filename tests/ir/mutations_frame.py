@@ -71,6 +71,18 @@ COLLECTIVES: list[Mutation] = [
         (r"forward f1 `run fwd\.0", "c0 is read but its group g0 is not gathered"),
     ),
     (
+        "replicas of a single rank",
+        lambda: evicting().but(changes={"layout": replace(evicting().layout(), num_replicas=2)}),
+        ("2 replicas of 1 ranks", "one rank alone"),
+    ),
+    (
+        "reduce missing where nodes have replicas",
+        lambda: distributed()
+        .delete("backward", 3)
+        .but(changes={"layout": replace(distributed().layout(), num_replicas=2)}),
+        (r"backward b3 `release g1", "c3", "not reduced"),
+    ),
+    (
         "gather of the own chunk missing",
         lambda: distributed(serial=True).delete("forward", 1),
         (r"forward f2 `run fwd\.0", "c0 is read but its group g0 is not gathered"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from chunkc.ir.actions import parse
 from chunkc.ir.layout import Chunk, ChunkList, Home, Slot
+from chunkc.ir.verify import verify
 
 from .plans import distributed, evicting, grad_chunk, resident, spanning
 
@@ -62,3 +68,18 @@ def test_model_data_counts_elements_without_padding() -> None:
 def test_utilisation_leaves_out_gradient_chunks() -> None:
     assert grad_chunk().layout().utilisation() == 1.0
     assert evicting().but(numels=(16, 32, 64, 64)).layout().utilisation() == (16 + 32 + 64 + 64) / 192
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_replicas_add_the_exchange_of_means_to_reductions(num_replicas: int) -> None:
+    """Each owner of a chunk of 256 bytes makes a part of the mean: it receives that part of the others' chunks, and
+    their parts."""
+    plan = distributed().build()
+    layout = replace(plan.layout, num_replicas=num_replicas)
+    verify(replace(plan, layout=layout))
+    between = {1: 0, 2: 256, 3: 2 * 256 * 2 // 3}[num_replicas]
+    expected = {"gather g0": 256, "reduce g0": 256 + between, "reduce c0": 256 + between, "reduce c1": 0, "sum": 0}
+    assert {text: layout.moved_nbytes(parse(f"{text} @comm")) for text in expected} == expected
+    assert layout.num_ranks == 2 * num_replicas
+    assert layout.host_nbytes() == plan.layout.host_nbytes(), "every node has all of the model data"
+    assert (layout.lines() == plan.layout.lines()) == (num_replicas == 1), "ranks agree on it"

@@ -6,15 +6,16 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from schedules import chain, planned, planned_somewhere, requests, target, texts
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op, Stream
+from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Target
+from chunkc.passes import Options, Target, make_plan
 
 
 def test_own_chunks_are_fetched_and_groups_gathered() -> None:
@@ -134,6 +135,31 @@ def test_resident_gradient_chunks_are_reduced_where_they_stand() -> None:
         "b5 release g1 @comm",
         "b6 release g0 @compute",
     ]
+
+
+@given(requests(), st.integers(1, 3), st.integers(2, 4))
+def test_replicas_plan_as_one_of_them_alone(
+    request: tuple[Schedule, Target, Options], accumulate: int, num_replicas: int
+) -> None:
+    """The same chunks, actions and memory; each reduction also brings the means of the other replicas."""
+    found, where, options = request
+    assume(where.world_size > 1)
+    options = replace(options, accumulate=accumulate)
+    alone = planned_somewhere(found, where, options).plan
+    plan = planned_somewhere(found, replace(where, num_replicas=num_replicas), options).plan
+    assert replace(plan.layout, num_replicas=1) == alone.layout
+    assert (plan.programs, plan.memory) == (alone.programs, alone.memory)
+    reduced = [a.index * where.world_size for _, _, a in plan.labelled() if a.op is Op.REDUCE]
+    between = sum(2 * (num_replicas - 1) * plan.layout.chunks[c].nbytes // num_replicas for c in reduced)
+    assert plan.moved_nbytes(Stream.COMM) == alone.moved_nbytes(Stream.COMM) + between
+    assert Plan.from_json(plan.to_json()) == plan and plan.digest() != alone.digest()
+
+
+def test_a_layout_of_other_replicas_is_refused() -> None:
+    where = target(world_size=2)
+    layout = planned(chain(4), where, Options(chunk_numel=64)).plan.layout
+    with pytest.raises(ValueError, match="rank 0 of 2, the target is rank 0 of 2 in each of 3 replicas"):
+        make_plan(chain(4), replace(where, num_replicas=3), layout=layout)
 
 
 @given(requests(), st.integers(1, 3))

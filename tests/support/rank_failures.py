@@ -16,10 +16,10 @@ WARM_STEP = 3
 ENDS = ("exit", "sleep", "raise")
 
 
-def train_for_ever(report: Report, end: str = "", on_rank: int = -1) -> None:
+def train_for_ever(report: Report, end: str = "", on_rank: int = -1, hw: str = TIGHT, shard: str = "all") -> None:
     """Trains, and reports ``warm`` once; then one rank does what ``end`` says in the middle of a step."""
     rank = torch.distributed.get_rank()
-    model = chunkc.compile(seeded_tower(), TIGHT, dtype=torch.float32, backend="eager")
+    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager", shard=shard)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR)
     for step in range(1_000_000):
         loss = model(*batch(2 * step + rank))

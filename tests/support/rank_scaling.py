@@ -49,10 +49,10 @@ def rank_inputs(step: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, tor
     return (*batch(step * num_ranks + rank), bad)
 
 
-def train_scaled(hw: str, by_scaler: bool = False) -> Scaled:
-    """Built in, or by `chunkc.GradScaler`."""
+def train_scaled(hw: str, by_scaler: bool = False, **options: Any) -> Scaled:
+    """Built in, or by `chunkc.GradScaler`; ``options`` of `chunkc.compile`."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager")
+    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager", **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     scaler = chunkc.GradScaler(growth_interval=INTERVAL) if by_scaler else None
     found = Scaled()

@@ -41,12 +41,11 @@ class CountingGroup:
         return getattr(self._group, name)
 
 
-def counted(ranks: Any) -> CountingGroup:
-    """The group of a model's payloads, counted from now on, also where chunks are sent directly."""
-    group = CountingGroup(ranks._data)
-    ranks._data = group
-    if ranks._direct is not None:
-        ranks._direct._group = group
+def counted(data: Any) -> CountingGroup:
+    """A data group of a model's ranks, counted from now on, also where chunks are sent directly."""
+    group = data._group = CountingGroup(data._group)
+    if data._direct is not None:
+        data._direct._group = group
     return group
 
 
@@ -80,7 +79,7 @@ def steady(work: Work) -> Steady:
     model = compiled(work, hw_of(work, batch))
     gc.collect()
     runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
-    group = counted(runtime.ranks)
+    group = counted(runtime.ranks._data)
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     for step in range(2 + NUM_STEPS):
         if step == 2:
@@ -107,6 +106,20 @@ def steady(work: Work) -> Steady:
         chunks_nbytes=sum(plan.layout.chunks[c].nbytes for c in trained),
         taken_host_nbytes=device.host_budget_nbytes - device.free_host_nbytes(),
     )
+
+
+def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
+    """What a step brings to this rank from those of its node, and from the other nodes, counted at the process groups;
+    and the numbers of the step."""
+    batch = parts_of(CASES[work.name], work.recipe, torch.distributed.get_rank(), torch.distributed.get_world_size())[0]
+    model = compiled(work, hw_of(work, batch))
+    ranks: Any = model._compiled_call_impl.runtime.ranks  # type: ignore[union-attr]
+    groups = counted(ranks._data), counted(ranks._replicas)
+    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
+    loss_of(model(**batch)).backward()
+    optimizer.step()
+    stats = chunkc.stats(model)
+    return groups[0].received_nbytes, groups[1].received_nbytes, stats
 
 
 def two_models(work: Work) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Work:
         wishes: planning options.
         options: of the optimizer, beside the recipe's.
         accumulate: micro-batches of a step on each rank.
+        num_nodes: of the machines that are made for it; with several, each has all of the model data.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Work:
     wishes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     accumulate: int = 1
+    num_nodes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,17 @@ class Done:
     stats: dict[str, int]
 
 
-def machine_of(device_nbytes: int, host_nbytes: int) -> Hardware:
-    """One node with a device for each rank; both sizes are those of a rank."""
-    num_ranks = torch.distributed.get_world_size()
-    return replace(EMULATED.named(device_nbytes, host_nbytes * num_ranks), gpus_per_node=num_ranks)
+def machine_of(device_nbytes: int, host_nbytes: int, num_nodes: int = 1) -> Hardware:
+    """Nodes with a device for each rank; both sizes are those of a rank."""
+    per_node = torch.distributed.get_world_size() // num_nodes
+    named = EMULATED.named(device_nbytes, host_nbytes * per_node)
+    return replace(named, gpus_per_node=per_node, num_nodes=num_nodes)
 
 
 def compiled(work: Work, hw: Hardware | str) -> nn.Module:
     """The model of ``work`` on ``hw``."""
     options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
+    options |= {"shard": "node"} if work.num_nodes > 1 else {}
     model = chunkc.compile(CASES[work.name].build(), hw, **options)
     settings = model._compiled_call_impl.settings  # type: ignore[union-attr]
     settings.options = replace(settings.options, **work.wishes)
@@ -76,7 +80,7 @@ def compiled(work: Work, hw: Hardware | str) -> nn.Module:
 
 def smallest(work: Work, batch: Batch) -> tuple[int, int]:
     """Device and host bytes of a rank that the error names when one byte is all there is."""
-    model = compiled(work, machine_of(1, GIB))
+    model = compiled(work, machine_of(1, GIB, work.num_nodes))
     _optimizer = chunkc.AdamW(model.parameters(), **work.options)  # clipping takes some memory
     try:
         model(**batch)
@@ -87,7 +91,7 @@ def smallest(work: Work, batch: Batch) -> tuple[int, int]:
 
 def hw_of(work: Work, batch: Batch) -> Hardware | str:
     """The machine that ``work`` names."""
-    return work.hw if work.hw is not None else machine_of(*smallest(work, batch))
+    return work.hw if work.hw is not None else machine_of(*smallest(work, batch), work.num_nodes)
 
 
 def parts_of(case: Case, recipe: Recipe, rank: int, num_ranks: int) -> list[Batch]:

@@ -70,7 +70,8 @@ def planned_somewhere(found: Schedule, where: Target, options: Options) -> Plann
     try:
         return planned(found, where, options)
     except BudgetError as error:
-        enough = target(error.min_device_nbytes, error.min_host_nbytes, where.world_size, where.rank)
+        budgets = {"device_budget_nbytes": error.min_device_nbytes, "host_budget_nbytes": error.min_host_nbytes}
+        enough = replace(where, **budgets)
         return planned(found, enough, options)
 
 

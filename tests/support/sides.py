@@ -152,10 +152,10 @@ class Side:
             group["lr"] /= 2
 
 
-def side_on_rank(hw: str = TIGHT) -> Side:
-    """This rank's, with a new model."""
+def side_on_rank(hw: str = TIGHT, **options: Any) -> Side:
+    """This rank's, with a new model; ``options`` of `chunkc.compile`."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager")
+    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager", **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     return Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
 
