@@ -1,4 +1,4 @@
-"""torch.distributed as chunkc uses it: groups of its own and five collectives, with what differs between versions.
+"""torch.distributed as chunkc uses it: groups of its own and six collectives, with what differs between versions.
 
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are deprecated from torch 2.13 on in favour of names that older
 versions lack; the methods of a process group behind both are the same in 2.11, 2.13 and 2.15.
@@ -95,6 +95,11 @@ def reduce(group: Group, tensor: torch.Tensor, *, mean: bool) -> None:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
     _finish(group.allreduce([tensor], options))
+
+
+def all_to_all(group: Group, received: torch.Tensor, sent: torch.Tensor) -> None:
+    """Row ``r`` of ``sent`` goes to rank ``r``; row ``r`` of ``received`` comes from it. Both are contiguous."""
+    _finish(group.alltoall_base(received.view(-1), sent.view(-1), [], []))
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int) -> None:

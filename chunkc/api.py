@@ -31,6 +31,7 @@ from chunkc.policy import (
     is_mixed,
     needs_scaling,
     param_infos,
+    reduction_nbytes,
     unique_params,
 )
 from chunkc.precision import fp32_modules
@@ -57,6 +58,7 @@ def compile(  # the name that torch.compile taught users
     chunk_size: int | str = "auto",
     accumulate: int = 1,
     shard: str = "all",
+    reduce_dtype: torch.dtype | None = None,
     fullgraph: bool = False,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     passes: Sequence[Pass] | None = None,
@@ -83,6 +85,8 @@ def compile(  # the name that torch.compile taught users
             for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
         shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
             node has all of it, so that only gradients go between nodes.
+        reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
+            dtype, gloo in float32; ``torch.float32``: in that by NCCL, too, through 32 MiB of the device's memory.
         fullgraph: refuse forwards that break into several graphs.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
@@ -103,6 +107,7 @@ def compile(  # the name that torch.compile taught users
     job.join()
     machine, device = device_for(hw)
     world_size, num_replicas = machine.sharding(shard)
+    reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, num_replicas)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)
@@ -132,7 +137,7 @@ def compile(  # the name that torch.compile taught users
         fullgraph=fullgraph,
         ranks_per_node=machine.gpus_per_node,
     )
-    ranks = job.make_ranks(device.torch_device, world_size)
+    ranks = job.make_ranks(device.torch_device, world_size, adds_in_float32=reduce_dtype is not None)
     ranks.agree(
         Kind.COMPILE, lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos)]
     )
@@ -165,6 +170,7 @@ def plan(
     chunk_size: int | str = "auto",
     accumulate: int = 1,
     shard: str = "all",
+    reduce_dtype: torch.dtype | None = None,
     passes: Sequence[Pass] | None = None,
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
@@ -191,6 +197,7 @@ def plan(
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
+    reserve += reduction_nbytes(reduce_dtype, machine, num_sharing * num_replicas, num_replicas)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),

@@ -45,9 +45,12 @@ def rank() -> int:
     return dist.job_rank() if dist.is_in_job() else 0
 
 
-def make_ranks(device: torch.device, num_sharing: int) -> Ranks:
+def make_ranks(device: torch.device, num_sharing: int, *, adds_in_float32: bool) -> Ranks:
     """The ranks of a model on ``device``, of which every ``num_sharing`` share chunks; all ranks make theirs at the
     same time, in the same order of models.
+
+    Args:
+        adds_in_float32: whether gradients of the ranks are added up in float32 by NCCL, too.
 
     Raises:
         RankError: when not all of them compile a model now.
@@ -58,7 +61,8 @@ def make_ranks(device: torch.device, num_sharing: int) -> Ranks:
     number = int(store.add(f"chunkc/models/{rank()}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
     ranks = JobRanks(rank(), num_ranks(), dist.job_timeout(), store, number)
-    shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}"
+    shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}, gradients are added up "
+    shared += "in float32" if adds_in_float32 else "as the backend does"
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
-    ranks.connect(backend, device, num_sharing)
+    ranks.connect(backend, device, num_sharing, adds_in_float32=adds_in_float32)
     return ranks

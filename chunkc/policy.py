@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.runtime.data_group import STAGING_NBYTES
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
@@ -140,6 +141,27 @@ def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: 
     if dtype not in _DTYPES:
         raise ChunkcError(f"dtype={dtype!r} is not supported; choose 'auto', {', '.join(DTYPE_NBYTES)}")
     return dtype  # type: ignore[return-value]
+
+
+def reduction_nbytes(reduce_dtype: torch.dtype | None, hw: Hardware, num_ranks: int, num_replicas: int) -> int:
+    """Device bytes that adding up gradients of the ranks in ``reduce_dtype`` takes beside the plan.
+
+    Raises:
+        ChunkcError: for another dtype than float32, and between replicas on GPUs.
+    """
+    if reduce_dtype not in (None, torch.float32):
+        raise ChunkcError(
+            f"reduce_dtype={reduce_dtype}: give torch.float32, or None to add up gradients as the backend does (NCCL "
+            "in their dtype, gloo in float32)"
+        )
+    if reduce_dtype is None or hw.emulated or num_ranks == 1:
+        return 0
+    if num_replicas > 1:
+        raise ChunkcError(
+            "reduce_dtype=torch.float32 is not built for shard='node' on GPUs: means between nodes are NCCL's, in the "
+            "dtype of the gradients. Use shard='all', or leave reduce_dtype at None"
+        )
+    return STAGING_NBYTES
 
 
 def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:

@@ -47,9 +47,11 @@ NAMES = frozenset(
 # Parameters in order: a name, then its default unless it has none; those behind * are keyword-only.
 SIGNATURES = {
     "compile": "model, hw='auto', *, dtype='auto', backend='inductor', chunk_size='auto', accumulate=1, "
-    "shard='all', fullgraph=False, example_inputs=None, passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic'",
+    "shard='all', reduce_dtype=None, fullgraph=False, example_inputs=None, passes=None, keep_fp32=(), reserve=0, "
+    "loss_scale='dynamic'",
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
-    "chunk_size='auto', accumulate=1, shard='all', passes=None, keep_fp32=(), reserve=0, loss_scale='dynamic'",
+    "chunk_size='auto', accumulate=1, shard='all', reduce_dtype=None, passes=None, keep_fp32=(), reserve=0, "
+    "loss_scale='dynamic'",
     "plan_of": "model",
     "clip_grad_norm_": "model, max_norm, norm_type=2.0",
     "simulate": "plan, hw=None",

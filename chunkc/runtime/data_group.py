@@ -1,6 +1,10 @@
 """A process group over which programs exchange payloads: among ranks that share chunks, or among those of one chunk.
 
-Between hosts (gloo) ranks send each other just what each needs (`chunkc._gloo`); else the backend's collectives run.
+Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`chunkc._gloo`); else the
+backend's collectives run, which add up in the dtype of the payload. Where float32 is asked for there, ranks send each
+other contributions as they are, piece by piece through a buffer of a fixed size, and the owner adds them up in float32,
+in the order of ranks, and rounds once: as many bytes as a reduce-scatter.
+
 All work in place, and what several ranks have of a result is **the same bits**, in whatever order a backend adds up: a
 mean over replicas is made once, each part of a chunk on one of them, which sends it to the others; and of a total every
 rank adds up the same numbers, in the order of ranks.
@@ -8,11 +12,16 @@ rank adds up the same numbers, in the order of ranks.
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 
 from chunkc._gloo import DirectExchange
-from chunkc._torch_dist import Group, all_gather, end_group, reduce, reduce_scatter
+from chunkc._torch_dist import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
 from chunkc.runtime.slab import map_private
+
+STAGING_NBYTES: Final = 32 * 2**20
+"""Device bytes through which contributions pass that are added up in float32 there."""
 
 
 class DataGroup:
@@ -22,12 +31,15 @@ class DataGroup:
         group: of the ranks, for tensors where payloads stand.
         rank: of this process in the group. size: of the group.
         is_direct: whether payloads stand in host memory and the group is gloo's.
+        adds_in_float32: whether contributions in 16 bits are added up in float32 where they are not sent directly.
     """
 
-    def __init__(self, group: Group, rank: int, size: int, *, is_direct: bool) -> None:
+    def __init__(self, group: Group, rank: int, size: int, *, is_direct: bool, adds_in_float32: bool) -> None:
         self._group, self._size = group, size
         self._direct = DirectExchange(group, rank, size, map_private) if is_direct else None
+        self._adds_in_float32 = adds_in_float32
         self._rows = torch.empty(0, device="cpu")
+        self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``whole`` with the ``own`` of all ranks, where this rank's stands already."""
@@ -38,10 +50,32 @@ class DataGroup:
 
     def reduce(self, own: torch.Tensor, whole: torch.Tensor, *, mean: bool) -> None:
         """Into ``own``, this rank's part of ``whole``, the sum or mean of that part over all ranks."""
-        if self._direct is None:
-            reduce_scatter(self._group, own, whole, mean=mean)
-        else:
+        if self._direct is not None:
             self._direct.reduce_scatter(own, whole, mean=mean)
+        elif self._adds_in_float32 and whole.itemsize < torch.float32.itemsize:
+            self._reduce_in_float32(own, whole, mean=mean)
+        else:
+            reduce_scatter(self._group, own, whole, mean=mean)
+
+    def _reduce_in_float32(self, own: torch.Tensor, whole: torch.Tensor, *, mean: bool) -> None:
+        parts = whole.view(self._size, -1)
+        most = (STAGING_NBYTES - 16) // (2 * self._size * whole.itemsize + torch.float32.itemsize)
+        for first in range(0, own.numel(), most):
+            piece = slice(first, first + most)
+            sent, received, total = self._staged(parts[:, piece])
+            sent.copy_(parts[:, piece])
+            all_to_all(self._group, received, sent)
+            torch.sum(received, 0, dtype=torch.float32, out=total)
+            own[piece].copy_(total.div_(self._size) if mean else total)
+
+    def _staged(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Room for rows like those of ``like``, for as many others, and for one in float32."""
+        if self._staging.device != like.device or not self._staging.numel():
+            self._staging = torch.empty(STAGING_NBYTES, dtype=torch.uint8, device=like.device)
+        size, width = like.nbytes, like.shape[1]
+        sent, received = (self._staging[k * size : (k + 1) * size].view(like.dtype).view(like.shape) for k in (0, 1))
+        start = -(-2 * size // 16) * 16
+        return sent, received, self._staging[start : start + 4 * width].view(torch.float32)
 
     def mean(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` (1-D) by the mean over all ranks.

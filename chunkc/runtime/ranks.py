@@ -271,18 +271,20 @@ class JobRanks(Ranks):
 
     # Within programs, on the data groups.
 
-    def connect(self, backend: str, device: torch.device, num_sharing: int) -> None:
+    def connect(self, backend: str, device: torch.device, num_sharing: int, *, adds_in_float32: bool) -> None:
         """Make the data groups for payloads on ``device``: of every ``num_sharing`` ranks that follow each other, and,
         where there are several such sets, of the ranks that have the same place in each. All ranks call it together."""
         sets = [range(first, first + num_sharing) for first in range(0, self.size, num_sharing)]
-        self._data = self._data_group(backend, device, sets)
-        if len(sets) > 1:
-            self._replicas = self._data_group(backend, device, [list(ranks) for ranks in zip(*sets, strict=True)])
 
-    def _data_group(self, backend: str, device: torch.device, sets: Sequence[Sequence[int]]) -> DataGroup:
-        group = new_group(backend, self._timeout, device, sets)
-        own = next(ranks for ranks in sets if self.rank in ranks)
-        return DataGroup(group, own.index(self.rank), len(own), is_direct=backend == "gloo")
+        def made(of: Sequence[Sequence[int]]) -> DataGroup:
+            own = next(ranks for ranks in of if self.rank in ranks)
+            group, is_direct = new_group(backend, self._timeout, device, of), backend == "gloo"
+            place = own.index(self.rank), len(own)
+            return DataGroup(group, *place, is_direct=is_direct, adds_in_float32=adds_in_float32)
+
+        self._data = made(sets)
+        if len(sets) > 1:
+            self._replicas = made([list(ranks) for ranks in zip(*sets, strict=True)])
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
         self._attempt(self._data, place, lambda g: g.gather(whole, own))

@@ -69,8 +69,21 @@ def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
-    group = DataGroup(made, rank, num_ranks, is_direct=True)
+    group = DataGroup(made, rank, num_ranks, is_direct=True, adds_in_float32=False)
     mean = own.clone()
     group.mean(mean)
     group.close()
     return own, mean
+
+
+def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random contributions of this rank to ``numel`` elements of each, and what it has after it got its own reduced, by
+    the collectives that a backend for other devices has."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
+    group = DataGroup(made, rank, num_ranks, is_direct=False, adds_in_float32=adds_in_float32)
+    whole = before.clone()
+    group.reduce(whole[rank * numel : (rank + 1) * numel], whole, mean=mean)
+    group.close()
+    return before, whole
