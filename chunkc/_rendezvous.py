@@ -35,21 +35,19 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 def name_life(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """A name that all ranks alive share, and no rank of an earlier life has had.
 
-    Args:
-        store: whose waits end after ``timeout``.
-
     Raises:
         RuntimeError: when not all ranks have come within ``timeout``.
     """
-    return _invite(store, world_size) if rank == 0 else _follow(store, rank, timeout)
+    return _invite(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
 
-def _invite(store: Store, world_size: int) -> str:
-    life = uuid.uuid4().hex
+def _invite(store: Store, world_size: int, timeout: timedelta) -> str:
+    life, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     store.set(_OFFER, life)
     for rank in range(1, world_size):
-        answer = store.get(f"{_OFFER}/{life}/answer/{rank}").decode()
-        store.set(f"{_OFFER}/{life}/welcome/{rank}", answer)
+        answer = f"{_OFFER}/{life}/answer/{rank}"
+        store.wait([answer], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        store.set(f"{_OFFER}/{life}/welcome/{rank}", store.get(answer).decode())
     return life
 
 

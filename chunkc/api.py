@@ -106,7 +106,7 @@ def compile(  # the name that torch.compile taught users
     check_model(model)
     job.join()
     machine, device = device_for(hw)
-    world_size, num_replicas = machine.sharding(shard)
+    world_size, num_replicas = machine.job_sharding(shard)
     reserve += reduction_nbytes(reduce_dtype, machine, machine.num_gpus, num_replicas)
     params = list(unique_params(model))
     computed = compute_dtype(dtype, params, machine)
@@ -138,8 +138,10 @@ def compile(  # the name that torch.compile taught users
         ranks_per_node=machine.gpus_per_node,
     )
     ranks = job.make_ranks(device.torch_device, world_size, adds_in_float32=reduce_dtype is not None)
+    alike = [str(target.rates)] if num_replicas > 1 else []  # they decide where updates run, which rounds differently
     ranks.agree(
-        Kind.COMPILE, lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos)]
+        Kind.COMPILE,
+        lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],
     )
     _divide_cores(device, ranks)
     buffers = _moved_buffers(model, device.torch_device)

@@ -233,7 +233,7 @@ def _callable(
 def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
     """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
     executor.agree(Kind.EVALUATE, "evaluate")
-    with runtime.ranks.committed("an evaluation"):
+    with runtime.ranks.committed("an evaluation", runtime.device.synchronize):
         runtime.to_cold()
         runtime.drain()
         runtime.device.check_usable()

@@ -133,6 +133,20 @@ class Hardware:
             )
         return per_node, num_ranks // per_node
 
+    def job_sharding(self, shard: str) -> tuple[int, int]:
+        """`sharding` of the running job, whose nodes must be those of this machine where they divide model data.
+
+        Raises:
+            HardwareError: as `sharding` does, and for GPUs on other nodes than the job has.
+        """
+        found, (num_nodes, per_node) = self.sharding(shard), _job_shape()
+        if shard == "node" and not self.emulated and per_node != self.gpus_per_node:
+            raise HardwareError(
+                f"shard='node' divides model data within nodes, and hw={self} has nodes of {self.gpus_per_node} GPUs, "
+                f"but this job has {per_node} ranks on each of {num_nodes} nodes. Name the machine as the job uses it"
+            )
+        return found
+
     def for_job(self) -> Hardware:
         """This machine as the ranks of the running job use it, one device each.
 

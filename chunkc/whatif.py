@@ -200,7 +200,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
         device_budget_nbytes=hw.gpu_memory_nbytes,
         host_budget_nbytes=hw.host_nbytes_per_rank,
         world_size=world_size,
-        rank=scenario.rank,
+        rank=scenario.rank % world_size,
         num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
     )

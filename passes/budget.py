@@ -1,6 +1,7 @@
 """Does a mapping fit, what would fit, and the message when nothing does.
 
-Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs.
+Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs (also
+over several ranks, whose plans cut graphs and take less).
 *Evicted*: an arena of places that holds what single operators need, beside the peak of non-model bytes of the base
 segments; everything has a home on the host, except for OS triples that the caller wants on the device or that host
 memory does not hold. The smallest arena that works is known exactly, so the budgets that a ``BudgetError`` names really

@@ -221,7 +221,8 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
 
 
 def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[int, str]]:
-    """The segments in which the first and the last gradient of each group land, over parameters or beside them."""
+    """The segments in which the first gradient of each group lands, over parameters or beside them, and those behind
+    which it may be reduced: with the last one, or with the last read of a parameter that another graph trains."""
     first: dict[int, str] = {}
     last: dict[int, str] = {}
     beside = layout.grad_chunks()
@@ -230,6 +231,8 @@ def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[
             group = beside.get(chunk, chunk) // layout.world_size
             first.setdefault(group, segment.name)
             last[group] = segment.name
+        read = {chunk // layout.world_size for chunk in layout.chunks_of(segment.reads)}
+        last.update(dict.fromkeys(read & first.keys(), segment.name))
     return first, last
 
 

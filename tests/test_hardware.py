@@ -204,3 +204,15 @@ def test_nodes_that_cannot_divide_model_data_are_refused(
 ) -> None:
     with pytest.raises(HardwareError, match=re.escape(piece)):
         Hardware.parse(text).sharding(shard, world_size)
+
+
+def test_nodes_of_gpus_that_divide_model_data_are_those_of_the_job(without_job: pytest.MonkeyPatch) -> None:
+    """Two nodes of 4 ranks; emulated devices are where they are said to be."""
+    without_job.setenv("WORLD_SIZE", "8")
+    without_job.setenv("LOCAL_WORLD_SIZE", "4")
+    assert Hardware.parse("2x4xa100-40g-1024g").job_sharding("node") == (4, 2)
+    assert Hardware.parse("4x2xemulated-1g-4g").job_sharding("node") == (2, 4)
+    for text in ("8xa100-40g-1024g", "4x2xa100-40g-1024g"):
+        assert Hardware.parse(text).job_sharding("all") == (8, 1)
+        with pytest.raises(HardwareError, match="this job has 4 ranks on each of 2 nodes"):
+            Hardware.parse(text).job_sharding("node")

@@ -37,13 +37,11 @@ def test_ranks_of_a_later_life_do_not_follow_an_earlier_one(delays_s: list[float
 def test_a_life_that_ended_before_all_had_come_binds_nobody() -> None:
     """Rank 0 and rank 1 met, rank 2 never came; then all are started again."""
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
     with ThreadPoolExecutor(2) as pool:
         first = [pool.submit(name_life, store, rank, 3, timedelta(seconds=0.5)) for rank in range(2)]
         old = first[1].result()
         with pytest.raises(RuntimeError):
             first[0].result()
-    store.set_timeout(TIMEOUT)
     names = live(store, [0.2, 0.0, 0.1])
     assert len(set(names)) == 1 and names[0] != old
 

@@ -2,12 +2,12 @@
 
 Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`chunkc._gloo`); else the
 backend's collectives run, which add up in the dtype of the payload. Where float32 is asked for there, ranks send each
-other contributions as they are, piece by piece through a buffer of a fixed size, and the owner adds them up in float32,
-in the order of ranks, and rounds once: as many bytes as a reduce-scatter.
+other contributions as they are, piece by piece through a buffer of a fixed size, and the owner adds them up in float32
+and rounds once: as many bytes as a reduce-scatter.
 
 All work in place, and what several ranks have of a result is **the same bits**, in whatever order a backend adds up: a
 mean over replicas is made once, each part of a chunk on one of them, which sends it to the others; and of a total every
-rank adds up the same numbers, in the order of ranks.
+rank adds up the same numbers by the same kernel.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class GradScaler:
 
     def _to_agree_on(self) -> list[str]:
         """What all ranks must have alike, once; afterwards decisions of all of them change it alike."""
-        return [] if self._is_agreed else [f"a GradScaler with {self.state_dict()}"]
+        return ["a GradScaler as agreed on" if self._is_agreed else f"a GradScaler with {self.state_dict()}"]
 
     def _move_to(self, device: torch.device) -> None:
         """The scale goes to where losses are: once, at the first."""

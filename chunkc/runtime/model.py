@@ -127,7 +127,7 @@ class ModelRuntime(ScaledGradients):
             self._count_forward(executor)
             return outputs
 
-        with self.ranks.committed("a forward"):
+        with self.ranks.committed("a forward", self.device.synchronize):
             self.to_cold()
             self._uncover()
             self._switch_to(executor)
@@ -139,7 +139,7 @@ class ModelRuntime(ScaledGradients):
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
-        with self.ranks.committed("a forward without a plan"):
+        with self.ranks.committed("a forward without a plan", self.device.synchronize):
             self.to_cold()
             self._uncover()
             self.accounting.start(held_nbytes)
@@ -182,7 +182,7 @@ class ModelRuntime(ScaledGradients):
             self._note_landed(executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
-        with self.ranks.committed("a backward"):
+        with self.ranks.committed("a backward", self.device.synchronize):
             self._begin_backward(executor, goes_on=goes_on)
             self._enter_backward(executor)
             self.accounting.begin_backward()
@@ -206,7 +206,7 @@ class ModelRuntime(ScaledGradients):
                 Kind.BACKWARD,
                 lambda: [f"makes the gradient of {self.name_of(i)}" for i in graded] + self.assigned(graded),
             )
-        with self.ranks.committed("a backward without a plan"):
+        with self.ranks.committed("a backward without a plan", self.device.synchronize):
             self._begin_backward(graph, goes_on=goes_on)
             self.to_cold()
             self.accounting.begin_backward()
@@ -275,7 +275,7 @@ class ModelRuntime(ScaledGradients):
             self.plan_recorded()
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
-        with self.ranks.committed("a step"):
+        with self.ranks.committed("a step", self.device.synchronize):
             return self._step(hypers, steps)
 
     def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:

@@ -29,7 +29,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from enum import StrEnum
 from typing import Final, NoReturn, TypeVar
@@ -138,10 +138,11 @@ class Ranks:
         """Replace ``tensor`` by the sum over the ranks that share chunks; the same bits in all replicas."""
 
     @contextmanager
-    def committed(self, place: str) -> Iterator[None]:
+    def committed(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
         """Within the block, after an agreement, the others count on this rank: what it raises ends them as well.
 
-        They hear of it now, and not when their patience ends. Nobody is exchanging anything on this rank then.
+        They hear of it now, and not when their patience ends. Before that ``settle()`` waits until nobody is exchanging
+        anything on this rank: what has been launched here has been launched everywhere.
         """
         yield
 
@@ -330,10 +331,12 @@ class JobRanks(Ranks):
             return self._stopped
 
     @contextmanager
-    def committed(self, place: str) -> Iterator[None]:
+    def committed(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
+            with suppress(Exception):  # what was launched may fail as well, and is not what ended this
+                settle()
             self._end_others(place, error)
             raise
 

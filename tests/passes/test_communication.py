@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from schedules import chain, planned, planned_somewhere, requests, target, texts
+from schedules import chain, check, op, planned, planned_somewhere, requests, schedule, target, texts
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op, Stream
@@ -102,6 +102,22 @@ def test_computing_goes_on_beside_the_exchanges_of_a_resident_plan(accumulate: i
     assert sum(reduced) == 20 and len(reduced) == 8 and set(reduced) == {2, 3}
     alone = planned(chain(40), target(), options).plan
     assert len(alone.segments) == 2, "one rank exchanges nothing"
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_group_that_is_still_read_is_reduced_later(rank: int) -> None:
+    """Another graph over a resident layout reads layer 0 only, which it does not train, after layer 1 has landed."""
+    layers, uses = chain(6), (1, 2, 3, 0, 4, 5)
+    backward = [op([i], [i] if i else []) for i in uses]
+    where, options = target(world_size=2, rank=rank), Options(chunk_numel=64)
+    layout = planned(layers, where, options).plan.layout
+    other = schedule(layers.params, [op([i]) for i in reversed(uses)], backward)
+    plan = make_plan(other, where, options, layout=layout, check=check).plan
+    segments = plan.graph_segments("backward")
+    last_read = max(s.index for s in segments if 0 in s.reads)
+    assert any(1 in s.lands and s.index < last_read for s in segments)
+    order = [str(a).split(" @")[0] for a in plan.program("backward").actions]
+    assert order.index(f"run bwd.{last_read}") < order.index("reduce g0") < order.index("release g0")
 
 
 def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
