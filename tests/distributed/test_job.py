@@ -21,6 +21,11 @@ def test_results_come_back_in_the_order_of_ranks(two_ranks: Pool) -> None:
     assert all(torch.equal(total, torch.tensor([5.0])) for *_, total in second)
 
 
+def test_ranks_are_forked_from_a_process_of_one_thread(two_ranks: Pool) -> None:
+    """They would wait for ever for what another thread of it had in its hands."""
+    assert two_ranks.run(job_checks.num_threads_before_fork) == [1, 1]
+
+
 @pytest.fixture(scope="module")
 def own_pool() -> object:
     """One whose processes the tests below end."""

@@ -10,6 +10,13 @@ import torch
 from job_rank import Report
 
 
+def num_threads_before_fork() -> int:
+    """Of the process that this one was forked from."""
+    import job_preload
+
+    return job_preload.num_threads
+
+
 def rank_and_sum(value: float) -> tuple[int, int, torch.Tensor]:
     """Process, rank, and the sum over ranks of ``value`` and the rank."""
     total = torch.tensor([value + torch.distributed.get_rank()])

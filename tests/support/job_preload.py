@@ -1,20 +1,22 @@
 """What the process that ranks are forked from has done: imports and first uses that take each process seconds.
 
-It runs no model and starts no thread. One small function is compiled, because Dynamo imports most of what it needs when
-it is used for the first time, and the commonest kernel of updates is loaded. The progress bars of torch.fx would start
-a thread, and share a lock between processes that a rank which is killed could hold for ever.
+It runs no model and must have one thread, since a forked process has none of the others and waits for them for ever: so
+Inductor, whose compiler has a pool of threads, is imported and not used. One small function is captured, because Dynamo
+imports most of what it needs when it is used for the first time. The progress bars of torch.fx would start a thread,
+and share a lock between processes that a rank which is killed could hold.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from pathlib import Path
 
 import rank_failures  # noqa: F401  # imports chunkc and what most functions of ranks use
 import torch
+import torch._inductor.compile_fx
 import transformers  # noqa: F401
 from tqdm import tqdm
-
-from chunkc.runtime.host_kernel import host_kernel
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0
@@ -28,4 +30,5 @@ def _use_dynamo() -> None:
 
 
 _use_dynamo()
-host_kernel(torch.float32, None, is_parallel=False)
+num_threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else threading.active_count()
+"""Of the process that ranks are forked from, when all this was done."""
