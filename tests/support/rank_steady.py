@@ -49,6 +49,11 @@ def counted(data: Any) -> CountingGroup:
     return group
 
 
+def no_longer_counted(data: Any) -> None:
+    """It can be closed again."""
+    data._group = data._group._group
+
+
 @dataclass(frozen=True, slots=True)
 class Steady:
     """Numbers of one rank.
@@ -89,6 +94,7 @@ def steady(work: Work) -> Steady:
         optimizer.step()
         optimizer.zero_grad()
     executor, stats = executor_of(model), chunkc.stats(model)
+    no_longer_counted(runtime.ranks._data)
     plan, device = executor.plan, runtime.device
     planned = {"gather": 0, "reduce": 0}
     for _, _, action in plan.labelled():
@@ -119,6 +125,8 @@ def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
     loss_of(model(**batch)).backward()
     optimizer.step()
     stats = chunkc.stats(model)
+    for data in (ranks._data, ranks._replicas):
+        no_longer_counted(data)
     return groups[0].received_nbytes, groups[1].received_nbytes, stats
 
 
