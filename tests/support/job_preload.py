@@ -1,9 +1,9 @@
 """What the process that ranks are forked from has done: imports and first uses that take each process seconds.
 
 It runs no model and must have one thread, since a forked process has none of the others and waits for them for ever: so
-Inductor, whose compiler has a pool of threads, is imported and not used, and autograd, whose engine in CUDA builds of
-torch refuses to work in forked processes after its first use, is not touched. One small function is captured, because
-Dynamo imports most of what it needs when it is used for the first time. The progress bars of torch.fx would start a thread,
+Inductor, whose compiler has a pool of threads, is imported and not used. Autograd is not touched, whose engine in CUDA
+builds of torch refuses to work in forked processes after its first use. One small function is captured, because Dynamo
+imports most of what it needs when it is used for the first time. The progress bars of torch.fx would start a thread,
 and share a lock between processes that a rank which is killed could hold.
 """
 
