@@ -31,7 +31,7 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         said = pickle.dumps((True, own))
     except RankError:
         raise  # the ranks have come apart: nobody would hear it
-    except Exception as raised:
+    except Exception as raised:  # whatever failed: the others wait to hear of it, and it is raised below
         error, own, said = raised, None, pickle.dumps((False, _told(raised, ranks.rank)))
     heard = [pickle.loads(data) for data in ranks.collect(said)]
     if error is not None:
@@ -81,7 +81,7 @@ def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callab
         result = lead(lambda value: _say(ranks, _MORE, value))
     except RankError:
         raise  # the ranks have come apart: nobody would hear it
-    except Exception as error:
+    except Exception as error:  # whatever failed: the others wait to hear of it
         _say(ranks, _FAILED, _told(error, 0))
         raise
     _say(ranks, _DONE, result)

@@ -40,8 +40,9 @@ def check(pool: Pool, name: str, seeds: range) -> None:
         assert_same_bits(delayed(pool, work, seed), wanted)
 
 
-def test_delays_change_no_bit_on_two_ranks(two_ranks: Pool) -> None:
-    check(two_ranks, "accumulated and clipped", range(2))
+@pytest.mark.parametrize("name", ["accumulated and clipped", "resident"])
+def test_delays_change_no_bit_on_two_ranks(name: str, two_ranks: Pool) -> None:
+    check(two_ranks, name, range(2))
 
 
 @pytest.mark.slow
