@@ -5,7 +5,7 @@ whichever ran.
 Where a step takes several micro-batches, ``accumulate`` is the backward of every one but the first, and ``backward``
 repeats it action for action with gradient chunks opened, not fetched, and gradients stashed, not added.
 ``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
-backward that comes after something else ran.
+backward that comes after something else ran. Programs of micro-batches that exchange nothing: `chunkc.passes.deferral`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Phase, Program, State
 from chunkc.passes.arena import shared_bytes, static_triples
 from chunkc.passes.communication import Writer, slot_name
+from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined, synchronise
 from chunkc.passes.norms import with_decision, with_norms
@@ -128,7 +129,7 @@ def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, 
 
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``: forward, backward, accumulate, step, restore, abandon and resume with all waits."""
+    """Decides ``programs``: forward, backward, step, restore, abandon, resume, those of micro-batches; with waits."""
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "actions"})
@@ -161,7 +162,7 @@ class StepPass:
         backwards = [Program("backward", "backward", between, graded, first_of_step(actions[1], layout))]
         if accumulates:
             backwards.append(Program("accumulate", "backward", between, graded, actions[1]))
-        programs = (
+        programs: tuple[Program, ...] = (
             Program("forward", "forward", cold, between, actions[0]),
             *backwards,
             Program("step", "step", graded, cold, actions[2]),
@@ -169,6 +170,10 @@ class StepPass:
             Program("abandon", "transition", between, cold, actions[3]),
             Program("resume", "transition", cold, between, resume),
         )
+        if defers_reduction(draft):
+            named = {p.name: p for p in programs}
+            items = decided(draft.items, "actions")[1]
+            programs += deferring_programs(layout, items, named, measures=draft.options.measures)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
         places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))

@@ -20,6 +20,7 @@ program with that role; where none has run yet, it is satisfied.
     restore c12 @cpu / @compute             param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       OS triple to the device, back to its home
     grow 4096 @compute / shrink 4096 @compute        elastic device bytes taken from and returned to the allocator
+    keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class Op(StrEnum):
     Where there are several replicas (a layout's ``num_replicas`` above 1), the same action then replaces the own chunk
     by its mean over the owners of that chunk in all replicas. Sums of gradient chunks stay whole by that: each replica
     holds the same sum so far, so the mean of theirs holds it once, and the mean of what this micro-batch has added.
+
+    KEEP does nothing, in its stream and after what it waits for, so that labels and waits are those of the program
+    whose collective, opening or norm it replaces: gathered chunks and gradients stay as they are from one micro-batch
+    to the next.
     """
 
     FETCH = "fetch"
@@ -66,6 +71,7 @@ class Op(StrEnum):
     STORE = "store"
     GROW = "grow"
     SHRINK = "shrink"
+    KEEP = "keep"
 
 
 class Stream(StrEnum):
@@ -94,6 +100,7 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.SUM: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
+    Op.KEEP: frozenset({Stream.COMPUTE, Stream.COMM, Stream.H2D}),
     Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.DECIDE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
@@ -113,7 +120,7 @@ _TARGETS: dict[Op, str] = {
     Op.FETCH: r"c\d+", Op.OPEN: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+",
     Op.RELEASE: r"[gc]\d+", Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.ADD: r"c\d+",
     Op.NORM: r"c\d+", Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+",
-    Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+",
+    Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+", Op.KEEP: r"([gc]\d+)?",
 }  # fmt: skip
 
 

@@ -186,6 +186,10 @@ def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...])
         machine.refuse(event, "nothing has landed in its chunks since they were opened or reduced")
 
 
+def _keep(machine: Machine, event: Event) -> None:
+    """Nothing changes, and nothing is read or written."""
+
+
 MOVES: dict[Op, Callable[[Machine, Event], None]] = {
     Op.FETCH: _fetch,
     Op.OPEN: _open,
@@ -196,4 +200,5 @@ MOVES: dict[Op, Callable[[Machine, Event], None]] = {
     Op.GATHER: _gather,
     Op.RELEASE: _release,
     Op.REDUCE: _reduce,
+    Op.KEEP: _keep,
 }

@@ -17,15 +17,20 @@ from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, S
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
 from chunkc.ir.work import Kind, Work
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
 ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
 """The graph whose segments a program of that role runs."""
-REPEATED_PROGRAMS = ("forward", "backward", "accumulate", "step", "evaluate")
+REPEATED_PROGRAMS = (
+    *("forward", "backward", "accumulate", "step", "evaluate"),
+    *("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all"),
+)
 """What runs in every iteration, or in every evaluation; ``Plan.iteration`` says how often."""
-Phase = Literal["cold", "saved", "graded"]
+FIRST_BACKWARDS = frozenset({"backward", "backward_unreduced"})
+"""The backwards of a first micro-batch, which find no gradients of their step."""
+Phase = Literal["cold", "saved", "graded", "unreduced"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,7 @@ class State:
     ``resident`` pairs a target (``c3``, ``os3``) with the slot it occupies. ``phase`` says what the payloads of trained
     chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations of a forward wait for backward), ``graded``
     grad16 of the finished backward. Where gradients have chunks of their own, payloads always hold param16.
+    ``unreduced``: gradient chunks of all ranks hold what this rank's micro-batches have made, and groups are gathered.
     """
 
     phase: Phase
@@ -141,9 +147,14 @@ class Plan:
             ``resume`` (from cold to there, for a backward after something else ran; it also begins with all streams
             joined). A transition ends with all streams joined. With micro-batches (``accumulate`` above 1) ``backward``
             is that of the first of a step and ``accumulate`` that of the others: the same actions, but gradients are
-            added to what the gradient chunks hold, where the first opens these empty. A plan for evaluation has one
-            program, ``evaluate``, from cold to cold and joined like a transition, over the segments of its only graph,
-            a forward graph.
+            added to what the gradient chunks hold, where the first opens these empty. Where ranks share groups and all
+            of them have slots of their own, the micro-batches of a step before the last can do without exchanges
+            (``defers_reduction``): ``backward_unreduced`` and ``accumulate_unreduced`` reduce and release nothing,
+            ``forward_again`` finds its groups gathered, ``accumulate_last`` reduces what all of them have made, and so
+            does the transition ``reduce_all`` (it also begins joined) when something else comes before that. They are
+            the actions of ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of those exchanges. A
+            plan for evaluation has one program, ``evaluate``, from cold to cold and joined like a transition, over the
+            segments of its only graph, a forward graph.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
         trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
@@ -176,6 +187,11 @@ class Plan:
         return any(a.op is Op.DECIDE for p in self.programs for a in p.actions)
 
     @property
+    def defers_reduction(self) -> bool:
+        """Whether micro-batches before the last one of a step can do without exchanges between ranks."""
+        return any(p.name == "reduce_all" for p in self.programs)
+
+    @property
     def cold(self) -> State:
         """The canonical state: what stands on the device before the first program."""
         return self.program("evaluate" if self.is_evaluation else "forward").entry
@@ -195,9 +211,12 @@ class Plan:
         """The programs of one iteration, or of one evaluation, in the order in which they run."""
         if self.is_evaluation:
             return (self.program("evaluate"),)
-        forward, later = self.program("forward"), self.accumulate - 1
-        more = (forward, self.program("accumulate")) * later if later else ()
-        return (forward, self.program("backward"), *more, self.program("step"))
+        if self.defers_reduction:
+            between = ["backward_unreduced", *("forward_again", "accumulate_unreduced") * (self.accumulate - 2)]
+            between += ["forward_again", "accumulate_last"]
+        else:
+            between = ["backward", *("forward", "accumulate") * (self.accumulate - 1)]
+        return tuple(map(self.program, ("forward", *between, "step")))
 
     def labelled(self) -> Iterator[tuple[Program, str, Action]]:
         """Every action of one iteration, in order, with its program and a label that is its own.

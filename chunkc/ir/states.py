@@ -23,7 +23,7 @@ from enum import StrEnum
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import Plan, Program
+from chunkc.ir.plan import FIRST_BACKWARDS, Plan, Program
 
 
 class TensorState(StrEnum):
@@ -107,7 +107,7 @@ class _Walk:
 
     def run(self, program: Program) -> None:
         self._program = program.name
-        if program.name == "backward":
+        if program.name in FIRST_BACKWARDS:
             self._discard_gradients()
         for label, action in program.labelled():
             self._label, self._action = label, action

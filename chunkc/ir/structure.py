@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.errors import PlanError
@@ -19,6 +20,14 @@ PROGRAM_ROLES: dict[str, Role] = {
     "resume": "transition",
 }
 ACCUMULATING_ROLES: dict[str, Role] = {**PROGRAM_ROLES, "accumulate": "backward"}
+DEFERRING_ROLES: dict[str, Role] = {
+    **ACCUMULATING_ROLES,
+    "forward_again": "forward",
+    "backward_unreduced": "backward",
+    "accumulate_unreduced": "backward",
+    "accumulate_last": "backward",
+    "reduce_all": "transition",
+}
 EVALUATION_ROLES: dict[str, Role] = {"evaluate": "evaluate"}
 _PHASES: dict[str, tuple[Phase, Phase]] = {
     "forward": ("cold", "saved"),
@@ -29,6 +38,11 @@ _PHASES: dict[str, tuple[Phase, Phase]] = {
     "abandon": ("saved", "cold"),
     "resume": ("cold", "saved"),
     "evaluate": ("cold", "cold"),
+    "forward_again": ("unreduced", "unreduced"),
+    "backward_unreduced": ("saved", "unreduced"),
+    "accumulate_unreduced": ("unreduced", "unreduced"),
+    "accumulate_last": ("unreduced", "graded"),
+    "reduce_all": ("unreduced", "graded"),
 }
 _MOVES = frozenset(
     {Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE, Op.GROW, Op.SHRINK}
@@ -42,7 +56,19 @@ _ALLOWED: dict[str, frozenset[Op]] = {
     "abandon": _MOVES,
     "resume": _MOVES,
     "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
+    "forward_again": frozenset({Op.RUN, Op.KEEP}),
+    "backward_unreduced": frozenset({Op.OPEN, Op.RUN, Op.STASH, Op.KEEP}),
+    "accumulate_unreduced": frozenset({Op.RUN, Op.ADD, Op.KEEP}),
+    "accumulate_last": frozenset({Op.RUN, Op.ADD, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM, Op.KEEP}),
+    "reduce_all": frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM}),
 }
+KEPT: dict[str, tuple[str, frozenset[Op]]] = {
+    "forward_again": ("forward", frozenset({Op.GATHER})),
+    "backward_unreduced": ("backward", frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
+    "accumulate_unreduced": ("accumulate", frozenset({Op.OPEN, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
+    "accumulate_last": ("accumulate", frozenset({Op.OPEN})),
+}
+"""Programs that have ``keep`` in place of some actions of another one: which, and their kinds."""
 
 
 def check_structure(plan: Plan) -> None:
@@ -60,6 +86,8 @@ def check_structure(plan: Plan) -> None:
         _check_lengths(plan.program("step"), plan.program("restore"))
         if plan.accumulate > 1:
             _check_lengths(plan.program("backward"), plan.program("accumulate"))
+        for name, (twin, _) in KEPT.items() if plan.defers_reduction else ():
+            _check_lengths(plan.program(twin), plan.program(name))
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
         lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in (*plan.programs, program)}
@@ -77,6 +105,8 @@ def check_structure(plan: Plan) -> None:
         if plan.accumulate > 1:
             swaps = {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD}
             _check_twins(plan.layout, plan.program("backward"), plan.program("accumulate"), swaps)
+        for name, (twin, kept) in KEPT.items() if plan.defers_reduction else ():
+            _check_kept(plan.program(twin), plan.program(name), kept)
         _check_states(plan)
 
 
@@ -211,6 +241,7 @@ def _check_programs(plan: Plan) -> None:
     if plan.accumulate < 1:
         raise PlanError(f"an iteration has one micro-batch or more, not {plan.accumulate}")
     roles = ACCUMULATING_ROLES if plan.accumulate > 1 else PROGRAM_ROLES
+    roles = DEFERRING_ROLES if plan.defers_reduction else roles
     roles = EVALUATION_ROLES if plan.is_evaluation else roles
     if sorted(names) != sorted(roles):
         raise PlanError(f"a plan has the programs {', '.join(roles)}; found {', '.join(names)}")
@@ -243,7 +274,7 @@ def _wait_problem(program: Program, position: int, action: Action, lengths: dict
 
 
 def _target_exists(layout: Layout, action: Action) -> bool:
-    if action.op in (Op.RUN, Op.SUM, Op.DECIDE, Op.GROW, Op.SHRINK):
+    if not action.target or action.op in (Op.RUN, Op.GROW, Op.SHRINK):
         return True
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 
@@ -263,6 +294,18 @@ def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping
         op = first.op if is_remote else swaps.get(first.op, first.op)
         wanted = (op, first.target, first.slot, first.source)
         if wanted != (second.op, second.target, second.slot, second.source):
+            raise PlanError(
+                f"{twin.name} {label} `{second}` does not match `{first}` at the same position of {program.name}"
+            )
+
+
+def _check_kept(program: Program, twin: Program, kept: frozenset[Op]) -> None:
+    """``twin`` must match ``program`` action for action, with ``keep`` in place of all that are ``kept``."""
+    for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
+        wanted = replace(first, waits=second.waits)
+        if first.op in kept:
+            wanted = replace(wanted, op=Op.KEEP, slot=None)
+        if wanted != second:
             raise PlanError(
                 f"{twin.name} {label} `{second}` does not match `{first}` at the same position of {program.name}"
             )
@@ -302,6 +345,14 @@ def _check_states(plan: Plan) -> None:
         links += [(before, later) for before in (forward, resume)]
         links += [(before, after) for before in (backward, later, abandon) for after in (step, restore)]
         ends += [backward, later]
+    if plan.defers_reduction:
+        first, again, middle = (
+            plan.program(n) for n in ("backward_unreduced", "forward_again", "accumulate_unreduced")
+        )
+        lasts = [plan.program(n) for n in ("accumulate_last", "reduce_all")]
+        links += [(forward, first), *((before, after) for before in lasts for after in (step, restore))]
+        links += [(before, after) for before in (first, again, middle) for after in (again, middle, *lasts)]
+        ends += lasts
     links += [(before, after) for before in ends for after in (forward, resume)]
     for before, after in links:
         if set(before.exit.resident) != set(after.entry.resident):

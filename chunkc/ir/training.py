@@ -15,7 +15,7 @@ from itertools import pairwise
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.happens_before import Event
 from chunkc.ir.moves import MOVES
-from chunkc.ir.plan import ROLE_GRAPH, Program
+from chunkc.ir.plan import FIRST_BACKWARDS, ROLE_GRAPH, Program
 from chunkc.ir.replay import Machine, Payload
 
 
@@ -299,7 +299,7 @@ def begin(machine: Machine, program: Program) -> None:
     """What ``program`` changes by being the next one: a backward is one more micro-batch, or the first of a step."""
     if program.role != "backward" or not machine.facts.accumulates:
         return
-    if program.name == "backward":
+    if program.name in FIRST_BACKWARDS:
         machine.iteration.num_micro_batches = 0
         for chunk in machine.facts.grad_chunk.values():
             _discard(machine, chunk)

@@ -9,8 +9,8 @@ way, come after.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
-transition joins all streams at its end: what follows it runs as from a cold start. ``resume`` and an evaluation also
-begin so.
+transition joins all streams at its end: what follows it runs as from a cold start. ``resume``, ``reduce_all`` and an
+evaluation also begin so.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ _PROGRAMS = {
     "U": "resume",
     "E": "evaluate",
     "C": "accumulate",
+    "G": "forward_again",
+    "P": "backward_unreduced",
+    "Q": "accumulate_unreduced",
+    "L": "accumulate_last",
+    "X": "reduce_all",
 }
 SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR UBR FA UBS UBS FA F".replace(" ", "")
 """Every legal pair of programs after each legal predecessor, from a cold start."""
@@ -42,6 +47,12 @@ ACCUMULATING = "FA FBS FBS FBR FBFCS FBFCFCS FBFCR FBFA UCS UBS UBFCR UBUCS FCUC
     " ", ""
 )
 """The same where micro-batches add to gradients: ``C`` is the backward of any but the first of a step."""
+DEFERRING = ACCUMULATING + (
+    "PGLS FPGQGQGLS FPGLR FPGQLFCS FPXS FPXR FPXFCS FPXUCR FPGXS FPGQXFBS FPGGQLUCS FPQXUCS FPLFBS FPLS FPQGLR "
+    "FPGGQQLFPLS F"
+).replace(" ", "")
+"""The same where micro-batches can do without exchanges, behind all of that: ``P``, ``Q`` and ``L`` are their backwards
+(a first one, later ones, the last), ``G`` their forward, ``X`` reduces before something else."""
 EVALUATIONS = "EEE"
 """The same for a plan of an evaluation."""
 
@@ -58,6 +69,7 @@ def verify(plan: Plan) -> None:
     facts = Facts(plan)
     moments = {p.name: _moments(p) for p in plan.programs}
     sequence = EVALUATIONS if plan.is_evaluation else ACCUMULATING if facts.accumulates else SEQUENCE
+    sequence = DEFERRING if plan.defers_reduction else sequence
     machine = Machine(facts, plan.program(_PROGRAMS[sequence[0]]).entry)
     order = HappensBefore()
     for letter in sequence:
@@ -67,6 +79,7 @@ def verify(plan: Plan) -> None:
         payload_states(plan, ("evaluate", "evaluate"))
     else:
         states = "FBFCSFBRFAUBFCFBUCR" if facts.accumulates else "FBSFBRFAUBS"
+        states += "FPGQGLSFPXFCS" if plan.defers_reduction else ""
         payload_states(plan, [_PROGRAMS[letter] for letter in states])
 
 
@@ -89,7 +102,7 @@ def verify_beside(evaluation: Plan, training: Plan) -> None:
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:
-    if program.name == "resume":
+    if program.name in ("resume", "reduce_all"):
         order.join()
     order.begin(program)
     begin(machine, program)

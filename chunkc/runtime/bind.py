@@ -79,6 +79,7 @@ class Binder:
             Op.REDUCE: self._reduce,
             Op.RELEASE: self._release,
             Op.SUM: self._sum,
+            Op.KEEP: lambda _: _nothing,
         }
         if action.op not in makers:
             raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")

@@ -91,7 +91,7 @@ class Executor:
         lines = [str(replace(a, waits=())) for a in self.plan.program(program).actions if a.stream is Stream.COMM]
         if self.plan.program(program).role == "backward":
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
-        return [line for line in lines if not line.startswith(("release", "drop"))]
+        return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
 
     def agree(self, kind: Kind, program: str, state: Sequence[str] = ()) -> None:
         """All ranks are about to run ``program``; ``state``: what else they must have alike.
@@ -106,9 +106,9 @@ class Executor:
         digest = digest_lines([*state, str(self._exchanged[program])])
         self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)])
 
-    def forward(self, args: list[Any]) -> list[Any]:
-        """Run the forward program on the inputs of the forward graph; empties ``args``."""
-        return self._run_graph("forward", "forward", args)
+    def forward(self, args: list[Any], program: str = "forward") -> list[Any]:
+        """Run a forward program on the inputs of the forward graph; empties ``args``."""
+        return self._run_graph(program, "forward", args)
 
     def evaluate(self, args: list[Any]) -> list[Any]:
         """Run the evaluate program on the inputs of its graph, and join; empties ``args``."""
@@ -117,7 +117,11 @@ class Executor:
         return outputs
 
     def backward(
-        self, args: list[Any], accumulated: Set[int] = frozenset(), loss_scale: LossScale | None = None
+        self,
+        args: list[Any],
+        accumulated: Set[int] = frozenset(),
+        loss_scale: LossScale | None = None,
+        program: str = "backward",
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
@@ -128,17 +132,11 @@ class Executor:
         come back are not.
         """
         self._frame.accumulated = accumulated
-        program = self.backward_program(accumulated)
         if loss_scale is None:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
         outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
         return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
-
-    @staticmethod
-    def backward_program(accumulated: Set[int]) -> str:
-        """The program that `backward` runs where ``accumulated`` parameters have gradients to be added to."""
-        return "accumulate" if accumulated else "backward"
 
     def step(
         self,
@@ -177,6 +175,12 @@ class Executor:
         """From cold, joined, to the forward's exit state."""
         self.join()
         self._launch("resume")
+        self.join()
+
+    def reduce_all(self) -> None:
+        """Reduce what micro-batches have left unreduced, joined, and let go of what they kept."""
+        self.join()
+        self._launch("reduce_all")
         self.join()
 
     def recover(self) -> None:

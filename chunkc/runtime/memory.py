@@ -114,6 +114,9 @@ class ModelMemory:
     def to_cold(self) -> None:
         """Bring every payload home before it is written; what runs over this memory knows how."""
 
+    def reduce_gradients(self) -> None:
+        """Bring together what ranks have made of gradients; what runs over this memory knows how."""
+
     # Parameters.
 
     def name_of(self, index: int) -> str:
@@ -207,6 +210,7 @@ class ModelMemory:
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
+        self.reduce_gradients()
         self._together("the gradient", index)
         found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor
         return found if factor is None else multiply(found, factor)
@@ -222,6 +226,7 @@ class ModelMemory:
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
+        self.reduce_gradients()
         self._together("a new gradient", index)
         value = self.averaged(value)  # what eager operators add is each rank's own
         self.gradients.zeroed.discard(index)

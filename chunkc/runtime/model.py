@@ -1,13 +1,11 @@
 """What runs over the memory of one compiled model, in which order it may, and what lies between.
 
-Programs meet in the cold state: payloads at home, static residents in place. A forward leaves its last chunks on the
-device for the backward that usually follows; when something else comes first they go (``abandon``), and come back
-(``resume``) when the backward is called after all. Gradients overlay payloads until they are stepped or discarded;
-discarding them restores the payloads from param32. So every order of forwards, backwards, evaluations and steps that
-autograd allows is either carried out exactly or, where it adds up gradients of more backwards than were declared,
-refused before anything has changed. Where several are declared, gradients have chunks of their own, payloads stay
-parameters, and any number of forwards and evaluations may come in between. An exception inside a program brings the
-model back to cold, with the parameters of the last step; inside a backward, gradients since then are gone.
+Gradients overlay payloads until they are stepped or discarded; discarding them restores the payloads from param32. So
+every order of forwards, backwards, evaluations and steps that autograd allows is either carried out exactly or, where
+it adds up gradients of more backwards than were declared, refused before anything has changed. Where several are
+declared, gradients have chunks of their own, payloads stay parameters, and any number of forwards and evaluations may
+come in between. An exception inside a program brings the model back to the cold state, with the parameters of the last
+step; inside a backward, gradients since then are gone.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from chunkc._torch_compat import current_backward
-from chunkc.errors import AccumulationError, ChunkcError
+from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device
@@ -29,13 +27,13 @@ from chunkc.runtime.executor import Executor
 from chunkc.runtime.gauge import Outcome, Skipped
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.ranks import Kind, Ranks
-from chunkc.runtime.scaled import ScaledGradients
 from chunkc.runtime.step_inputs import Hyper, step_lines
+from chunkc.runtime.transitions import Transitions
 from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
-class ModelRuntime(ScaledGradients):
+class ModelRuntime(Transitions):
     """State machine over the executors of one model; see the module docstring.
 
     Attributes:
@@ -57,19 +55,13 @@ class ModelRuntime(ScaledGradients):
         super().__init__(infos, params, device, accumulate, ranks)
         self.num_forwards = 0
         self.executors: dict[object, Executor] = {}
-        self._executor: Executor | None = None
-        self._broken, self._saved, self._num_calls = False, False, 0
+        self._broken, self._num_calls = False, 0
         self._call_of: dict[object, int] = {}
         self.ran: list[Executor | UnplannedGraph] = []
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
         self.plan_recorded: Callable[[], None] | None = None
         self.measures = False
-
-    @property
-    def executor(self) -> Executor | None:
-        """The executor of the latest compiled forward or backward."""
-        return self._executor
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved by the latest executor; where micro-batches add up, by all executors
@@ -118,17 +110,19 @@ class ModelRuntime(ScaledGradients):
         Raises:
             RankError: when the ranks do other things, or exchange other chunks.
         """
-        executor.agree(Kind.FORWARD, "forward")
+        program = self._forward_program(executor)
+        executor.agree(Kind.FORWARD, program)
 
         def run() -> list[Any]:
-            outputs = executor.forward(args)
+            outputs = executor.forward(args, program)
             self.accounting.end_forward(self.layout, outputs, is_first=is_first)
-            self._saved = True
+            self._saved = program == "forward"
             self._count_forward(executor)
             return outputs
 
         with self.ranks.committed("a forward", self.device.synchronize):
-            self.to_cold()
+            if program == "forward":
+                self.to_cold()
             self._uncover()
             self._switch_to(executor)
             executor.enter_step(self.accounting.steps.num_steps)
@@ -171,28 +165,29 @@ class ModelRuntime(ScaledGradients):
         """
         with self.ranks.joining():
             goes_on = self._check_backward(executor)
-            self._agree_on_backward(executor)
+            program = self._backward_program(executor, self.gradients.num_micro_batches + (not goes_on))
+            self._agree_on_backward(executor, program)
 
         def run() -> list[Any]:
-            outputs = executor.backward(args, added_to, scale)
+            outputs = executor.backward(args, added_to, scale, program)
             self.accounting.end_backward(self.layout)
             self._saved, self._consumed = False, False
+            self._unreduced = executor.plan.program(program).exit.phase == "unreduced"
             self.gradients.land(executor.graded_params)
             self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
-            self._note_landed(executor.gauge, frozenset(executor.graded_params), scale)
+            self._note_landed(None if self._unreduced else executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
         with self.ranks.committed("a backward", self.device.synchronize):
             self._begin_backward(executor, goes_on=goes_on)
-            self._enter_backward(executor)
+            self._enter_backward(executor, program)
             self.accounting.begin_backward()
             added_to, scale = self._accumulated(), self.own_scale
             return self._guarded(executor, run)
 
-    def _agree_on_backward(self, executor: Executor) -> None:
+    def _agree_on_backward(self, executor: Executor, program: str) -> None:
         follows = self._saved and self._executor is executor
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
-        program = executor.backward_program(self._accumulated())
         state = f"{program}, {'right after its forward' if follows else 'after something else'}"
         executor.agree(Kind.BACKWARD, program, [state, *overlaid, *self.assigned(executor.graded_params)])
 
@@ -251,18 +246,6 @@ class ModelRuntime(ScaledGradients):
             self._uncover()
         self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
 
-    def _enter_backward(self, executor: Executor) -> None:
-        """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
-        overlaid = sorted(self._overlaid() & executor.used_params)
-        if self._saved and self._executor is executor and not overlaid:
-            return
-        self.to_cold()
-        self._switch_to(executor)
-        self.drain()
-        self._move_apart(overlaid)
-        executor.resume()
-        self._saved = True
-
     # Step.
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
@@ -273,6 +256,7 @@ class ModelRuntime(ScaledGradients):
         """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
+        self.reduce_gradients()
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         with self.ranks.committed("a step", self.device.synchronize):
@@ -334,22 +318,6 @@ class ModelRuntime(ScaledGradients):
 
     # Between programs.
 
-    def begin_with(self, executor: Executor) -> None:
-        """The model stands in the cold state, from which the programs of ``executor`` start."""
-        self._switch_to(executor)
-
-    def to_cold(self) -> None:
-        """Let go of what a forward left on the device for its backward."""
-        if self._saved:
-            self._running().abandon()
-            self._saved = False
-
-    def _switch_to(self, executor: Executor) -> None:
-        if executor is not self._executor:
-            if self._executor is not None:
-                self._executor.join()
-            self._executor = executor
-
     def _uncover(self) -> None:
         """Payloads hold parameters again; where gradients overlay them, those are discarded."""
         if self.accumulate == 1:
@@ -372,9 +340,9 @@ class ModelRuntime(ScaledGradients):
         try:
             return run()
         except BaseException:
-            self._saved, self._consumed = False, False
-            if not keeps_gradients:
+            if self._unreduced or not keeps_gradients:
                 self.gradients.take_back()
+            self._saved, self._unreduced, self._consumed = False, False, False
             executor.recover()
             raise
 
@@ -393,8 +361,3 @@ class ModelRuntime(ScaledGradients):
                 self._store.close()
             self.accounting.unreserve()
             self._closed = True
-
-    def _running(self) -> Executor:
-        if self._executor is None:
-            raise ChunkcError("the model has not run a compiled forward yet")
-        return self._executor

@@ -112,11 +112,15 @@ class ScaledGradients(ModelMemory):
             )
         return frozenset(present)
 
+    def _is_unscaled(self) -> bool:
+        """Whether nothing is to be done to gradients in chunks but to undo the loss scale, if it is applied here."""
+        return self.gradients.factor is (None if self.own_scale is None else self.gradients.unscaling)
+
     def _prepare_to_add(self) -> None:
         """Bring gradients in chunks to what one more micro-batch adds its own to: all that was asked for is done to
         them, and they are multiplied by the loss scale, if it is applied here."""
         gradients, scale = self.gradients, self.own_scale
-        if gradients.num_micro_batches == 0 or gradients.factor is (None if scale is None else gradients.unscaling):
+        if gradients.num_micro_batches == 0 or self._is_unscaled():
             return
         self.drain()
         if scale is not None:
@@ -128,6 +132,7 @@ class ScaledGradients(ModelMemory):
         self.wants_norms = True
         with self.ranks.joining():
             present = self.check_step({})
+        self.reduce_gradients()
         self._agree_on_gradients(present, f"clipping to {max_norm} by the {norm_type}-norm")
         if not present:
             return torch.zeros((), dtype=torch.float32, device=self.device.torch_device)
@@ -153,6 +158,7 @@ class ScaledGradients(ModelMemory):
         self.wants_norms = True
         with self.ranks.joining():
             present = self.check_step({})
+        self.reduce_gradients()
         self._agree_on_gradients(present, "unscaling", scaler)
         if not present:
             return None

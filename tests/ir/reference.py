@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import Plan
+from chunkc.ir.plan import ROLE_GRAPH, Plan
 
 PROGRAMS = {
     "F": "forward",
@@ -19,9 +19,18 @@ PROGRAMS = {
     "R": "restore",
     "A": "abandon",
     "U": "resume",
+    "G": "forward_again",
+    "P": "backward_unreduced",
+    "Q": "accumulate_unreduced",
+    "L": "accumulate_last",
+    "X": "reduce_all",
 }
 SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRUBRFAUBSUBSFAFBS"
 ACCUMULATING = "FBSFBFCSFBFCFCSFBFCRFCSFBFBSFAFCFCSUBFCSFBUCRUCSFAUBUCSFBFASFBS"
+DEFERRING = (
+    "FPGLSFPGQGQGLSFPGLRFBFCSFPGQLFCSFPXSFPXRFPXFCSFPXUCRFPGXSFPGQXFBSFPGGQLUCSFPQXUCSFPLFBSFPLSFPQGLRFAFPGGQQLFPLS"
+)
+"""Of plans whose micro-batches can do without exchanges."""
 
 Content = tuple[int, ...]
 """One term per parameter of a chunk; triples, results, norms and the decision are contents of one term."""
@@ -95,13 +104,13 @@ def reference(model: Model, sequence: str) -> Expected:
     for instance, letter in enumerate(sequence):
         params = {c: model.cast(c, triples[c]) for c in triples}
         results = []
-        if letter == "F":
+        if letter in "FG":
             result, grads = terms("input", instance), grads if model.accumulates else {}
-        if letter == "B" and model.accumulates:
+        if letter in "BP" and model.accumulates:
             grads = {}
         before, landed = dict(grads), dict[tuple[int, int], int]()
         for segment in plan.segments:
-            if segment.graph != ("backward" if letter == "C" else PROGRAMS[letter]):
+            if segment.graph != ROLE_GRAPH.get(plan.program(PROGRAMS[letter]).role):
                 continue
             reads = [
                 params[c][model.params[c].index(p)] for p in segment.reads for c in plan.layout.placements[p].chunks
@@ -110,9 +119,12 @@ def reference(model: Model, sequence: str) -> Expected:
             results.append(result)
             for p in segment.lands:
                 for c in plan.layout.placements[p].chunks:
-                    new = landed[p, c] = model.grad(result, p, c)
-                    held = terms("added", before[p, c], new) if (p, c) in before and letter == "C" else new
-                    grads[p, c] = model.reduced((held,))[0] if model.reduces_sums else held
+                    new = model.grad(result, p, c)
+                    held = terms("added", before[p, c], new) if (p, c) in before and letter in "CQL" else new
+                    landed[p, c] = held if letter in "PQL" else new
+                    grads[p, c] = model.reduced((held,))[0] if model.reduces_sums and letter in "BCL" else held
+        if letter == "X":
+            landed, grads = grads, {key: model.reduced((held,))[0] for key, held in grads.items()}
         full = {c: tuple(grads[p, c] for p in model.params[c] if (p, c) in grads) for c in model.trained}
         expected.sent.append(dict(full))
         expected.landed.append(landed)

@@ -96,9 +96,9 @@ class Lowered:
         self.unreduced: dict[int, set[int]] = {}
         for instance, letter in enumerate(sequence):
             program = self.plan.program(PROGRAMS[letter])
-            if letter in "BSR":
+            if letter in "BPSR":
                 self.kept = set()
-            if program.name == "resume":
+            if program.name in ("resume", "reduce_all"):
                 barrier = list(range(len(self.tasks)))
             current = latest[ROLE_LETTER[program.role]] = []
             for position, action in enumerate(program.actions):
@@ -163,7 +163,7 @@ class Lowered:
             return self._lower_run(action, instance)
         if op in LANDINGS:
             return self._lower_stash(action)
-        if op in (Op.GROW, Op.SHRINK):
+        if op in (Op.GROW, Op.SHRINK, Op.KEEP):
             return [], [], lambda inputs: []
         return self._lower_step(action)
 

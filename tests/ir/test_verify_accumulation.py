@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,7 +12,8 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan, Program
-from chunkc.ir.verify import ACCUMULATING, replayed_pairs, verify
+from chunkc.ir.structure import KEPT
+from chunkc.ir.verify import ACCUMULATING, DEFERRING, replayed_pairs, verify
 from chunkc.passes import Options
 
 from . import reference
@@ -39,6 +40,12 @@ PLANS: dict[str, Plan] = {
     "three ranks, padding": planned(chain(4), target(world_size=3, rank=1), replace(HOST, max_slots=6)).plan,
     "two ranks, measured": planned(chain(4), target(world_size=2, rank=1), replace(HOST, measures=True)).plan,
     "two ranks, resident": planned(chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device")).plan,
+    "three ranks, resident, padding": planned(
+        chain(4), target(world_size=3, rank=1), replace(HOST, os_home="device")
+    ).plan,
+    "two ranks, resident, measured": planned(
+        chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device", measures=True)
+    ).plan,
     "two ranks, a group that comes twice": planned(SHARED, target(world_size=2), replace(HOST, max_slots=4)).plan,
     "shared chunks": planned(
         schedule(
@@ -64,6 +71,11 @@ def changed(plan: Plan, program: str, position: int, action: Action) -> Plan:
     return replace(plan, programs=tuple(map(edit, plan.programs)))
 
 
+def sequence_of(plan: Plan) -> str:
+    """What its programs are tried in."""
+    return reference.ACCUMULATING + (reference.DEFERRING if plan.defers_reduction else "")
+
+
 def is_accepted(plan: Plan) -> bool:
     try:
         verify(plan)
@@ -77,16 +89,24 @@ def test_every_legal_pair_of_programs_is_replayed() -> None:
     backwards = {b + after for b in "BC" for after in "FUSR"}
     ends = {end + after for end in "SRA" for after in "FU"}
     assert replayed_pairs(ACCUMULATING) >= backwards | ends | {"FB", "FC", "FA", "UB", "UC", "AS"}
+    reduced = {reduced + after for reduced in "LX" for after in "FUSR"}
+    unreduced = {before + after for before in "PGQ" for after in "GQLX"}
+    assert replayed_pairs(DEFERRING) >= replayed_pairs(ACCUMULATING) | reduced | unreduced | {"FP"}
+
+
+def test_micro_batches_defer_exchanges_where_all_chunks_have_slots() -> None:
+    deferring = {name for name, plan in PLANS.items() if plan.defers_reduction}
+    assert deferring == {name for name in PLANS if "ranks, resident" in name}
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
     verify(PLANS[name])
-    assert find_wrong(PLANS[name], range(60), reference.ACCUMULATING) == []
+    assert find_wrong(PLANS[name], range(60), sequence_of(PLANS[name])) == []
 
 
-def waits_of(plan: Plan) -> Iterator[tuple[str, int, Action, str]]:
-    for program in ("forward", "backward", "step"):
+def waits_of(plan: Plan, programs: Sequence[str]) -> Iterator[tuple[str, int, Action, str]]:
+    for program in programs:
         for position, action in enumerate(plan.program(program).actions):
             for wait in action.waits:
                 yield program, position, action, wait
@@ -95,15 +115,29 @@ def waits_of(plan: Plan) -> Iterator[tuple[str, int, Action, str]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None:
     """Of the waits that can be spared, some only another order of programs needs."""
-    num_refused = 0
-    for program, position, action, wait in waits_of(PLANS[name]):
+    num_refused, programs = 0, ("forward", "backward", "step")
+    for program, position, action, wait in waits_of(PLANS[name], programs):
         less = replace(action, waits=tuple(w for w in action.waits if w != wait))
         plan = changed(PLANS[name], program, position, less)
         if is_accepted(plan):
-            assert find_wrong(plan, range(12), reference.ACCUMULATING) == [], f"{program} {position} without {wait}"
+            assert find_wrong(plan, range(12), sequence_of(plan)) == [], f"{program} {position} without {wait}"
         else:
             num_refused += 1
-    assert num_refused >= len(list(waits_of(PLANS[name]))) / 2
+    assert num_refused >= len(list(waits_of(PLANS[name], programs))) / 2
+
+
+@pytest.mark.parametrize("name", [name for name, plan in PLANS.items() if plan.defers_reduction])
+def test_no_deferring_program_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None:
+    """Their waits are those of the programs that they stand for; with less to wait for, most can be spared."""
+    refused = set[str]()
+    for program, position, action, wait in waits_of(PLANS[name], (*KEPT, "reduce_all")):
+        less = replace(action, waits=tuple(w for w in action.waits if w != wait))
+        plan = changed(PLANS[name], program, position, less)
+        if is_accepted(plan):
+            assert find_wrong(plan, range(6), reference.DEFERRING) == [], f"{program} {position} without {wait}"
+        else:
+            refused.add(program)
+    assert refused >= {"backward_unreduced", "accumulate_last"}
 
 
 def test_the_wait_that_orders_a_fetch_after_the_gradients_of_the_backward_before_is_needed() -> None:

@@ -160,9 +160,9 @@ def side_on_rank(hw: str = TIGHT, **options: Any) -> Side:
     return Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
 
 
-def scripts_on_ranks(scripts: Sequence[str], hw: str = TIGHT) -> list[Seen]:
+def scripts_on_ranks(scripts: Sequence[str], hw: str = TIGHT, accumulate: int = 1) -> list[Seen]:
     """One after another with one model, on this rank."""
-    return side_on_rank(hw).run_each(scripts)
+    return side_on_rank(hw, accumulate=accumulate).run_each(scripts)
 
 
 def scripts_plainly(scripts: Sequence[str], num_ranks: int) -> list[Seen]:

@@ -1,0 +1,110 @@
+"""Where one model stands between two programs, and what leads from there to where the next one begins.
+
+Programs meet in the cold state: payloads at home, static residents in place. A forward leaves its last chunks on the
+device for the backward that usually follows; when something else comes first they go (``abandon``), and come back
+(``resume``) when the backward is called after all. Micro-batches that exchange nothing leave gathered chunks and
+gradients of this rank alone, for the next one; whatever else comes first has them reduced (``reduce_all``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from chunkc.errors import ChunkcError
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.device import Device
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.ranks import Kind, Ranks
+from chunkc.runtime.scaled import ScaledGradients
+
+
+class Transitions(ScaledGradients):
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        infos: Sequence[ParamInfo],
+        params: Sequence[nn.Parameter],
+        device: Device,
+        accumulate: int = 1,
+        ranks: Ranks | None = None,
+    ) -> None:
+        super().__init__(infos, params, device, accumulate, ranks)
+        self._executor: Executor | None = None
+        self._saved = self._unreduced = False
+
+    @property
+    def executor(self) -> Executor | None:
+        """The executor of the latest compiled forward or backward."""
+        return self._executor
+
+    def _running(self) -> Executor:
+        if self._executor is None:
+            raise ChunkcError("the model has not run a compiled forward yet")
+        return self._executor
+
+    def begin_with(self, executor: Executor) -> None:
+        """The model stands in the cold state, from which the programs of ``executor`` start."""
+        self._switch_to(executor)
+
+    def _switch_to(self, executor: Executor) -> None:
+        if executor is not self._executor:
+            if self._executor is not None:
+                self._executor.join()
+            self._executor = executor
+
+    def to_cold(self) -> None:
+        """Let go of what forwards and backwards left on the device for those that usually follow."""
+        self.reduce_gradients()
+        if self._saved:
+            self._running().abandon()
+            self._saved = False
+
+    def reduce_gradients(self) -> None:
+        """Gradients are those of all ranks from here on, whatever micro-batches left to the last one of their step.
+
+        Raises:
+            RankError: when other ranks do something else.
+        """
+        if not self._unreduced:
+            return
+        executor = self._running()
+        executor.agree(Kind.GRADIENTS, "reduce_all")
+        with self.ranks.committed("a reduction of gradients", self.device.synchronize):
+            self._unreduced = False
+            executor.reduce_all()
+            self._note_landed(executor.gauge, frozenset(executor.graded_params), None)
+
+    def _forward_program(self, executor: Executor) -> str:
+        """The program of a forward that comes now."""
+        goes_on = self._unreduced and executor.plan.defers_reduction and bool(self._accumulated())
+        return "forward_again" if goes_on else "forward"
+
+    def _backward_program(self, executor: Executor, number: int) -> str:
+        """The program of micro-batch ``number`` of a step, from 1; the gradients of those before it are reduced first,
+        where it does not take them as they are."""
+        adds, defers, is_last = bool(self._accumulated()), executor.plan.defers_reduction, number >= self.accumulate
+        if not (adds and defers and self._is_unscaled()):
+            self.reduce_gradients()
+        if self._unreduced:
+            return "accumulate_last" if is_last else "accumulate_unreduced"
+        if adds:
+            return "accumulate"
+        return "backward_unreduced" if defers and not is_last else "backward"
+
+    def _enter_backward(self, executor: Executor, program: str) -> None:
+        """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
+        if executor.plan.program(program).entry.phase == "unreduced":
+            self._switch_to(executor)
+            return
+        overlaid = sorted(self._overlaid() & executor.used_params)
+        if self._saved and self._executor is executor and not overlaid:
+            return
+        self.to_cold()
+        self._switch_to(executor)
+        self.drain()
+        self._move_apart(overlaid)
+        executor.resume()
+        self._saved = True

@@ -1,0 +1,71 @@
+"""Micro-batches that exchange nothing before the last one of a step, where every chunk has a slot of its own.
+
+Groups stay gathered, since nothing updates them in between, and gradients for other ranks' chunks add up where they
+land (DDP calls that ``no_sync``). A step gathers and reduces each group once, in the memory that a resident plan has
+anyway. Their programs repeat ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of exchanges;
+``reduce_all`` makes up for them when a step, or anything that wants to see gradients, comes early.
+
+Plans whose chunks come and go gather and reduce in each micro-batch: a whole copy of the gradients is what they have no
+memory for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.plan import Program, State
+from chunkc.ir.structure import KEPT
+from chunkc.passes.communication import Writer
+from chunkc.passes.draft import Draft, Item, decided
+from chunkc.passes.hazards import joined
+from chunkc.passes.norms import with_norms
+
+
+def defers_reduction(draft: Draft) -> bool:
+    """Whether micro-batches before the last one of a step can do without exchanges: all chunks have slots of their own,
+    and whichever backward is the last one reduces all groups, because all gradients land in it."""
+    layout = decided(draft.layout, "layout")
+    trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
+    is_shared = layout.world_size > 1 and draft.options.accumulate > 1
+    return is_shared and draft.os_home is Home.DEVICE and trained <= draft.schedule.trained_params()
+
+
+def kept(name: str, twin: Program, entry: State, exit_state: State) -> Program:
+    """The program ``name`` of `KEPT`: that of its twin, which has other exchanges."""
+    found = KEPT[name][1]
+    actions = (replace(a, op=Op.KEEP, slot=None) if a.op in found else a for a in twin.actions)
+    return Program(name, twin.role, entry, exit_state, tuple(actions))
+
+
+def reduce_items(
+    layout: Layout, backward: tuple[Item, ...], where: dict[int, int], *, measures: bool
+) -> tuple[Item, ...]:
+    """Reduce and release what stands in ``where``, group after group in the order of ``backward``; measure it too."""
+    writer = Writer(layout, slot_of=dict(where))
+    for action in (item.action for item in backward):
+        if action.op is Op.REDUCE:
+            writer.reduce(action.index)
+        elif action.op is Op.RELEASE:
+            writer.release(action.index, Stream.COMM)
+    return with_norms(layout, writer.take()) if measures else writer.take()
+
+
+def deferring_programs(
+    layout: Layout, items: tuple[Item, ...], programs: Mapping[str, Program], *, measures: bool
+) -> tuple[Program, ...]:
+    """Those of micro-batches that exchange nothing, beside ``programs``; ``items`` are those of backward."""
+    saved, graded = programs["backward"].entry, programs["backward"].exit
+    opened = [(a.target, a.slot) for a in programs["backward"].actions if a.op is Op.OPEN and a.slot is not None]
+    unreduced = State("unreduced", (*saved.resident, *opened))
+    where = {int(target[1:]): slot for target, slot in unreduced.resident if target.startswith("c")}
+    reduce = joined(reduce_items(layout, items, where, measures=measures))
+    return (
+        kept("forward_again", programs["forward"], unreduced, unreduced),
+        kept("backward_unreduced", programs["backward"], saved, unreduced),
+        kept("accumulate_unreduced", programs["accumulate"], unreduced, unreduced),
+        kept("accumulate_last", programs["accumulate"], unreduced, graded),
+        Program("reduce_all", "transition", unreduced, graded, reduce),
+    )
