@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from job import Pool
 from rank_training import ROOMY
+from rank_windows import gradients_of_other_shapes, one_looks, plain_gradients
 from sides import TIGHT, check_seen, scripts_on_ranks, scripts_plainly
 
 pytestmark = pytest.mark.distributed
@@ -44,9 +46,29 @@ def check_loops(scripts: list[str], pool: Pool, hw: str) -> None:
         check_seen([seen[number] for seen in found], wanted)
 
 
-@pytest.mark.parametrize("hw", [ROOMY, TIGHT], ids=["resident", "moving"])
+@pytest.mark.parametrize("hw", [ROOMY, pytest.param(TIGHT, marks=pytest.mark.slow)], ids=["resident", "moving"])
 def test_loops_see_what_one_process_sees(hw: str, two_ranks: Pool) -> None:
     check_loops(LOOPS, two_ranks, hw)
+
+
+def test_ranks_whose_micro_batches_have_other_shapes_defer_alike(two_ranks: Pool) -> None:
+    """Each shape has a program of its own; they find the groups gathered and the gradients that others left."""
+    found, wanted = two_ranks.run(gradients_of_other_shapes, ROOMY), plain_gradients()
+    window = ["forward", "backward_unreduced", *("forward_again", "accumulate_unreduced") * 2]
+    assert [programs for _, programs in found] == [[*window, "forward_again", "accumulate_last"]] * 2
+    scale = max(float(value.abs().max()) for value in wanted.values())
+    for gradients, _ in found:
+        assert gradients.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(gradients[name], found[0][0][name])
+            torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-5 * scale)
+
+
+def test_a_look_at_gradients_on_one_rank_is_an_error_on_all(two_ranks: Pool) -> None:
+    """It would have them reduced. Nothing has changed, and the ranks go on."""
+    found = two_ranks.run(one_looks, ROOMY)
+    assert [failure and failure.kind for failure, _ in found] == ["RankError", "RankError"]
+    assert [later for _, later in found] == [None, None]
 
 
 def random_loop(generator: random.Random, num_words: int = 16) -> str:

@@ -32,6 +32,14 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(place: str, by_scaler: bool, 
     check(two_ranks.run(train_scaled, PLACES[place], by_scaler), 2)
 
 
+@pytest.mark.parametrize(
+    "by_scaler", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["built in", "GradScaler"]
+)
+@pytest.mark.parametrize("place", ["resident", pytest.param("moving", marks=pytest.mark.slow)])
+def test_an_overflow_in_a_micro_batch_is_one_of_its_step(place: str, by_scaler: bool, two_ranks: Pool) -> None:
+    check(two_ranks.run(train_scaled, PLACES[place], by_scaler, 2), 2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_an_overflow_on_one_of_four_ranks_is_skipped_on_all(place: str, four_ranks: Pool) -> None:

@@ -23,6 +23,7 @@ WORKS = {
     "clipped": replace(MOVING, options={"max_grad_norm": 0.1}),
     "accumulated": replace(MOVING, accumulate=2),
     "accumulated and clipped": replace(MOVING, accumulate=2, options={"max_grad_norm": 0.1}),
+    "resident, accumulated": Work("odd", RECIPE, wishes={"os_home": "device", "chunk_numel": 4096}, accumulate=3),
     "resident": Work("odd", RECIPE, wishes={"os_home": "device", "chunk_numel": 4096}),
     "fp16": replace(MOVING, dtype=torch.float16),
 }
@@ -40,7 +41,7 @@ def check(pool: Pool, name: str, seeds: range) -> None:
         assert_same_bits(delayed(pool, work, seed), wanted)
 
 
-@pytest.mark.parametrize("name", ["accumulated and clipped", "resident"])
+@pytest.mark.parametrize("name", ["accumulated and clipped", "resident", "resident, accumulated"])
 def test_delays_change_no_bit_on_two_ranks(name: str, two_ranks: Pool) -> None:
     check(two_ranks, name, range(2))
 

@@ -57,6 +57,22 @@ def test_a_steady_step_is_the_plan(dtype: torch.dtype, hw: str | None, two_ranks
     assert all(times > 1.5 for times in gathers) if is_tight else gathers == {1.0}
 
 
+def test_micro_batches_of_a_resident_plan_exchange_once_a_step(two_ranks: Pool) -> None:
+    """Parameters before the first, gradients behind the last."""
+    found = two_ranks.run(steady, Work("gpt2_small", accumulate=3))
+    check_steady(found)
+    check_volume(found, 2, max_gathers=1)
+
+
+@pytest.mark.slow
+def test_micro_batches_of_moving_chunks_exchange_each_time(two_ranks: Pool) -> None:
+    found = two_ranks.run(steady, Work("gpt2_small", hw=None, accumulate=3))
+    check_steady(found)
+    for rank in found:
+        assert rank.planned_nbytes["reduce"] == 3 * rank.chunks_nbytes / 2
+        assert rank.planned_nbytes["gather"] >= 6 * rank.chunks_nbytes / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "bert", "odd"])

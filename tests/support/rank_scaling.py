@@ -49,10 +49,18 @@ def rank_inputs(step: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, tor
     return (*batch(step * num_ranks + rank), bad)
 
 
-def train_scaled(hw: str, by_scaler: bool = False, **options: Any) -> Scaled:
-    """Built in, or by `chunkc.GradScaler`; ``options`` of `chunkc.compile`."""
+def micro_batches(step: int, rank: int, num_ranks: int, num: int) -> list[tuple[torch.Tensor, ...]]:
+    """The batch of a step ``num`` times; only in the first of them is what overflows."""
+    tokens, targets, bad = rank_inputs(step, rank, num_ranks)
+    return [(tokens, targets, bad if part == 0 else torch.zeros_like(bad)) for part in range(num)]
+
+
+def train_scaled(hw: str, by_scaler: bool = False, accumulate: int = 1, **options: Any) -> Scaled:
+    """Built in, or by `chunkc.GradScaler`; with ``accumulate`` micro-batches a step, whose losses are averaged;
+    ``options`` of `chunkc.compile`."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager", **options)
+    options |= {"dtype": torch.float16, "backend": "eager", "accumulate": accumulate}
+    model = chunkc.compile(model_of(), hw, **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     scaler = chunkc.GradScaler(growth_interval=INTERVAL) if by_scaler else None
     found = Scaled()
@@ -60,13 +68,13 @@ def train_scaled(hw: str, by_scaler: bool = False, **options: Any) -> Scaled:
         grow_soon(model)
     for step in range(NUM_STEPS):
         before = _state(model, optimizer)
-        loss = model(*rank_inputs(step, rank, num_ranks))
+        for part in micro_batches(step, rank, num_ranks, accumulate):
+            loss = model(*part) / accumulate
+            (loss if scaler is None else scaler.scale(loss)).backward()
         if scaler is None:
-            loss.backward()
             optimizer.step()
             found.scales.append(scale_of(model))
         else:
-            scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
             found.scales.append(scaler.get_scale())

@@ -90,7 +90,8 @@ def steady(work: Work) -> Steady:
         if step == 2:
             executor_of(model).trace = []
             group.received_nbytes = 0
-        loss_of(model(**batch)).backward()
+        for _ in range(work.accumulate):
+            loss_of(model(**batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
     executor, stats = executor_of(model), chunkc.stats(model)
