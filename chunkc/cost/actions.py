@@ -7,7 +7,7 @@
                            behind a reduction among replicas, what all owners of a node receive over its network
     sum                    the latency of each rank: its bytes are few
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
-    open, drop, release, grow, shrink, decide    bookkeeping: the host's launch
+    open, drop, release, grow, shrink, keep, decide    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
 launched its last kernel.

@@ -31,6 +31,11 @@ _MEANINGS = {
     "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",
     "resume": ", before a backward that does not directly follow its forward",
+    "forward_again": ": forward between micro-batches, with its groups still gathered",
+    "backward_unreduced": ": backward of the first of several micro-batches, without exchanges",
+    "accumulate_unreduced": ": accumulate without exchanges",
+    "accumulate_last": ": accumulate behind those, with the gradients of all reduced",
+    "reduce_all": ", when something comes before the last micro-batch of a step",
 }
 _LEGEND = (
     "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",
@@ -118,10 +123,13 @@ def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
 
 
 def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
-    """A heading, then a row for each run of equal segments, or one for the actions of a program without segments."""
+    """A heading, then a row for each run of equal segments, or one for the actions of a program without segments; none
+    where it repeats another one with less."""
     meaning = _MEANINGS.get(program.name, "")
     yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')}){meaning}")
     steps = _steps(plan, program)
+    if any(action.op is Op.KEEP for action in program.actions):
+        return  # the actions of a program above it
     if not steps:
         yield _Row(actions=program.actions)
         return
