@@ -17,7 +17,7 @@ from dataclasses import replace
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Program, State
-from chunkc.ir.structure import KEPT
+from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.passes.communication import Writer
 from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined
@@ -33,9 +33,9 @@ def defers_reduction(draft: Draft) -> bool:
     return is_shared and draft.os_home is Home.DEVICE and trained <= draft.schedule.trained_params()
 
 
-def kept(name: str, twin: Program, entry: State, exit_state: State) -> Program:
-    """The program ``name`` of `KEPT`: that of its twin, which has other exchanges."""
-    found = KEPT[name][1]
+def without_exchanges(name: str, twin: Program, entry: State, exit_state: State) -> Program:
+    """The program ``name`` of `WITHOUT_EXCHANGES`: that of its twin, which has other exchanges."""
+    found = WITHOUT_EXCHANGES[name][1]
     actions = (replace(a, op=Op.KEEP, slot=None) if a.op in found else a for a in twin.actions)
     return Program(name, twin.role, entry, exit_state, tuple(actions))
 
@@ -63,9 +63,9 @@ def deferring_programs(
     where = {int(target[1:]): slot for target, slot in unreduced.resident if target.startswith("c")}
     reduce = joined(reduce_items(layout, items, where, measures=measures))
     return (
-        kept("forward_again", programs["forward"], unreduced, unreduced),
-        kept("backward_unreduced", programs["backward"], saved, unreduced),
-        kept("accumulate_unreduced", programs["accumulate"], unreduced, unreduced),
-        kept("accumulate_last", programs["accumulate"], unreduced, graded),
+        without_exchanges("forward_again", programs["forward"], unreduced, unreduced),
+        without_exchanges("backward_unreduced", programs["backward"], saved, unreduced),
+        without_exchanges("accumulate_unreduced", programs["accumulate"], unreduced, unreduced),
+        without_exchanges("accumulate_last", programs["accumulate"], unreduced, graded),
         Program("reduce_all", "transition", unreduced, graded, reduce),
     )

@@ -178,6 +178,7 @@ def load_checkpoint(
             logger.warning("the asynchronous save before this load had failed: %s", error)
         given = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
         runtime.ranks.agree(Kind.LOAD, lambda: given)
+    runtime.to_cold()  # ranks exchange here, and no more while each of them reads
     ranks = runtime.ranks
     path = of_first(ranks, lambda: _find(Path(directory)))
     manifest = folders.verify(path, ranks)

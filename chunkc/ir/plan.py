@@ -23,11 +23,10 @@ Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
 ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
 """The graph whose segments a program of that role runs."""
-REPEATED_PROGRAMS = (
-    *("forward", "backward", "accumulate", "step", "evaluate"),
-    *("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all"),
-)
-"""What runs in every iteration, or in every evaluation; ``Plan.iteration`` says how often."""
+DEFERRING_PROGRAMS = ("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all")
+"""Those of micro-batches that exchange nothing before the last one."""
+REPEATED_PROGRAMS = ("forward", "backward", "accumulate", "step", "evaluate", *DEFERRING_PROGRAMS)
+"""What may be part of an iteration, or of an evaluation; ``Plan.iteration`` says what is, and how often."""
 FIRST_BACKWARDS = frozenset({"backward", "backward_unreduced"})
 """The backwards of a first micro-batch, which find no gradients of their step."""
 Phase = Literal["cold", "saved", "graded", "unreduced"]

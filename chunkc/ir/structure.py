@@ -62,7 +62,7 @@ _ALLOWED: dict[str, frozenset[Op]] = {
     "accumulate_last": frozenset({Op.RUN, Op.ADD, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM, Op.KEEP}),
     "reduce_all": frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM}),
 }
-KEPT: dict[str, tuple[str, frozenset[Op]]] = {
+WITHOUT_EXCHANGES: dict[str, tuple[str, frozenset[Op]]] = {
     "forward_again": ("forward", frozenset({Op.GATHER})),
     "backward_unreduced": ("backward", frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
     "accumulate_unreduced": ("accumulate", frozenset({Op.OPEN, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
@@ -86,7 +86,7 @@ def check_structure(plan: Plan) -> None:
         _check_lengths(plan.program("step"), plan.program("restore"))
         if plan.accumulate > 1:
             _check_lengths(plan.program("backward"), plan.program("accumulate"))
-        for name, (twin, _) in KEPT.items() if plan.defers_reduction else ():
+        for name, (twin, _) in WITHOUT_EXCHANGES.items() if plan.defers_reduction else ():
             _check_lengths(plan.program(twin), plan.program(name))
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
@@ -105,8 +105,8 @@ def check_structure(plan: Plan) -> None:
         if plan.accumulate > 1:
             swaps = {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD}
             _check_twins(plan.layout, plan.program("backward"), plan.program("accumulate"), swaps)
-        for name, (twin, kept) in KEPT.items() if plan.defers_reduction else ():
-            _check_kept(plan.program(twin), plan.program(name), kept)
+        for name, (twin, kept) in WITHOUT_EXCHANGES.items() if plan.defers_reduction else ():
+            _check_without_exchanges(plan.program(twin), plan.program(name), kept)
         _check_states(plan)
 
 
@@ -299,7 +299,7 @@ def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping
             )
 
 
-def _check_kept(program: Program, twin: Program, kept: frozenset[Op]) -> None:
+def _check_without_exchanges(program: Program, twin: Program, kept: frozenset[Op]) -> None:
     """``twin`` must match ``program`` action for action, with ``keep`` in place of all that are ``kept``."""
     for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
         wanted = replace(first, waits=second.waits)
@@ -350,7 +350,11 @@ def _check_states(plan: Plan) -> None:
             plan.program(n) for n in ("backward_unreduced", "forward_again", "accumulate_unreduced")
         )
         lasts = [plan.program(n) for n in ("accumulate_last", "reduce_all")]
-        links += [(forward, first), *((before, after) for before in lasts for after in (step, restore))]
+        links += [
+            (forward, first),
+            (resume, first),
+            *((before, after) for before in lasts for after in (step, restore)),
+        ]
         links += [(before, after) for before in (first, again, middle) for after in (again, middle, *lasts)]
         ends += lasts
     links += [(before, after) for before in ends for after in (forward, resume)]

@@ -49,7 +49,7 @@ ACCUMULATING = "FA FBS FBS FBR FBFCS FBFCFCS FBFCR FBFA UCS UBS UBFCR UBUCS FCUC
 """The same where micro-batches add to gradients: ``C`` is the backward of any but the first of a step."""
 DEFERRING = ACCUMULATING + (
     "PGLS FPGQGQGLS FPGLR FPGQLFCS FPXS FPXR FPXFCS FPXUCR FPGXS FPGQXFBS FPGGQLUCS FPQXUCS FPLFBS FPLS FPQGLR "
-    "FPGGQQLFPLS F"
+    "FPGGQQLFPLS FAUPGLS UPXS FPGLUPLS F"
 ).replace(" ", "")
 """The same where micro-batches can do without exchanges, behind all of that: ``P``, ``Q`` and ``L`` are their backwards
 (a first one, later ones, the last), ``G`` their forward, ``X`` reduces before something else."""
@@ -60,7 +60,8 @@ EVALUATIONS = "EEE"
 def verify(plan: Plan) -> None:
     """Prove that ``plan`` is safe in every interleaving of its streams.
 
-    Time is linear in actions times parameters per action, some seven iterations' worth.
+    Time is linear in the actions of the sequence, times parameters per action: 36 programs, 77 where micro-batches add
+    up, 200 where they defer exchanges.
 
     Raises:
         PlanError: names the action (label and text), the chunk, the moment (program and segment) and the numbers.
@@ -138,5 +139,5 @@ def _moments(program: Program) -> tuple[str, ...]:
 
 
 def replayed_pairs(sequence: str = SEQUENCE) -> frozenset[str]:
-    """The pairs of programs that are replayed in ``sequence``, as two letters (F, B, C, S, R, A, U)."""
+    """The pairs of programs that are replayed in ``sequence``, as two of the letters of `_PROGRAMS`."""
     return frozenset(a + b for a, b in pairwise(sequence))

@@ -162,7 +162,8 @@ def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
         ChunkcError: when the timeline is one of another plan.
     """
     clock, period = clock_of(plan, timeline)
-    found = [_bar(plan, program, label, action, clock[label], period) for program, label, action in plan.labelled()]
+    done = [(p, label, action) for p, label, action in plan.labelled() if action.op is not Op.KEEP]
+    found = [_bar(plan, program, label, action, clock[label], period) for program, label, action in done]
     order = {stream: number for number, stream in enumerate(Stream)}
     bars = tuple(sorted(found, key=lambda bar: (order[bar.stream], bar.start)))
     in_ms = timeline is not None

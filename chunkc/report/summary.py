@@ -140,7 +140,7 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
         stream = Stream.H2D if op in (Op.FETCH, Op.LOAD) else Stream.D2H
         yield f"{op} {noun}", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
     for stream, name in ((Stream.H2D, "host to device"), (Stream.D2H, "device to host")):
-        copies = [a for a in actions if a.stream is stream]
+        copies = [a for a in actions if a.stream is stream and a.op is not Op.KEEP]
         yield f"total {name}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
     if plan.layout.world_size == 1:
         return

@@ -106,7 +106,7 @@ class Executor:
         digest = digest_lines([*state, str(self._exchanged[program])])
         self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)])
 
-    def forward(self, args: list[Any], program: str = "forward") -> list[Any]:
+    def forward(self, program: str, args: list[Any]) -> list[Any]:
         """Run a forward program on the inputs of the forward graph; empties ``args``."""
         return self._run_graph(program, "forward", args)
 
@@ -117,11 +117,7 @@ class Executor:
         return outputs
 
     def backward(
-        self,
-        args: list[Any],
-        accumulated: Set[int] = frozenset(),
-        loss_scale: LossScale | None = None,
-        program: str = "backward",
+        self, program: str, args: list[Any], accumulated: Set[int] = frozenset(), loss_scale: LossScale | None = None
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 

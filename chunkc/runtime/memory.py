@@ -112,10 +112,12 @@ class ModelMemory:
             self.device.synchronize()
 
     def to_cold(self) -> None:
-        """Bring every payload home before it is written; what runs over this memory knows how."""
+        """Bring every payload home before it is written; what runs over this memory knows how. All ranks call it."""
 
-    def reduce_gradients(self) -> None:
-        """Bring together what ranks have made of gradients; what runs over this memory knows how."""
+    def reduce_gradients(self) -> bool:
+        """Bring together what ranks have made of gradients, and whether there was anything to do; what runs over this
+        memory knows how. All ranks call it, behind an agreement on what needs it."""
+        return False
 
     # Parameters.
 
@@ -210,8 +212,8 @@ class ModelMemory:
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
-        self.reduce_gradients()
         self._together("the gradient", index)
+        self.reduce_gradients()
         found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor
         return found if factor is None else multiply(found, factor)
 
@@ -226,8 +228,8 @@ class ModelMemory:
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
         """Replace a gradient that has not been stepped."""
         self._require_gradient(index, stamp)
-        self.reduce_gradients()
         self._together("a new gradient", index)
+        self.reduce_gradients()
         value = self.averaged(value)  # what eager operators add is each rank's own
         self.gradients.zeroed.discard(index)
         self._apply_factor()
@@ -343,10 +345,10 @@ class ModelMemory:
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
         """Replace this rank's elements of a parameter in chunks and, where given, of its moments.
 
-        All are 1-D and as exact as they are to be, one for each of ``own_ranges``; every rank calls it.
+        All are 1-D and as exact as they are to be, one for each of ``own_ranges``. The model is in the cold state
+        (``to_cold``), so that nothing is exchanged.
         """
         self.drain()
-        self.to_cold()
         if self.infos[index].numel:
             self._chunk_values().write_own(index, value, moments, payload=index not in self._overlaid())
         self._raise_versions([index])

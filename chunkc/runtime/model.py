@@ -114,7 +114,7 @@ class ModelRuntime(Transitions):
         executor.agree(Kind.FORWARD, program)
 
         def run() -> list[Any]:
-            outputs = executor.forward(args, program)
+            outputs = executor.forward(program, args)
             self.accounting.end_forward(self.layout, outputs, is_first=is_first)
             self._saved = program == "forward"
             self._count_forward(executor)
@@ -169,7 +169,7 @@ class ModelRuntime(Transitions):
             self._agree_on_backward(executor, program)
 
         def run() -> list[Any]:
-            outputs = executor.backward(args, added_to, scale, program)
+            outputs = executor.backward(program, args, added_to, scale)
             self.accounting.end_backward(self.layout)
             self._saved, self._consumed = False, False
             self._unreduced = executor.plan.program(program).exit.phase == "unreduced"
@@ -179,6 +179,8 @@ class ModelRuntime(Transitions):
             return outputs
 
         with self.ranks.committed("a backward", self.device.synchronize):
+            if executor.plan.program(program).entry.phase != "unreduced":
+                self.reduce_gradients()
             self._begin_backward(executor, goes_on=goes_on)
             self._enter_backward(executor, program)
             self.accounting.begin_backward()
@@ -186,10 +188,15 @@ class ModelRuntime(Transitions):
             return self._guarded(executor, run)
 
     def _agree_on_backward(self, executor: Executor, program: str) -> None:
-        follows = self._saved and self._executor is executor
+        """Also on what lies over parameters, and on gradients to which it does not add although it does to others."""
+        state, added_to = program, self._accumulated()
+        if executor.plan.program(program).entry.phase == "saved":
+            follows = self._saved and self._executor is executor
+            state = f"{program}, {'right after its forward' if follows else 'after something else'}"
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
-        state = f"{program}, {'right after its forward' if follows else 'after something else'}"
-        executor.agree(Kind.BACKWARD, program, [state, *overlaid, *self.assigned(executor.graded_params)])
+        begun = [i for i in executor.graded_params if i not in added_to] if added_to else []
+        anew = [f"the gradient of {self.name_of(i)} begins anew" for i in begun]
+        executor.agree(Kind.BACKWARD, program, [state, *overlaid, *anew, *self.assigned(executor.graded_params)])
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
@@ -256,7 +263,6 @@ class ModelRuntime(Transitions):
         """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
-        self.reduce_gradients()
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         with self.ranks.committed("a step", self.device.synchronize):
@@ -264,6 +270,8 @@ class ModelRuntime(Transitions):
 
     def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
         """`step`, on which all ranks have agreed."""
+        self.reduce_gradients()
+        self._num_expected = self.gradients.num_micro_batches or self._num_expected
         if self.outcome is not None:
             self.outcome.is_skipped()  # before the next decision stands where it stood
         self._take_assigned(hypers)

@@ -60,13 +60,14 @@ class Kind(StrEnum):
     EVALUATE = "evaluate"
     READ = "read"
     GRADIENTS = "gradients"
+    REDUCE = "reduce"
     SAVE = "save"
     LOAD = "load"
     REFUSED = "refused"
 
 
 _KINDS: Final = tuple(Kind)
-_ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENTS})
+_ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENTS, Kind.REDUCE})
 """Agreements that come before the one that a call is about."""
 
 
@@ -376,6 +377,7 @@ _DOES: Final[dict[Kind, str]] = {
     Kind.EVALUATE: "runs a forward without gradients",
     Kind.READ: "reads or writes a parameter, gradient or state",
     Kind.GRADIENTS: "clips or unscales gradients",
+    Kind.REDUCE: "reduces the gradients of its micro-batches",
     Kind.SAVE: "saves",
     Kind.LOAD: "loads",
     Kind.REFUSED: "had its call refused",

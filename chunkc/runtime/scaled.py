@@ -129,11 +129,10 @@ class ScaledGradients(ModelMemory):
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
-        self.wants_norms = True
         with self.ranks.joining():
             present = self.check_step({})
-        self.reduce_gradients()
         self._agree_on_gradients(present, f"clipping to {max_norm} by the {norm_type}-norm")
+        self.wants_norms = True
         if not present:
             return torch.zeros((), dtype=torch.float32, device=self.device.torch_device)
         gauge = self._measured(present)
@@ -155,11 +154,10 @@ class ScaledGradients(ModelMemory):
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
                 "the compiled model and call optimizer.step()"
             )
-        self.wants_norms = True
         with self.ranks.joining():
             present = self.check_step({})
-        self.reduce_gradients()
         self._agree_on_gradients(present, "unscaling", scaler)
+        self.wants_norms = True
         if not present:
             return None
         found = self.gradients.found = self._find_nonfinite(present)
@@ -167,13 +165,15 @@ class ScaledGradients(ModelMemory):
         return found
 
     def _agree_on_gradients(self, present: frozenset[int], what: str, more: Lines = tuple) -> None:
-        """All ranks are about to do ``what`` to the same gradients."""
-        way = "read one by one" if self._measured(present) is None else "measured"
-        self.ranks.agree(
-            Kind.GRADIENTS,
-            lambda: [what, *more(), way, *map(self.name_of, sorted(present)), *self.assigned(sorted(present))],
-            what,
-        )
+        """All ranks are about to do ``what`` to the same gradients, of all of them."""
+
+        def lines() -> list[str]:
+            way = "read one by one" if self._measured(present) is None else "measured"
+            return [what, *more(), way, *map(self.name_of, sorted(present)), *self.assigned(sorted(present))]
+
+        self.ranks.agree(Kind.GRADIENTS, lines, what)
+        if self.reduce_gradients():
+            self.ranks.agree(Kind.GRADIENTS, lines, what)
 
     def assigned(self, indexes: Iterable[int]) -> list[str]:
         """Of each parameter among ``indexes`` whose ``grad`` no backward has made, that it is so."""

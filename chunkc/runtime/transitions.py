@@ -21,7 +21,13 @@ from chunkc.runtime.scaled import ScaledGradients
 
 
 class Transitions(ScaledGradients):
-    """See the module docstring."""
+    """See the module docstring.
+
+    ``_saved``: a forward of ``_executor`` has left its chunks. ``_unreduced``: groups are gathered, and gradient chunks
+    hold what this rank's micro-batches have made; ``_executor`` has programs for that. Never both, and the same on all
+    ranks, which agree on every program. ``_num_expected``: micro-batches of the latest step, of which the last one of
+    the next step is told.
+    """
 
     def __init__(
         self,
@@ -34,6 +40,7 @@ class Transitions(ScaledGradients):
         super().__init__(infos, params, device, accumulate, ranks)
         self._executor: Executor | None = None
         self._saved = self._unreduced = False
+        self._num_expected = accumulate
 
     @property
     def executor(self) -> Executor | None:
@@ -62,20 +69,21 @@ class Transitions(ScaledGradients):
             self._running().abandon()
             self._saved = False
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> bool:
         """Gradients are those of all ranks from here on, whatever micro-batches left to the last one of their step.
 
         Raises:
-            RankError: when other ranks do something else.
+            RankError: when other ranks would reduce other groups.
         """
         if not self._unreduced:
-            return
+            return False
         executor = self._running()
-        executor.agree(Kind.GRADIENTS, "reduce_all")
+        executor.agree(Kind.REDUCE, "reduce_all")
         with self.ranks.committed("a reduction of gradients", self.device.synchronize):
-            self._unreduced = False
             executor.reduce_all()
+            self._unreduced = False
             self._note_landed(executor.gauge, frozenset(executor.graded_params), None)
+        return True
 
     def _forward_program(self, executor: Executor) -> str:
         """The program of a forward that comes now."""
@@ -83,12 +91,13 @@ class Transitions(ScaledGradients):
         return "forward_again" if goes_on else "forward"
 
     def _backward_program(self, executor: Executor, number: int) -> str:
-        """The program of micro-batch ``number`` of a step, from 1; the gradients of those before it are reduced first,
-        where it does not take them as they are."""
-        adds, defers, is_last = bool(self._accumulated()), executor.plan.defers_reduction, number >= self.accumulate
-        if not (adds and defers and self._is_unscaled()):
-            self.reduce_gradients()
-        if self._unreduced:
+        """The program of a backward that comes now, as micro-batch ``number`` of its step, from 1.
+
+        Which is the last one nobody says, but a step mostly takes as many as the one before it. Behind a guess that was
+        too low every micro-batch exchanges; one that was too high is made up for by ``reduce_gradients``.
+        """
+        adds, defers, is_last = bool(self._accumulated()), executor.plan.defers_reduction, number >= self._num_expected
+        if self._unreduced and adds and defers and self._is_unscaled():
             return "accumulate_last" if is_last else "accumulate_unreduced"
         if adds:
             return "accumulate"

@@ -8,12 +8,21 @@ one process would.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from job import Pool
 from rank_training import ROOMY
-from rank_windows import gradients_of_other_shapes, one_looks, plain_gradients
+from rank_windows import (
+    gradients_of_other_shapes,
+    load_after_a_discarded_window,
+    one_diverges,
+    one_gives_up_a_gradient,
+    plain_gradients,
+    windows_of,
+)
 from sides import TIGHT, check_seen, scripts_on_ranks, scripts_plainly
 
 pytestmark = pytest.mark.distributed
@@ -64,11 +73,57 @@ def test_ranks_whose_micro_batches_have_other_shapes_defer_alike(two_ranks: Pool
             torch.testing.assert_close(gradients[name], value, rtol=0, atol=1e-5 * scale)
 
 
-def test_a_look_at_gradients_on_one_rank_is_an_error_on_all(two_ranks: Pool) -> None:
-    """It would have them reduced. Nothing has changed, and the ranks go on."""
-    found = two_ranks.run(one_looks, ROOMY)
-    assert [failure and failure.kind for failure, _ in found] == ["RankError", "RankError"]
-    assert [later for _, later in found] == [None, None]
+def test_windows_as_long_as_the_one_before_end_with_exchanges_beside_computing(two_ranks: Pool) -> None:
+    """Nobody says which micro-batch is the last. After a window of another length than expected, all is right and later
+    ones are as expected; in a steady one nothing waits."""
+    lengths = [2, 2, 4, 4, 1, 1]
+    programs = {
+        "2 of 2": ["forward", "backward_unreduced", "forward_again", "accumulate_last", "step"],
+        "4, not 2": [
+            *("forward", "backward_unreduced", "forward_again", "accumulate_last"),
+            *("forward", "accumulate", "forward", "accumulate", "step"),
+        ],
+        "4 of 4": [
+            *("forward", "backward_unreduced", *("forward_again", "accumulate_unreduced") * 2),
+            *("forward_again", "accumulate_last", "step"),
+        ],
+        "1, not 4": ["forward", "backward_unreduced", "reduce_all", "step"],
+        "1 of 1": ["forward", "backward", "step"],
+    }
+    wanted = [programs[name] for name in ("2 of 2", "2 of 2", "4, not 2", "4 of 4", "1, not 4", "1 of 1")]
+    for found in two_ranks.run(windows_of, ROOMY, lengths):
+        assert [ran for ran, _ in found] == wanted
+        waits = [num_waits for _, num_waits in found]
+        assert [after - before for before, after in pairwise(waits)] == [0, 0, 0, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("word", "does"),
+    [
+        ("grads", "rank 1 reads or writes a parameter, gradient or state"),
+        ("step", "rank 1 steps"),
+        ("clip", "rank 1 clips"),
+    ],
+)
+def test_what_one_rank_does_between_micro_batches_is_an_error_on_all(word: str, does: str, two_ranks: Pool) -> None:
+    """It would have gradients reduced. Nothing has changed, and the ranks go on."""
+    found = two_ranks.run(one_diverges, ROOMY, word)
+    for diverged, later in found:
+        assert diverged is not None and diverged.kind == "RankError" and does in diverged.text, diverged
+        assert later is None
+
+
+@pytest.mark.parametrize("hw", [ROOMY, TIGHT], ids=["resident", "moving"])
+def test_a_sum_that_one_rank_begins_anew_is_an_error_on_all(hw: str, two_ranks: Pool) -> None:
+    for failure in two_ranks.run(one_gives_up_a_gradient, hw):
+        assert failure is not None and failure.kind == "RankError"
+        assert "the gradient of head.weight begins anew" in failure.text
+
+
+def test_a_load_after_a_discarded_window_fails_and_goes_on_alike(tmp_path: Path, two_ranks: Pool) -> None:
+    first, second = two_ranks.run(load_after_a_discarded_window, ROOMY, str(tmp_path))
+    assert [failure and failure.kind for failure, _ in (first, second)] == ["OSError", "OSError"], first
+    assert [again for _, again in (first, second)] == [None, None]
 
 
 def random_loop(generator: random.Random, num_words: int = 16) -> str:

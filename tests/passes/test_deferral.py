@@ -14,7 +14,7 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.structure import KEPT
+from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Target, make_plan
 
@@ -98,7 +98,10 @@ def test_resident_plans_of_ranks_defer_and_verify(
     if where.world_size > 1 and is_resident and trained:
         assert plan.defers_reduction == (not plan.trained_elsewhere)
     if plan.defers_reduction:
-        assert all(len(plan.program(n).actions) == len(plan.program(twin).actions) for n, (twin, _) in KEPT.items())
+        assert all(
+            len(plan.program(n).actions) == len(plan.program(twin).actions)
+            for n, (twin, _) in WITHOUT_EXCHANGES.items()
+        )
         norms = [a for p in plan.programs if p.role == "backward" for a in p.actions if a.op in (Op.NORM, Op.SUM)]
         assert measures or not norms
     assert Plan.from_json(plan.to_json()) == plan
