@@ -69,9 +69,7 @@ class ReplannedModel(CompiledModel):
     def _on_capture(self, captured: Captured) -> Compiled:
         self.captured = captured
         self.shapes.captured()
-        return Compiled(
-            lambda args: self._now().forward("forward", args), lambda args: self._now().backward("backward", args)
-        )
+        return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
 
     def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
         """Go on with ``runtime`` and a plan for these budgets."""
