@@ -147,7 +147,7 @@ class Plan:
             joined). A transition ends with all streams joined. With micro-batches (``accumulate`` above 1) ``backward``
             is that of the first of a step and ``accumulate`` that of the others: the same actions, but gradients are
             added to what the gradient chunks hold, where the first opens these empty. Where ranks share groups and all
-            of them have slots of their own, the micro-batches of a step before the last can do without exchanges
+            chunks have slots of their own, the micro-batches of a step before the last can do without exchanges
             (``defers_reduction``): ``backward_unreduced`` and ``accumulate_unreduced`` reduce and release nothing,
             ``forward_again`` finds its groups gathered, ``accumulate_last`` reduces what all of them have made, and so
             does the transition ``reduce_all`` (it also begins joined) when something else comes before that. They are
