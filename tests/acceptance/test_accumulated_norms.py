@@ -213,7 +213,7 @@ def torch_trace(num_windows: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [*(pytest.param(p, marks=pytest.mark.slow) for p in PLACES if p != "mixed"), "mixed"])
 def test_an_overflow_in_one_micro_batch_skips_the_step(place: str) -> None:
     """The first, one in the middle, or the last: nothing changes, and the trace of scales is torch's."""
     pair = make(place, Poisoned(), dtype=torch.float16)
