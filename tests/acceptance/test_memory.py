@@ -253,7 +253,7 @@ def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Wide(), {"x": torch.randn(1024, 64)}
 
 
-@pytest.mark.parametrize("backend", ("eager", pytest.param("inductor", marks=pytest.mark.slow)))
+@pytest.mark.parametrize("backend", (pytest.param("eager", marks=pytest.mark.slow), "inductor"))
 def test_outputs_that_the_user_holds_and_their_tangents_count(backend: str, readings: Readings) -> None:
     """The large output of the step before stands beside this one's in forward; in backward there is its tangent."""
     hw, budget_nbytes = smallest_hw(wide, torch.float32, backend)
