@@ -6,6 +6,7 @@ that a warning is an error, which holds for the versions in constraints.txt only
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 
@@ -28,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-    settings.register_profile("test", deadline=None, max_examples=60)
+    settings.register_profile("test", deadline=None, max_examples=30)
     settings.register_profile("soak", deadline=None, max_examples=2000)
     settings.load_profile("soak" if config.getoption("--soak") else "test")
     if not config.pluginmanager.hasplugin("timeout"):
@@ -52,3 +53,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in absent.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def earlier_files_are_collected_no_more() -> None:
+    """What they keep, captured graphs and compiled code, are millions of objects: seconds for each later collection."""
+    gc.collect()
+    gc.freeze()

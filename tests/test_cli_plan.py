@@ -111,7 +111,7 @@ def test_memory_that_misses_is_named_and_is_enough(tiny: str, capsys: pytest.Cap
     kib = -(-found["min_device_nbytes"] // 1024)
     assert main([*command, "--hw", f"emulated-{kib}k-64m", "--json"]) == 0
     assert json.loads(out_of(capsys))["device_peak_nbytes"] <= kib * 1024
-    assert main(["simulate", tiny, "--hw", "emulated-1k-64m"]) == 1
+    assert main(["simulate", tiny, "--hw", "emulated-1k-64m", "--recompute", "none"]) == 1
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_several_ranks_are_told(tiny: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_nodes_that_have_all_of_the_model_data(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tokens a step from as many ranks; the plan says over which of them it divides model data."""
-    command = [tiny, "--hw", "4x2xv100-240g", "--no-advice", "--json"]
+    command = [tiny, "--hw", "4x2xv100-240g", "--recompute", "none", "--no-advice", "--json"]
     found, plans = [], []
     for shard in ("all", "node"):
         assert main(["plan", *command, "--shard", shard, "--save", f"{shard}.json"]) == 0
@@ -193,7 +193,7 @@ def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_pa
 
 def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tokens as micro-batches, one step; gradients take host memory. Only chunkc plans them."""
-    command = [tiny, "--hw", "v100-240g", "--batch", "2", "--no-advice", "--json"]
+    command = [tiny, "--hw", "v100-240g", "--batch", "2", "--recompute", "none", "--no-advice", "--json"]
     found = []
     for extra in ([], ["--accumulate", "4", "--save", "plan.json"]):
         assert main(["plan", *command, *extra]) == 0
@@ -206,7 +206,7 @@ def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[s
     assert main(["explain", "plan.json", "--full"]) == 0
     text = out_of(capsys)
     assert "program accumulate (role backward)" in text and re.search(r"add c\d+ of bwd", text)
-    assert main(["plan", tiny, "--hw", "2xv100-240g", "--accumulate", "2"]) == 0
+    assert main(["plan", tiny, "--hw", "2xv100-240g", "--accumulate", "2", "--recompute", "none", "--no-advice"]) == 0
     assert out_of(capsys)
     with pytest.raises(SystemExit):
         main(["compare", tiny, "--accumulate", "2"])

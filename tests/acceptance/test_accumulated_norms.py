@@ -32,6 +32,8 @@ PLACES = {
     "moving": ("emulated-640k-16m", {}),
     "mixed": ("emulated-645k-16m", {**MIXED, "measures": True}),
 }
+MIXED_OFTEN = [*(pytest.param(p, marks=pytest.mark.slow) for p in ("resident", "moving")), "mixed"]
+"""The mixed one updates in all three places."""
 BAD = {(1, 0): 1, (3, 1): 0, (4, 2): 1}
 """The micro-batches with an infinite (1) or a NaN (0) gradient, as (step, number)."""
 
@@ -55,7 +57,7 @@ def check_sums(pair: Pair) -> None:
     check_gradients(pair, rtol=1e-4, atol=1e-6)
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=MIXED_OFTEN)
 def captured(request: pytest.FixtureRequest) -> Pair:
     """A model that clipped once, so that its plan measures, in three places."""
     found = make(request.param)
@@ -213,7 +215,7 @@ def torch_trace(num_windows: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", MIXED_OFTEN)
 def test_an_overflow_in_one_micro_batch_skips_the_step(place: str) -> None:
     """The first, one in the middle, or the last: nothing changes, and the trace of scales is torch's."""
     pair = make(place, Poisoned(), dtype=torch.float16)

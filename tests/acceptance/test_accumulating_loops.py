@@ -14,7 +14,9 @@ import chunkc
 Optimizer = torch.optim.Optimizer
 
 
-@pytest.fixture(scope="module", params=[{}, MIXED], ids=["host", "mixed"])
+@pytest.fixture(
+    scope="module", params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")]
+)
 def captured(request: pytest.FixtureRequest) -> Pair:
     """Up to three micro-batches a step, at a budget that forces moves."""
     pair = Pair(wishes=request.param, accumulate=3)

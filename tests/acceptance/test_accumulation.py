@@ -78,7 +78,6 @@ def test_what_a_large_batch_does_not_equal_equals_plain_micro_batches(name: str,
 
 BITS = [
     *(("odd", torch.float32, placement) for placement in PLACEMENTS),
-    ("gpt2", torch.float32, "smallest"),
     ("odd", torch.bfloat16, "smallest"),
     ("odd", torch.bfloat16, "some_of_each"),
     *(pytest.param("gpt2", dtype, p, marks=SLOW) for dtype in (torch.float32, torch.bfloat16) for p in PLACEMENTS),

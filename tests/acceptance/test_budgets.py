@@ -22,7 +22,7 @@ from chunkc.ir.layout import Home
 from chunkc.passes import Options
 
 SHORT = replace(PLACEMENT, num_steps=3)
-MODELS = ("llama", "odd", "albert")
+MODELS = ("llama", "odd", pytest.param("albert", marks=pytest.mark.slow))
 
 
 def _compile(name: str, device_nbytes: int, host_nbytes: int, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -34,7 +34,9 @@ def exactly(device_nbytes: int, host_nbytes: int) -> str:
     return f"emulated-{device_nbytes / 1024}k-{host_nbytes / 1024}k"
 
 
-@pytest.mark.parametrize(("max_grad_norm", "options"), [(0.5, {}), (None, HALF), (0.5, HALF)])
+@pytest.mark.parametrize(
+    ("max_grad_norm", "options"), [pytest.param(0.5, {}, marks=pytest.mark.slow), (None, HALF), (0.5, HALF)]
+)
 def test_what_an_error_names_works(max_grad_norm: float | None, options: dict[str, Any]) -> None:
     error = refusal("emulated-16k-16m", max_grad_norm, **options)
     device_nbytes, host_nbytes = error.min_device_nbytes, error.min_host_nbytes

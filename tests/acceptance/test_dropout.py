@@ -21,7 +21,7 @@ RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("gpt2_dropout", "eager"),
+        pytest.param("gpt2_dropout", "eager", marks=pytest.mark.slow),
         ("gpt2_checkpointed", "eager"),
         pytest.param("odd_dropout", "inductor", marks=pytest.mark.slow),
         pytest.param("gpt2_dropout", "inductor", marks=pytest.mark.slow),

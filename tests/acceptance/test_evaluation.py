@@ -116,7 +116,7 @@ def test_inductor_evaluates() -> None:
     torch.testing.assert_close(gathered, planned, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("inputs_inside", [True, False])
+@pytest.mark.parametrize("inputs_inside", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_inference_mode(inputs_inside: bool) -> None:
     """Outputs are inference tensors, as in plain PyTorch, and the parameters train afterwards."""
     pair = twins()

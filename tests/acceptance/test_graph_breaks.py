@@ -265,7 +265,7 @@ def test_optimizer_states_survive_the_first_step() -> None:
     other.check()
 
 
-@pytest.mark.parametrize("kind", [Broken, Skipped])
+@pytest.mark.parametrize("kind", [pytest.param(Broken, marks=pytest.mark.slow), Skipped])
 def test_mixed_precision_has_fp32_masters(kind: type[Breaking]) -> None:
     """Losses in bf16 stay near those of fp32, and an update smaller than bf16 can show is kept."""
     pair = pair_of(kind, dtype=torch.bfloat16)

@@ -43,7 +43,7 @@ def check_frozen_base(plan: Plan) -> None:
     assert moved and moved <= {Op.FETCH, Op.DROP}
 
 
-@pytest.mark.parametrize("case", [*BOTH, pytest.param(CHECKPOINTED, id="checkpointed")])
+@pytest.mark.parametrize("case", [*BOTH, pytest.param(CHECKPOINTED, id="checkpointed", marks=pytest.mark.slow)])
 def test_adapters_train_as_in_plain_pytorch(case: Case) -> None:
     rig, before = rig_for(case.name), case.build()
     found = rig.train(smallest(rig), SEMANTICS)
@@ -125,6 +125,7 @@ def test_checkpointing_asked_for_after_compile_is_honoured() -> None:
     assert "graph" not in again.model and lasts[1] < lasts[0]
 
 
+@pytest.mark.slow
 def test_checkpointing_with_the_hook_for_frozen_embeddings_is_exact_in_two_graphs() -> None:
     """Dynamo refuses to return what ``requires_grad_()`` was called on, so the forward breaks."""
     found, plan = losses_and_plan(True, True)

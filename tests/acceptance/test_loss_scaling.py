@@ -60,7 +60,7 @@ def torch_trace(num_steps: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", [pytest.param("moving", marks=pytest.mark.slow), "resident", "mixed"])
 def test_the_trace_of_scales_is_torchs(place: str, at: Callable[[str], Pair]) -> None:
     """Built in: growth, backoff, and p, m, v and step counts through overflows, wherever updates run."""
     pair = at(place)

@@ -79,7 +79,7 @@ WAYS = (by_state_dict, by_copying, by_data, in_inference_mode, by_full_params)
 
 
 @pytest.mark.parametrize("load", WAYS)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("dtype", (pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16))
 def test_a_model_that_is_loaded_after_compile_is_the_one_that_was_loaded_before(
     load: Callable[..., None], dtype: torch.dtype
 ) -> None:

@@ -10,13 +10,16 @@ from steady import COUNTS, check_steady_steps
 import chunkc
 
 
-@pytest.mark.parametrize(("name", "is_tight"), [("llama", True), ("llama", False), ("odd", True), ("resnet", True)])
+@pytest.mark.parametrize(
+    ("name", "is_tight"),
+    [("llama", True), ("llama", False), ("odd", True), pytest.param("resnet", True, marks=pytest.mark.slow)],
+)
 def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool) -> None:
     """Order of actions and bytes moved equal the plan's in every step; all three counts stay zero."""
     check_steady_steps(EMULATED, name, is_tight=is_tight)
 
 
-@pytest.mark.parametrize("is_tight", [True, False])
+@pytest.mark.parametrize("is_tight", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_steady_step_of_three_micro_batches_is_exactly_the_plan(is_tight: bool) -> None:
     check_steady_steps(EMULATED, "odd", is_tight=is_tight, accumulate=3)
 

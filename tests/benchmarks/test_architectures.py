@@ -16,7 +16,7 @@ NAMES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "opt", "bloom", "gpt_neox", "phi", "falcon", "bert", "roberta",
     "deberta-v2", "t5", "bart", "mixtral", "vit", "mamba", "gpt2", "resnet",
 )  # fmt: skip
-OFTEN = ("gpt2", "resnet")
+OFTEN = ("gpt2",)
 
 
 @pytest.fixture

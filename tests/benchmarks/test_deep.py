@@ -21,6 +21,7 @@ def deep(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return sys.modules[deep.__name__]
 
 
+@pytest.mark.slow
 def test_six_layers_from_three_and_four_equal_a_capture_of_six(deep: ModuleType) -> None:
     found = deep.schedule_of(6, 64, 2, heads=4, seq=32)
     captured = deep.captured(6, 64, 2, 4, 32, torch.float16)

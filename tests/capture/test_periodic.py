@@ -34,7 +34,8 @@ def check_captures(family: str, recompute: bool, depths: Sequence[int]) -> None:
         assert found.digest() == direct.digest()
 
 
-@pytest.mark.parametrize(("family", "recompute"), [("gpt", False), pytest.param("bert", True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "recompute"), [("gpt", False), ("bert", True)])
 def test_the_schedule_of_a_deeper_model_is_the_captured_one(family: str, recompute: bool) -> None:
     check_captures(family, recompute, (7,))
 

@@ -61,7 +61,7 @@ def bert(num_layers: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "layer_nbytes", "decided_by"),
     [
-        (gpt2, INPUT_NBYTES, "model"),
+        pytest.param(gpt2, INPUT_NBYTES, "model", marks=pytest.mark.slow),
         (bert, INPUT_NBYTES + STATISTICS_NBYTES, "chunkc"),
         pytest.param(bert, INPUT_NBYTES + STATISTICS_NBYTES, "model", marks=pytest.mark.slow),
         pytest.param(gpt2, INPUT_NBYTES, "chunkc", marks=pytest.mark.slow),

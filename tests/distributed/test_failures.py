@@ -67,7 +67,8 @@ def test_a_rank_killed_at_any_of_many_moments_ends_the_others(seed: int) -> None
     kill_at_random(seed, num_kills=10)
 
 
-@pytest.mark.parametrize("end", [pytest.param("exit", marks=SLOW), pytest.param("sleep", marks=SLOW), "raise"])
+@SLOW
+@pytest.mark.parametrize("end", ["exit", "sleep", "raise"])
 def test_a_rank_that_leaves_or_sleeps_ends_the_others(end: str) -> None:
     with only_call(2, train_for_ever, end, 1, group_timeout_s=TIMEOUT_S) as job:
         warm(job)

@@ -44,8 +44,15 @@ def work_of(name: str, recipe: Recipe = QUICK, **options: object) -> Work:
     return Work(name, recipe, wishes=wishes, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("hw", [None, ROOMY], ids=["smallest", "resident"])
-@pytest.mark.parametrize("name", ["odd", "gpt2_small"])
+@pytest.mark.parametrize(
+    ("name", "hw"),
+    [
+        pytest.param("odd", None, id="odd-smallest"),
+        pytest.param("odd", ROOMY, id="odd-resident"),
+        pytest.param("gpt2_small", None, id="gpt2_small-smallest"),
+        pytest.param("gpt2_small", ROOMY, id="gpt2_small-resident", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_train_as_one_process(name: str, hw: str | None, two_ranks: Pool) -> None:
     found = two_ranks.run(train, work_of(name, hw=hw))
     check_semantics(runs_of(found), train_large(CASES[name], QUICK, 2))

@@ -31,7 +31,7 @@ def test_two_ranks_write_the_files_of_one_process(tmp_path: Path, two_ranks: Poo
             assert all(a.read_bytes() == b.read_bytes() for a, b in zip(ours, paths, strict=True))
 
 
-@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("num_steps", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_two_ranks_load_what_one_process_saved(num_steps: int, tmp_path: Path, two_ranks: Pool) -> None:
     """Before the first step and after it, also where only rank 0 sees the files."""
     _, wanted = save_weights(tmp_path, 1, 20_000)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
@@ -22,16 +25,18 @@ import chunkc
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--layers=2", "--hidden=64", "--batch=2", "--seq=16", "--backend=eager", "--hw=emulated-700k-64m", "--seed=3"]
+STEPS = ["--steps=12", "--save-every=2"]
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 
-@pytest.fixture
-def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
     """The script as a module, with its neighbours importable as they are when it runs."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    import finetune
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(EXAMPLES))
+        import finetune
 
-    return finetune
+        yield finetune
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -55,8 +60,12 @@ def await_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
+    """What `losses_in` finds in standard output."""
+    return losses_in(capsys.readouterr().out)
+
+
+def losses_in(out: str) -> tuple[float, float]:
     """``eval_loss`` and ``final_loss``, which is the last line; nothing else goes to standard output."""
-    out = capsys.readouterr().out
     found = re.fullmatch(r"eval_loss=(.*)\nfinal_loss=(.*)\n", out)
     assert found, out
     return float(found[1]), float(found[2])
@@ -69,13 +78,23 @@ def held_out(example: ModuleType) -> list[torch.Tensor]:
     return list(islice(example.batches(text, 2, 16, 3), example.NUM_EVALUATION_BATCHES))
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[float, float]]:
+    """A run from start to end: where it is, and its losses."""
+    out = tmp_path_factory.mktemp("whole")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert example.main([*TINY, *STEPS, f"--out={out}", "--resume"]) == 0
+    return out, losses_in(printed.getvalue())
+
+
 def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType,
+    uninterrupted: tuple[Path, tuple[float, float]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Losses are equal to the bit, and the export has the same logits in plain transformers."""
-    steps = ["--steps=12", "--save-every=2"]
-    assert example.main([*TINY, *steps, f"--out={tmp_path / 'whole'}", "--resume"]) == 0
-    whole = told(capsys)
+    steps, (out, whole) = STEPS, uninterrupted
     process = start(*steps, f"--out={tmp_path / 'killed'}")
     await_checkpoint(process, tmp_path / "killed")
     process.send_signal(signal.SIGKILL)
@@ -86,7 +105,8 @@ def test_a_killed_run_that_is_resumed_ends_as_one_that_was_not(
     assert resumed == whole
     assert example.main([*TINY, *steps, f"--out={tmp_path / 'killed'}", "--resume"]) == 0
     assert told(capsys) == pytest.approx(whole, rel=1e-6), "as if it had been killed while it was exported"
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "model").eval() for name in ("whole", "killed")]
+    folders = (out, tmp_path / "killed")
+    models = [AutoModelForCausalLM.from_pretrained(folder / "model").eval() for folder in folders]
     inputs = held_out(example)
     with torch.no_grad():
         logits, others = ([model(input_ids=batch).logits for batch in inputs] for model in models)
@@ -106,13 +126,14 @@ def test_sigterm_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path) -
 
 
 def test_an_export_is_a_pretrained_model_for_the_next_run(
-    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    example: ModuleType,
+    uninterrupted: tuple[Path, tuple[float, float]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It begins with the exported weights, of which nothing was evaluated in between."""
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert example.main([*TINY, "--steps=8", f"--out={first}"]) == 0
-    eval_loss, _ = told(capsys)
-    assert example.main([*TINY, "--steps=0", f"--model={first / 'model'}", f"--out={second}"]) == 0
+    first, (eval_loss, _) = uninterrupted
+    assert example.main([*TINY, "--steps=0", f"--model={first / 'model'}", f"--out={tmp_path}"]) == 0
     assert told(capsys)[0] == pytest.approx(eval_loss, rel=1e-5)
 
 

@@ -51,7 +51,13 @@ def test_two_ranks_have_the_losses_of_one_with_their_batches(
     printed = torchrun("train_gpt.py", *TRAINING, "--batch=1")
     assert "rank 0 of world size 2" in printed and printed.count("\nok ") == 3 and "FAILED" not in printed
     assert train_gpt.main([*TRAINING, "--batch=2"]) == 0
-    alone = losses(capsys.readouterr().out)
+    out, progress = capsys.readouterr()
+    for text in (out, printed):
+        assert "LlamaForCausalLM on " in text and "emulated-700k-64m" in text
+        assert "moved per step: " in text and "model data" in text
+    assert out.count("\nok ") == 3 and "FAILED" not in out
+    assert "tokens/s, device peak" in progress and "6/6" in progress
+    alone = losses(out)
     assert losses(printed) == pytest.approx(alone, abs=1e-5) and len(set(alone)) == 6
 
 

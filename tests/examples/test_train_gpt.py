@@ -35,6 +35,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 
+@pytest.mark.slow
 def test_a_run_prints_plan_summary_and_comparison_and_succeeds() -> None:
     done = run("--hw", TINY_HW, "--steps=12", "--compare=4", "--target=5.5")
     assert done.returncode == 0, done.stdout + done.stderr

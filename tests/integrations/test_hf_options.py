@@ -146,6 +146,7 @@ def test_a_run_of_trainer_goes_on_under_chunkc(tmp_path: Path) -> None:
 
 
 @needs_peft
+@pytest.mark.slow
 def test_adapters_train_save_and_resume_under_trainer(tmp_path: Path) -> None:
     """Beside Trainer's run; adapters alone are in the saved weights, and a resumed run is equal to the bit."""
     exact = plain(adapted(), arguments(tmp_path / "plain"))

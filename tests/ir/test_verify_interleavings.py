@@ -26,6 +26,7 @@ from .spec import PlanSpec
 
 SEEDS = range(100)
 ORACLE_SPECS = {**SPECS, "chain": chain(4)}
+QUICKER = [pytest.param(name, marks=pytest.mark.slow if name == "serial" else ()) for name in ORACLE_SPECS]
 
 
 def accepted(plan: Plan) -> bool:
@@ -53,7 +54,7 @@ def _all_waits() -> list[tuple[str, str, int, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", ORACLE_SPECS)
+@pytest.mark.parametrize("name", QUICKER)
 def test_deleting_a_wait_is_refused_exactly_when_some_interleaving_goes_wrong(name: str) -> None:
     for spec_name, program, position, wait in _all_waits():
         if spec_name != name:
@@ -71,7 +72,7 @@ def test_some_deleted_waits_are_redundant_and_most_are_not() -> None:
     assert 3 <= num_accepted <= len(kept) // 4
 
 
-@pytest.mark.parametrize("name", ORACLE_SPECS)
+@pytest.mark.parametrize("name", QUICKER)
 def test_deleting_an_action_is_refused_unless_nothing_depends_on_it(name: str) -> None:
     spec = ORACLE_SPECS[name]
     for program, texts in spec.programs.items():

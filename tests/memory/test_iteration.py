@@ -44,8 +44,13 @@ def replayed(captured: Captured, plan: Plan) -> tuple[SegmentBytes, ...]:
     return iteration_bytes(captured, plan.segments, graphs, footprints)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("device_nbytes", (0, BIG_NBYTES))
+@pytest.mark.parametrize(
+    ("name", "device_nbytes"),
+    [
+        *((name, 0) for name in MODELS),
+        *(pytest.param(name, BIG_NBYTES, marks=() if name == "odd" else pytest.mark.slow) for name in MODELS),
+    ],
+)
 def test_interpreted_segments_take_what_capture_counted(name: str, device_nbytes: int) -> None:
     """To the byte: live, workspace, gradients that wait to land, outputs of the iteration before."""
     case = CASES[name]

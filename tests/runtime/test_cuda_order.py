@@ -23,6 +23,10 @@ from chunkc.runtime.debug_settings import DebugSettings
 CONTEXT = GIB
 EVICTED, ROOMIER, RESIDENT = 140 * 1024, 260 * 1024, 16 * 2**20
 STEPS = 5
+SETTINGS = [
+    pytest.param(DebugSettings(), marks=pytest.mark.slow),
+    DebugSettings(poison=True, max_delay_ms=1, seed=5),
+]
 MIXED = {"num_resident_triples": 1, "streamed_share": 0.4}
 """One optimizer state on the device, two streamed, three on the host."""
 
@@ -109,7 +113,7 @@ def found_faults(recorder: LaunchRecorder, device: CudaDevice, api: FakeCuda) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("settings", [DebugSettings(), DebugSettings(poison=True, max_delay_ms=1, seed=5)])
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_evicted_training_equals_the_emulated_devices_bits(
     on_cuda: list[CudaDevice], settings: DebugSettings, dtype: torch.dtype
 ) -> None:
@@ -136,7 +140,7 @@ def test_resident_training_updates_by_kernels_with_one_upload_a_step(
         torch.testing.assert_close(found, right, rtol=0, atol=tolerance)  # an update is of size 1e-2
 
 
-@pytest.mark.parametrize("settings", [DebugSettings(), DebugSettings(poison=True, max_delay_ms=1, seed=5)])
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
     on_cuda: list[CudaDevice], dtype: torch.dtype, tolerance: float, settings: DebugSettings

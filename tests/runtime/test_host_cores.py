@@ -336,6 +336,7 @@ def tell_threads() -> None:
     os.write(1, line.encode())  # as a whole, beside the other rank's
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_under_torchrun_divide_the_machine() -> None:
     """Whatever the number of a rank's other threads, its updates get an even share of the cores."""

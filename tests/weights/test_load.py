@@ -24,7 +24,7 @@ from chunkc import ChunkcError
 
 FAMILIES = [
     ("t5", torch.float32),
-    ("llama", torch.bfloat16),
+    pytest.param("llama", torch.bfloat16, marks=pytest.mark.slow),
     pytest.param("bert", torch.float32, marks=pytest.mark.slow),
     pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.slow),
 ]
