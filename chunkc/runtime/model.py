@@ -209,8 +209,8 @@ class ModelRuntime(Transitions):
                 lambda: [f"makes the gradient of {self.name_of(i)}" for i in graded] + self.assigned(graded),
             )
         with self.ranks.committed("a backward without a plan", self.device.synchronize):
-            self._begin_backward(graph, goes_on=goes_on)
             self.to_cold()
+            self._begin_backward(graph, goes_on=goes_on)
             self.accounting.begin_backward()
             try:
                 outputs, made = graph.backward(args, self.read_param)
