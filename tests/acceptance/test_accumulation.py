@@ -133,8 +133,8 @@ class LosesOne(ModelRuntime):
 
     num_backwards = 0
 
-    def _enter_backward(self, executor: Executor) -> None:
-        super()._enter_backward(executor)
+    def _enter_backward(self, executor: Executor, program: str) -> None:
+        super()._enter_backward(executor, program)
         self.num_backwards += 1
         if self.num_backwards == 4:
             self.gradients.landed.clear()
