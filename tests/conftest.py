@@ -55,6 +55,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
+def pytest_unconfigure() -> None:
+    """Libraries that count what is left at the end count no frozen objects."""
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def earlier_files_are_collected_no_more() -> None:
     """What they keep, captured graphs and compiled code, are millions of objects: seconds for each later collection."""
