@@ -102,7 +102,7 @@ def test_micro_batches_defer_exchanges_where_all_chunks_have_slots() -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> None:
     verify(PLANS[name])
-    assert find_wrong(PLANS[name], range(60), sequence_of(PLANS[name])) == []
+    assert find_wrong(PLANS[name], range(20), sequence_of(PLANS[name])) == []
 
 
 def waits_of(plan: Plan, programs: Sequence[str]) -> Iterator[tuple[str, int, Action, str]]:
@@ -134,7 +134,7 @@ def test_no_deferring_program_without_a_wait_is_accepted_that_can_go_wrong(name:
         less = replace(action, waits=tuple(w for w in action.waits if w != wait))
         plan = changed(PLANS[name], program, position, less)
         if is_accepted(plan):
-            assert find_wrong(plan, range(6), reference.DEFERRING) == [], f"{program} {position} without {wait}"
+            assert find_wrong(plan, range(4), reference.DEFERRING) == [], f"{program} {position} without {wait}"
         else:
             refused.add(program)
     assert refused >= {"backward_unreduced", "accumulate_last"}
