@@ -66,11 +66,12 @@ def test_micro_batches_of_a_resident_plan_exchange_once_a_step(two_ranks: Pool) 
 
 @pytest.mark.slow
 def test_micro_batches_of_moving_chunks_exchange_each_time(two_ranks: Pool) -> None:
+    """A group that leaves within a backward and comes back is reduced both times."""
     found = two_ranks.run(steady, Work("gpt2_small", hw=None, accumulate=3))
     check_steady(found)
     for rank in found:
-        assert rank.planned_nbytes["reduce"] == 3 * rank.chunks_nbytes / 2
-        assert rank.planned_nbytes["gather"] >= 6 * rank.chunks_nbytes / 2
+        assert 3 <= rank.planned_nbytes["reduce"] / (rank.chunks_nbytes / 2) < 3.5
+        assert 6 <= rank.planned_nbytes["gather"] / (rank.chunks_nbytes / 2) < 9
 
 
 @pytest.mark.slow
