@@ -8,15 +8,9 @@ gradients of this rank alone, for the next one; whatever else comes first has th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import nn
-
 from chunkc.errors import ChunkcError
-from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.device import Device
 from chunkc.runtime.executor import Executor
-from chunkc.runtime.ranks import Kind, Ranks
+from chunkc.runtime.ranks import Kind
 from chunkc.runtime.scaled import ScaledGradients
 
 
@@ -25,22 +19,14 @@ class Transitions(ScaledGradients):
 
     ``_saved``: a forward of ``_executor`` has left its chunks. ``_unreduced``: groups are gathered, and gradient chunks
     hold what this rank's micro-batches have made; ``_executor`` has programs for that. Never both, and the same on all
-    ranks, which agree on every program. ``_num_expected``: micro-batches of the latest step, of which the last one of
-    the next step is told.
+    ranks, which agree on every program. ``_num_expected``: micro-batches of the latest step, 0 before the first one; by
+    it the last one of the next step is guessed.
     """
 
-    def __init__(
-        self,
-        infos: Sequence[ParamInfo],
-        params: Sequence[nn.Parameter],
-        device: Device,
-        accumulate: int = 1,
-        ranks: Ranks | None = None,
-    ) -> None:
-        super().__init__(infos, params, device, accumulate, ranks)
-        self._executor: Executor | None = None
-        self._saved = self._unreduced = False
-        self._num_expected = accumulate
+    _executor: Executor | None = None
+    _saved = False
+    _unreduced = False
+    _num_expected = 0
 
     @property
     def executor(self) -> Executor | None:
@@ -96,7 +82,8 @@ class Transitions(ScaledGradients):
         Which is the last one nobody says, but a step mostly takes as many as the one before it. Behind a guess that was
         too low every micro-batch exchanges; one that was too high is made up for by ``reduce_gradients``.
         """
-        adds, defers, is_last = bool(self._accumulated()), executor.plan.defers_reduction, number >= self._num_expected
+        adds, defers = bool(self._accumulated()), executor.plan.defers_reduction
+        is_last = number >= (self._num_expected or self.accumulate)
         if self._unreduced and adds and defers and self._is_unscaled():
             return "accumulate_last" if is_last else "accumulate_unreduced"
         if adds:
