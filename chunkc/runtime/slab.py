@@ -33,6 +33,8 @@ import torch
 from chunkc.errors import HardwareError
 
 _IS_LINUX: Final = sys.platform == "linux"
+_KEPT_NBYTES: Final = 2**24
+"""How much malloc may keep of tensors that were freed one by one."""
 
 
 def allocate_slab(
@@ -82,6 +84,23 @@ def return_freed_pages() -> None:
     trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
     if trim is not None:
         trim(0)
+
+
+class FreedPages:
+    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB.
+
+    A block that malloc keeps need not fit the next tensor, so that several tensors' worth could stay resident.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes were freed."""
+        self._nbytes += nbytes
+        if self._nbytes >= _KEPT_NBYTES:
+            self._nbytes = 0
+            return_freed_pages()
 
 
 class Slab:

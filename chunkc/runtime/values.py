@@ -12,21 +12,16 @@ first one's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final
 
 import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.scaling import multiply
-from chunkc.runtime.slab import return_freed_pages
+from chunkc.runtime.slab import FreedPages
 from chunkc.runtime.snapshot import Snapshot, SnapshotReader
 from chunkc.runtime.staging import StagingStore
 from chunkc.runtime.store import ChunkStore, Triple
-
-_KEPT_NBYTES: Final = 2**24
-"""How much of the staged parameters malloc may keep when chunks have taken them."""
-
 
 Flats = Sequence[torch.Tensor]
 
@@ -44,18 +39,16 @@ class ChunkValues:
 
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
-        freed_nbytes = 0
+        freed = FreedPages()
         for index in [i for i in range(len(self._layout.params)) if staging.holds(i)]:
             exact, state = staging.exact(index), staging.state(index)
             self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
-            freed_nbytes += exact.nbytes
+            nbytes = exact.nbytes
             staging.forget(index)
             del exact, state
-            if freed_nbytes >= _KEPT_NBYTES:
-                freed_nbytes = 0
-                return_freed_pages()
+            freed.add(nbytes)
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has an optimizer state."""

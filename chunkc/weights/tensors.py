@@ -21,6 +21,7 @@ from torch import nn
 from chunkc.errors import ChunkcError
 from chunkc.runtime.memory import ModelMemory
 from chunkc.runtime.params import ManagedTensor
+from chunkc.runtime.slab import FreedPages
 from chunkc.runtime.together import led
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class ModelTensors:
             ChunkcError: when ``model`` is not compiled, or is inside ``chunkc.full_params``.
         """
         self._memory = memory_of(model)
+        self._freed, self._last_nbytes = FreedPages(), 0
         self.ranks = self._memory.ranks
         groups: dict[tuple[str, int], list[str]] = {}
         held: dict[tuple[str, int], torch.Tensor] = {}
@@ -115,9 +117,13 @@ class ModelTensors:
     def read(self, entry: Entry) -> torch.Tensor:
         """A copy in host memory, in the entry's dtype: of the fp32 master where there is one.
 
+        Memory is given back as if the copy before were no longer held.
+
         Raises:
             ChunkcError: for a parameter that was never given a value.
         """
+        self._freed.add(self._last_nbytes)
+        self._last_nbytes = entry.nbytes
         if entry.param is not None:
             return self._memory.read_exact(entry.param)
         return _held(entry).to("cpu", copy=True)

@@ -14,7 +14,6 @@ import json
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import chunkc
+from chunkc.runtime.slab import return_freed_pages
 
 SIZES: dict[str, dict[str, Any]] = {
     "50m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 8000},
@@ -51,23 +51,22 @@ def slab_nbytes() -> int:
     return sum(int(kib) << 10 for kib, flags in found if "dc" in flags.split())
 
 
-class Sampler:
-    """The highest reading since ``start``, taken every two milliseconds."""
+def peak_nbytes(work: Callable[[], object]) -> int:
+    """The highest reading while ``work`` runs, taken every two milliseconds."""
+    readings, done = [anonymous_nbytes()], threading.Event()
 
-    def __init__(self) -> None:
-        self._peak_nbytes = 0
-        threading.Thread(target=self._sample, daemon=True).start()
+    def sample() -> None:
+        while not done.wait(0.002):
+            readings.append(anonymous_nbytes())
 
-    def _sample(self) -> None:
-        while True:
-            self._peak_nbytes = max(self._peak_nbytes, anonymous_nbytes())
-            time.sleep(0.002)
-
-    def peak_nbytes(self, work: Callable[[], object]) -> int:
-        """The highest reading while ``work`` runs."""
-        self._peak_nbytes = anonymous_nbytes()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
         work()
-        return max(self._peak_nbytes, anonymous_nbytes())
+    finally:
+        done.set()
+        sampler.join()
+    return max(*readings, anonymous_nbytes())
 
 
 def build(size: str) -> nn.Module:
@@ -103,7 +102,7 @@ def make(size: str, folder: Path) -> None:
 
 def measure(size: str, way: str, folder: Path) -> dict[str, int]:
     """Peaks of every phase, with the bytes of the plan to compare with."""
-    sampler, found = Sampler(), dict[str, int]()
+    found: dict[str, int] = {}
     makers = {
         "load": on_meta,
         "consume": build,
@@ -127,7 +126,7 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
         chunkc.stats(model)
 
     def save(saver: Callable[..., object]) -> int:
-        nbytes = sampler.peak_nbytes(lambda: saver(folder / "saved", max_shard_size=SHARD_SIZE[size]))
+        nbytes = peak_nbytes(lambda: saver(folder / "saved", max_shard_size=SHARD_SIZE[size]))
         found["shard"] = max(path.stat().st_size for path in (folder / "saved").glob("*.safetensors"))
         shutil.rmtree(folder / "saved")
         return nbytes
@@ -135,15 +134,17 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
     def compile() -> None:
         chunkc.compile(model, HW[size], dtype=DTYPES[size], backend="eager")
 
-    found["compile_peak"] = sampler.peak_nbytes(compile)
+    found["compile_peak"] = peak_nbytes(compile)
     if way == "load":
-        found["load_peak"] = sampler.peak_nbytes(load)
+        found["load_peak"] = peak_nbytes(load)
     found["loaded"] = anonymous_nbytes()
     optimizer = chunkc.AdamW(model.parameters())
-    found["train_peak"] = sampler.peak_nbytes(train)
-    found["train_again_peak"] = sampler.peak_nbytes(train)
+    found["train_peak"] = peak_nbytes(train)
+    found["train_again_peak"] = peak_nbytes(train)
+    return_freed_pages()  # what malloc keeps of operators' temporaries differs from run to run
     found["trained"] = anonymous_nbytes()
-    found["load_again_peak"] = sampler.peak_nbytes(load)
+    found["load_again_peak"] = peak_nbytes(load)
+    return_freed_pages()
     found["loaded_again"] = anonymous_nbytes()
     found["save_peak"] = save(lambda *args, **kwargs: chunkc.save_safetensors(model, *args, **kwargs))
     found["saved"] = anonymous_nbytes()
