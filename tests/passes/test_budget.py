@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from schedules import PLENTY, chain, op, param, planned, requests, schedule, target
+from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, schedule, target
 
 from chunkc.errors import BudgetError
 from chunkc.ir.schedule import Schedule
@@ -80,3 +80,16 @@ def test_a_host_too_small_is_refused_unless_everything_is_resident() -> None:
         make_plan(chain(4), target(1000, host=100), Options(chunk_numel=64))
     assert caught.value.min_host_nbytes == 4 * (256 + 768)
     assert planned(chain(4), target(host=0)).plan.memory.host_nbytes == 0
+
+
+@pytest.mark.parametrize("size", [(6, 128, 1000), (24, 512, 2000)])
+def test_whole_groups_take_hardly_more_than_one_ranks_chunks(size: tuple[int, int, int]) -> None:
+    """So there is nothing to be won by exchanging one chunk at a time: chunks of many ranks are smaller instead."""
+    found, least = gpt_like(*size, dtype="float32"), {}
+    for world_size in (1, 2, 8, 64):
+        with pytest.raises(BudgetError) as refused:
+            planned(found, target(1 << 10, world_size=world_size))
+        least[world_size] = refused.value.min_device_nbytes
+    largest = max(param.nbytes for param in found.params)
+    assert least[1] >= 2 * largest, "what no plan can do without: the tensor, and its gradient"
+    assert max(least.values()) <= 1.08 * least[1], least
