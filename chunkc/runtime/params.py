@@ -1,7 +1,7 @@
 """Managed parameters: what the user's module holds in place of tensors whose payload moves between devices.
 
-A managed parameter is a traceable wrapper subclass around a storage-less tensor of the same shape, dtype and strides.
-Under compilation it flattens to that inner tensor, so graphs see an ordinary placeholder whose payload the executor
+A managed parameter is a traceable wrapper subclass around a shell (`chunkc.runtime.shell`), a tensor of the same shape
+without storage. Under compilation it flattens to that, so graphs see an ordinary placeholder whose payload the executor
 supplies. Everywhere else an operator that reads it gathers the true value first, and an operator that writes it writes
 the true value: nothing ever reads memory that is not there, and no write is lost.
 
@@ -27,6 +27,7 @@ import torch
 from chunkc._torch_compat import hidden_from_dynamo, is_capturing, pytree, swap_tensors, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.shell import Shell
 from chunkc.runtime.staging import StagingStore
 
 Role = Literal["param", "grad", "view"]
@@ -193,7 +194,7 @@ class ManagedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         managed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ManagedTensor)]
-        if any(type(x._inner) is not torch.Tensor for x in managed):
+        if any(type(x._inner) not in (Shell, torch.Tensor) for x in managed):
             return _trace(func, args, kwargs)
         if func in _ALIASES:
             return _alias(args[0])
@@ -360,9 +361,7 @@ def manage(
     Raises:
         RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
     """
-    shell = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
-    shell.untyped_storage().resize_(0)
-    shell.requires_grad_(param.requires_grad)
+    shell = Shell.of(info, device, requires_grad=param.requires_grad)
     managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
     managed.__dict__.update(param.__dict__)
     swap_tensors(param, managed)
@@ -391,8 +390,8 @@ def manage_all(
             ) from error
 
 
-def inner_of(param: torch.Tensor) -> torch.Tensor:
-    """The storage-less tensor that stands for a managed parameter inside compiled graphs."""
-    if not isinstance(param, ManagedTensor):
+def inner_of(param: torch.Tensor) -> Shell:
+    """What stands for a managed parameter inside compiled graphs."""
+    if not isinstance(param, ManagedTensor) or not isinstance(param._inner, Shell):
         raise TypeError(f"not a managed tensor: {type(param).__name__}")
     return param._inner

@@ -1,0 +1,133 @@
+"""Inductor as chunkc uses it: graphs compiled without autograd, and single loops, with its private names in one place.
+
+Seen on torch 2.11.0, 2.13.0 and 2.15.0. Inductor is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions that Inductor expects a graph to have been traced with."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
+def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
+    """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place."""
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
+
+    fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])
+    with V.set_fake_mode(fake_mode):  # seeded dropout makes fake seeds
+        joint_graph_passes(joint)
+
+
+def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Compile a decomposed graph without autograd; the callable takes a list, which it empties.
+
+    A tracing context of its own keeps what Inductor records about one graph's outputs away from the next graph. All
+    outputs keep the strides of the fake tensors, since the graphs that read them were made for these.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    fake_mode = torch._guards.detect_fake_mode(examples) or torch._guards.detect_fake_mode(
+        [n.meta.get("val") for n in module.graph.nodes]
+    )
+    owned = copy.deepcopy(module)
+    output = owned.graph.find_nodes(op="output")[0]
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
+        compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
+    return compiled
+
+
+class LoopUnavailable(RuntimeError):
+    """There is no C++ compiler, or Inductor made something else than one loop."""
+
+
+def inductor_loop(
+    function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], *, is_parallel: bool
+) -> tuple[str, str, list[tuple[str, int]]]:
+    """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo; any number of elements will do.
+
+    The loop is called by address instead of through Inductor's wrapper, which holds the GIL. An input and an output may
+    be the same memory: an element is stored after it was loaded, and belongs to one iteration.
+
+    Args:
+        examples: tensors with one dimension. Those as long as the first vary in length together.
+        is_parallel: whether the loop opens a parallel region with the calling thread's number of threads.
+
+    Returns:
+        A shared library, its symbol, and the arguments in order: addresses of ("input", i) and ("output", i), and
+        the number of elements as ("numel", 0), an int64.
+
+    Raises:
+        LoopUnavailable: where there is no such loop.
+    """
+    import torch._inductor.config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad():
+        traced = make_fx(function, inductor_decompositions(), tracing_mode="symbolic")(*examples)
+    for node in traced.graph.nodes:  # the rest of the metadata cannot be pickled on 2.11, and so not be cached
+        node.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+    graph = torch.fx.GraphModule(torch.nn.Module(), traced.graph)
+    inputs = graph.graph.find_nodes(op="placeholder")
+    fakes = [node.meta["val"] for node in inputs]
+    context = torch._guards.TracingContext(torch._guards.detect_fake_mode(fakes))
+    try:
+        with torch._guards.tracing(context), torch._inductor.config.patch(_loop_settings(is_parallel)):
+            compiled = compile_fx_inner(graph, fakes)
+    except (RuntimeError, OSError) as error:
+        raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
+    return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
+
+
+def _loop_settings(is_parallel: bool) -> dict[str, Any]:
+    """Inductor's settings for a loop in which every output is computed from inputs, and rounded as IEEE 754 says."""
+    never = 1 << 20
+    return {
+        "cpp_wrapper": False,
+        "cpp.dynamic_threads": is_parallel,
+        "cpp.threads": -1 if is_parallel else 1,
+        "cpp.enable_floating_point_contract_flag": "off",
+        "cpp.enable_unsafe_math_opt_flag": False,
+        "realize_reads_threshold": never,
+        "realize_opcount_threshold": never,
+        "realize_acc_reads_threshold": never,
+    }
+
+
+def _find_loop(compiled: Any, inputs: Sequence[str], numel: str) -> tuple[str, str, list[tuple[str, int]]]:
+    """Library, symbol and arguments of the one loop in what Inductor generated; see `inductor_loop`."""
+    tree = ast.parse(compiled.source_code)
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("cpp_fused")]
+    call = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")
+    returned = next(n.value for n in reversed(call.body) if isinstance(n, ast.Return))
+    outputs = [ast.unparse(n) for n in returned.elts] if isinstance(returned, ast.Tuple) else []
+    known = {name: ("input", i) for i, name in enumerate(inputs)} | {numel: ("numel", 0)}
+    known |= {name: ("output", i) for i, name in enumerate(outputs)}
+    names = [ast.unparse(n) for c in calls for n in c.args]
+    if len(calls) != 1 or not set(outputs) <= set(names) <= set(known) or len(set(outputs)) != len(outputs):
+        raise LoopUnavailable(f"Inductor did not make one loop: {len(calls)} calls with {names} return {outputs}")
+    binding = compiled.current_callable.__globals__[ast.unparse(calls[0].func)]
+    return binding.__self__.__file__, "kernel", [known[name] for name in names]
+
+
+def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
+    """The Python module that Inductor generated for a compiled graph and the constants that it holds by name; None for
+    what it did not compile to Python."""
+    source, constants = getattr(compiled, "source_code", None), getattr(compiled, "constants", None)
+    if not isinstance(source, str) or getattr(compiled, "frozen_param_names", None):
+        return None
+    return source, {name: value for name, value in (constants or {}).items() if isinstance(value, torch.Tensor)}

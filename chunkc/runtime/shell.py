@@ -1,0 +1,40 @@
+"""Shells: what managed tensors are inside, and what compiled code is called with in their place.
+
+A shell has the shape, dtype, strides and device of a parameter and no memory. The executor supplies the payload, so no
+operator of chunkc reads one. But torch's own frames hold shells while compiled code runs, and whatever shows the
+variables of a traceback (pytest, IPython, reporters of errors) prints them, which for a plain tensor would read the
+memory that is not there. A shell prints what it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc._torch_compat import as_plain_subclass
+from chunkc.ir.schedule import ParamInfo
+
+
+class Shell(torch.Tensor):
+    """A tensor without storage; to operators and to torch.compile a plain one."""
+
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Shell(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self)
+
+    @staticmethod
+    def of(info: ParamInfo, device: torch.device, *, requires_grad: bool) -> Shell:
+        """The shell of a parameter."""
+        plain = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
+        plain.untyped_storage().resize_(0)
+        return as_plain_subclass(Shell, plain, requires_grad)
+
+    def detach(self) -> Shell:
+        """Another one, without autograd."""
+        return as_plain_subclass(Shell, self, requires_grad=False)
