@@ -67,6 +67,7 @@ __all__ = [
     "swap_tensors",
     "tag_must_recompute",
     "tag_must_save",
+    "without_modes",
     "wrapper_tensor",
 ]
 
@@ -82,6 +83,12 @@ def compiles_here() -> bool:
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     is_plain = not modes and torch._C._functorch.peek_interpreter_stack() is None
     return is_plain and not torch._dynamo.config.disable
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Within it no dispatch mode sees an operator. Compiled code is first called under one that looks at each of them
+    for custom operators whose outputs alias, which takes some 50 microseconds an operator."""
+    return torch.utils._python_dispatch._disable_current_modes()  # type: ignore[no-any-return]
 
 
 def engine_runs(node: Any) -> bool:

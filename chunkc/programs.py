@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from chunkc._torch_compat import without_modes
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.errors import ChunkcError
@@ -85,8 +86,9 @@ def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
         plan, graphs = slot.plan, slot.graphs
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)
         static = static_slots(plan.layout, plan.program("forward").entry.resident)
-        store = runtime.adopt(plan.layout, static)
-        runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
+        with without_modes():
+            store = runtime.adopt(plan.layout, static)
+            runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
     return runtime.executors[key]
 
 

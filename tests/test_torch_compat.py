@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import chunkc
 from chunkc._torch_compat import capture_settings
+from chunkc.runtime.executor import Executor
 
 logger = logging.getLogger("talkative")
 
@@ -39,3 +41,18 @@ def test_functions_to_ignore_can_be_copied_into_json() -> None:
         names = copy.deepcopy(torch._dynamo.config.ignore_logging_functions)
         assert "Logger.warning" in json.loads(json.dumps(names))
     assert not torch._dynamo.config.ignore_logging_functions
+
+
+def test_no_dispatch_mode_looks_at_what_a_plan_is_bound_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of operators; compiled code is first called under a mode of torch's."""
+    seen: list[int] = []
+    bind = Executor.__init__
+
+    def looking(executor: Executor, *args: Any) -> None:
+        seen.append(len(torch.utils._python_dispatch._get_current_dispatch_mode_stack()))
+        bind(executor, *args)
+
+    monkeypatch.setattr(Executor, "__init__", looking)
+    model = chunkc.compile(nn.Linear(4, 4), "emulated-1m-1m", backend="eager")
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen == [0]
