@@ -390,8 +390,8 @@ def manage_all(
             ) from error
 
 
-def inner_of(param: torch.Tensor) -> Shell:
-    """What stands for a managed parameter inside compiled graphs."""
-    if not isinstance(param, ManagedTensor) or not isinstance(param._inner, Shell):
+def inner_of(param: torch.Tensor) -> torch.Tensor:
+    """The shell that stands for a managed parameter inside compiled graphs."""
+    if not isinstance(param, ManagedTensor):
         raise TypeError(f"not a managed tensor: {type(param).__name__}")
     return param._inner

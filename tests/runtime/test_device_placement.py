@@ -15,9 +15,11 @@ from torch import nn
 
 from chunkc._torch_compat import FakeTensorMode
 from chunkc.ir.layout import Layout
+from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.memory import ModelMemory
 from chunkc.runtime.params import _fill, inner_of
+from chunkc.runtime.shell import Shell
 
 FAR = torch.device("meta")
 HOST = torch.device("cpu")
@@ -44,8 +46,15 @@ class FarDevice(EmulatedDevice):
         """Nothing to give back."""
 
 
+def fake_shell(info: ParamInfo, device: torch.device, *, requires_grad: bool) -> torch.Tensor:
+    """Under the mode a tensor cannot be of a class of its own."""
+    dtype = getattr(torch, info.dtype)
+    return torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
 @pytest.fixture(autouse=True)
-def two_devices() -> Iterator[None]:
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Shell, "of", fake_shell)
     mode = FakeTensorMode()
     mode.allow_meta = True
     with mode:
