@@ -88,7 +88,7 @@ def compiles_here() -> bool:
 def without_modes() -> AbstractContextManager[Any]:
     """Within it no dispatch mode sees an operator. Compiled code is first called under one that looks at each of them
     for custom operators whose outputs alias, which takes some 50 microseconds an operator."""
-    return torch.utils._python_dispatch._disable_current_modes()  # type: ignore[no-any-return]
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 def engine_runs(node: Any) -> bool:
