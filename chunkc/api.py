@@ -16,7 +16,7 @@ from chunkc import job
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
-from chunkc.devices import HardwareLike, device_for
+from chunkc.devices import HardwareLike, count_libraries, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -116,6 +116,11 @@ def compile(  # the name that torch.compile taught users
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
+    compiler, more = SegmentCompiler.of(backend), backend_options(backend)
+    ranks = job.make_ranks(device.torch_device, world_size, adds_in_float32=reduce_dtype is not None)
+    if ranks.size > 1:
+        with ranks.joining():
+            count_libraries(device)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
@@ -131,13 +136,12 @@ def compile(  # the name that torch.compile taught users
         target=target,
         options=replace(options, measures=factor is not None, scales=factor is not None),
         cast_inputs=computed if mixed else None,
-        compiler=SegmentCompiler.of(backend),
-        backend_options=backend_options(backend),
+        compiler=compiler,
+        backend_options=more,
         passes=passes,
         fullgraph=fullgraph,
         ranks_per_node=machine.gpus_per_node,
     )
-    ranks = job.make_ranks(device.torch_device, world_size, adds_in_float32=reduce_dtype is not None)
     alike = [str(target.rates)] if num_replicas > 1 else []  # they decide where updates run, which rounds differently
     ranks.agree(
         Kind.COMPILE,

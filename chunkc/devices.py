@@ -27,8 +27,9 @@ from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
 from chunkc.ir.plan import Plan
-from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.throttle import Throttle
@@ -119,6 +120,12 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
     if ledger is None:
         ledger = _ledgers[gpu.index] = MemoryLedger(api)
     return SharedCuda(machine, api, ledger, settings)
+
+
+def count_libraries(device: SharedDevice) -> None:
+    """What libraries have taken of a GPU since the device was made is not in its budget."""
+    if isinstance(device, SharedCuda):
+        device.count_libraries()
 
 
 def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True, ranks_per_node: int = 1) -> None:

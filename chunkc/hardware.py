@@ -334,17 +334,31 @@ class PresentGpu:
 
 
 def present_gpu() -> PresentGpu | None:
-    """This rank's CUDA device, if there is one; asks for its properties and allocates nothing."""
+    """This rank's CUDA device, if there is one; asks for its properties and allocates nothing.
+
+    The one that the script chose (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of
+    LOCAL_RANK; the only one where a process sees no other.
+    """
     if not torch.cuda.is_available():
         return None
-    local_rank = os.environ.get("LOCAL_RANK")
-    index = torch.cuda.current_device() if local_rank is None else int(local_rank)
-    if index >= torch.cuda.device_count():
-        raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {torch.cuda.device_count()} CUDA devices are visible")
+    index, count = _gpu_of_job(), torch.cuda.device_count()
+    if index is None:
+        chosen, local_rank = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+        index = chosen if chosen or count == 1 else local_rank
+    if index >= count:
+        raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {count} CUDA devices are visible")
     device = torch.cuda.get_device_properties(index)
     known = (gpu for gpu, row in gpus().items() if row.is_device(device.name, device.total_memory))
     name = next(known, f"sm{device.major}{device.minor}")
     return PresentGpu(index, name, device.total_memory, (device.major, device.minor))
+
+
+def _gpu_of_job() -> int | None:
+    """The GPU that this process's default group is bound to, if it is."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    device: torch.device | None = getattr(torch.distributed.group.WORLD, "bound_device_id", None)
+    return None if device is None or device.type != "cuda" else device.index
 
 
 def _from_profile(profile: Any) -> Hardware:

@@ -13,21 +13,29 @@ import torch
 
 from chunkc import _torch_dist as dist
 from chunkc.errors import RankError
+from chunkc.hardware import present_gpu
 from chunkc.runtime.ranks import JobRanks, Kind, Ranks
 
 
 def join() -> None:
     """Be part of the job that torchrun has started, if it has and the script has not joined by itself.
 
+    In a job this rank's GPU becomes the current one: kernels and pinned memory of a rank belong there.
+
     Raises:
+        HardwareError: when there are fewer GPUs than ranks of this machine.
         RankError: when the job cannot be joined.
     """
-    if dist.is_in_job() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    has_joined = dist.is_in_job()
+    if not has_joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    gpu = present_gpu()
+    if gpu is not None:
+        torch.cuda.set_device(gpu.index)
+    if has_joined:
         return
     try:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.join("nccl" if torch.cuda.is_available() else "gloo")
+        dist.join("gloo" if gpu is None else "nccl")
     except (RuntimeError, ValueError) as error:
         raise RankError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that this process is one of several, but it cannot join them: "

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from chunkc import job
 from chunkc.errors import HardwareError
-from chunkc.hardware import Hardware, Tflops
+from chunkc.hardware import Hardware, Tflops, present_gpu
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -97,6 +98,41 @@ def test_detect_refuses_a_local_rank_without_a_device(without_job: pytest.Monkey
     without_job.setenv("LOCAL_RANK", "2")
     with pytest.raises(HardwareError, match="LOCAL_RANK=2, but 2 CUDA devices are visible"):
         Hardware.detect()
+
+
+@pytest.mark.parametrize(
+    ("num_visible", "current", "bound", "wanted"),
+    [(4, 0, None, 2), (4, 3, None, 3), (4, 0, 1, 1), (1, 0, None, 0)],
+    ids=["LOCAL_RANK", "set_device", "device_id of the job", "one GPU visible to each process"],
+)
+def test_the_gpu_of_a_rank(
+    num_visible: int, current: int, bound: int | None, wanted: int, without_job: pytest.MonkeyPatch
+) -> None:
+    use_cuda(without_job, "Tesla T4", 15102, (7, 5))
+    without_job.setattr(torch.cuda, "device_count", lambda: num_visible)
+    without_job.setattr(torch.cuda, "current_device", lambda: current)
+    without_job.setenv("LOCAL_RANK", "2")
+    if bound is not None:
+        without_job.setattr(torch.distributed, "is_initialized", lambda: True)
+        group = SimpleNamespace(bound_device_id=torch.device("cuda", bound))
+        without_job.setattr(torch.distributed, "group", SimpleNamespace(WORLD=group))
+    gpu = present_gpu()
+    assert gpu is not None and gpu.index == wanted
+
+
+@pytest.mark.parametrize("has_joined", [False, True])
+def test_a_rank_works_on_its_gpu(has_joined: bool, without_job: pytest.MonkeyPatch) -> None:
+    use_cuda(without_job, "Tesla T4", 15102, (7, 5))
+    chosen, joined = list[int](), list[str]()
+    without_job.setattr(torch.cuda, "set_device", chosen.append)
+    without_job.setattr("chunkc._torch_dist.is_in_job", lambda: has_joined)
+    without_job.setattr("chunkc._torch_dist.join", joined.append)
+    without_job.setenv("LOCAL_RANK", "1")
+    job.join()
+    assert (chosen, joined) == (([1], []) if has_joined else ([], [])), "a process by itself is left alone"
+    without_job.setenv("WORLD_SIZE", "2")
+    job.join()
+    assert (chosen, joined) == (([1, 1], []) if has_joined else ([1], ["nccl"]))
 
 
 @pytest.mark.gpu

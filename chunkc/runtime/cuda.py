@@ -19,7 +19,6 @@ forward begins, which ``torch.cuda.max_memory_allocated`` then shows too.
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -33,6 +32,7 @@ from chunkc.ir.layout import ALIGNMENT_NBYTES
 from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.cuda_api import ChunkKernels, CudaApi
+from chunkc.runtime.cuda_memory import AllocatorReading, MemoryLedger
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch, Update
@@ -45,71 +45,6 @@ from chunkc.runtime.shared_tiles import SharedTiles
 _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 _EXIT_TIMEOUT_S: Final = 5.0
-_SLACK_SHARE: Final = 64
-_SLACK_NBYTES: Final = 128 * 2**20
-
-
-class MemoryLedger:
-    """What one GPU gives to all models of this process, and what they have set aside of it.
-
-    Attributes:
-        context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
-        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack (1/64, at
-            least 128 MiB) for fragments of the allocator and for kernels, which CUDA loads when they are first called.
-        base_nbytes: allocated by others in this process before.
-        reserved_nbytes: set aside by models.
-    """
-
-    def __init__(self, api: CudaApi) -> None:
-        api.warm_up()
-        free, total = api.memory_info()
-        reserved = api.allocator_nbytes("reserved", "current")
-        self.base_nbytes = api.allocator_nbytes("allocated", "current")
-        unused = reserved - self.base_nbytes
-        self.context_nbytes = total - free - reserved
-        self.capacity_nbytes = max(0, free + unused - max(_SLACK_NBYTES, (free + unused) // _SLACK_SHARE))
-        self.reserved_nbytes = 0
-        self.lock = threading.Lock()
-
-    @property
-    def free_nbytes(self) -> int:
-        """What no model has set aside."""
-        return self.capacity_nbytes - self.reserved_nbytes
-
-
-class AllocatorReading:
-    """Highest non-model bytes since `start`, from the allocator's peaks."""
-
-    def __init__(self, api: CudaApi) -> None:
-        self._api = api
-        self._baseline_nbytes = 0
-        self._peak_nbytes = 0
-        self._paused_nbytes: int | None = None
-        self._has_started = False
-
-    def start(self) -> None:
-        """This moment's level is the baseline."""
-        self._api.reset_peaks()
-        self._baseline_nbytes = self._api.allocator_nbytes("allocated", "current")
-        self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
-
-    def pause(self) -> None:
-        """What is taken from here to `resume` counts neither now nor later."""
-        self._peak_nbytes = self.peak_nbytes()
-        self._paused_nbytes = self._api.allocator_nbytes("allocated", "current")
-
-    def resume(self) -> None:
-        """Go on after `pause`; nothing otherwise."""
-        if self._paused_nbytes is not None:
-            self._baseline_nbytes += self._api.allocator_nbytes("allocated", "current") - self._paused_nbytes
-            self._api.reset_peaks()
-            self._paused_nbytes = None
-
-    def peak_nbytes(self) -> int:
-        """Highest bytes above the baseline; 0 before the first start."""
-        if not self._has_started or self._paused_nbytes is not None:
-            return self._peak_nbytes
-        return max(self._peak_nbytes, self._api.allocator_nbytes("allocated", "peak") - self._baseline_nbytes)
 
 
 class CudaDevice:
@@ -138,19 +73,11 @@ class CudaDevice:
     ) -> None:
         self.name = name
         self.torch_device = api.torch_device
-        self.overhead_nbytes = ledger.context_nbytes
-        self.device_budget_nbytes = min(named_nbytes - ledger.context_nbytes, ledger.capacity_nbytes)
+        self._api, self._ledger, self._named_nbytes = api, ledger, named_nbytes
+        self._take_budget()
         self.host_budget_nbytes = host_budget_nbytes
         self.settings = settings if settings is not None else DebugSettings()
-        if self.device_budget_nbytes <= 0:
-            raise HardwareError(
-                f"{name}: CUDA's context and what else is on this GPU take {ledger.context_nbytes} bytes and "
-                f"{ledger.capacity_nbytes} can be had, of the {named_nbytes} bytes named: name more device memory in "
-                "hw, or free some"
-            )
         self.num_arena_allocations = 0
-        self._api = api
-        self._ledger = ledger
         self._reserved_nbytes = 0
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
@@ -161,6 +88,26 @@ class CudaDevice:
         self._reading = AllocatorReading(api)
         self._streams = CudaStreams(name, api, self.settings)
         self._stop = weakref.finalize(self, _stop, self._streams, self._homes)  # also at exit
+
+    def _take_budget(self) -> None:
+        ledger, named_nbytes = self._ledger, self._named_nbytes
+        self.overhead_nbytes = ledger.context_nbytes
+        self.device_budget_nbytes = min(named_nbytes - ledger.context_nbytes, ledger.capacity_nbytes)
+        if self.device_budget_nbytes <= 0:
+            raise HardwareError(
+                f"{self.name}: CUDA's context and what else is on this GPU take {ledger.context_nbytes} bytes and "
+                f"{ledger.capacity_nbytes} can be had, of the {named_nbytes} bytes named: name more device memory in "
+                "hw, or free some"
+            )
+
+    def count_libraries(self) -> None:
+        """The budget is what is left after libraries took theirs since the device was made, as NCCL has.
+
+        Raises:
+            HardwareError: when nothing is left.
+        """
+        self._ledger.count_libraries(self._api)
+        self._take_budget()
 
     def num_allocations(self) -> int:
         """Arenas and homes allocated so far."""
@@ -371,6 +318,10 @@ class CudaDevice:
         allocated, reserved = (self._api.allocator_nbytes(kind, "current") for kind in ("allocated", "reserved"))
         free, total = self._api.memory_info()
         return f"{allocated} bytes allocated, {reserved} reserved by torch, {free} of {total} free on the GPU"
+
+    def enqueue_exchanges(self) -> None:
+        """Launch what is held back of them, once the updates on the host have come so far."""
+        self._streams.enqueue_exchanges()
 
     def close(self) -> None:
         """Finish what was launched, stop the worker and free all homes; idempotent."""

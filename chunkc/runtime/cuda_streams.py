@@ -26,10 +26,11 @@ streams, for a wait of ``b`` for ``a``:
 Where the current stream changes between two launches on compute, the new one first waits for what the old one had.
 
 **Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
-and what is launched on that stream after it queues up behind it. It is enqueued by the first launch or ``synchronize``
-that finds the host work ended. Where something else needs what is held back (a run its fetched slot), the caller sleeps
-until the worker has come so far: the compute stream would stand still there too, and the host has enqueued all that
-comes before it.
+and what is launched on that stream after it, or waits for it on another (a gather its fetched slot), queues up as well.
+It is enqueued by the first launch or ``synchronize`` that finds the host work ended. Where a run needs what is held
+back, the caller sleeps until the worker has come so far: the compute stream would stand still there too, and the host
+has enqueued all that comes before it. At the end of a program nothing stays held back on ``comm``: the devices of other
+ranks wait for it, while this rank's thread may wait for those ranks.
 
 **Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: whatever is enqueued here can
 finish by itself, so no call of CUDA, whoever makes it, can wait for the worker, which needs the GIL. If a stream waited
@@ -132,8 +133,8 @@ class Held:
     event: CudaEvent
 
     def is_ready(self) -> bool:
-        """Whether all host work that it waits for has ended."""
-        return all(event.done() for event in self.waits if isinstance(event, HostCompletion))
+        """Whether all host work that it waits for has ended, and all else is enqueued."""
+        return all(e.done() if isinstance(e, HostCompletion) else e.handle is not None for e in self.waits)
 
 
 class CudaStreams:
@@ -201,6 +202,10 @@ class CudaStreams:
             self._enqueue_held(key)
         self._api.synchronize()
         self.failures.raise_untold()
+
+    def enqueue_exchanges(self) -> None:
+        """Hold nothing back on ``comm``; the caller sleeps until the worker has come so far."""
+        self._enqueue_held(self._api.key(self._side[Stream.COMM]))
 
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``; in a thread of its own where the worker calls this, which would wait for itself."""

@@ -41,6 +41,18 @@ class DataGroup:
         self._rows = torch.empty(0, device="cpu")
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
+    def warm_up(self, device: torch.device) -> None:
+        """Exchange a few numbers in every way that programs do, together with all ranks: at the first of each kind
+        NCCL takes memory of the device."""
+        if self._direct is not None:
+            return
+        rows, other, own = (torch.zeros(*shape, device=device) for shape in ((self._size, 64), (self._size, 64), (64,)))
+        all_gather(self._group, rows.view(-1), own)
+        reduce_scatter(self._group, own, rows.view(-1), mean=False)
+        reduce(self._group, own, mean=False)
+        if self._adds_in_float32:
+            all_to_all(self._group, other, rows)
+
     def gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
         """Fill ``whole`` with the ``own`` of all ranks, where this rank's stands already."""
         if self._direct is None:
@@ -95,5 +107,10 @@ class DataGroup:
         torch.sum(self._rows, 0, out=tensor)
 
     def close(self) -> None:
-        """Nothing is exchanged any more."""
-        end_group(self._group)
+        """Nothing is exchanged any more.
+
+        The group of a GPU's backend stays until the job ends: there its end is a collective, for which this rank would
+        wait, and ranks let go of a model, or fail, at moments of their own.
+        """
+        if self._direct is not None:
+            end_group(self._group)

@@ -194,6 +194,13 @@ class Device(Protocol):
         """Wait for everything launched, and re-raise the first exception of any stream."""
         ...
 
+    def enqueue_exchanges(self) -> None:
+        """See to it that exchanges launched so far take place without another call from this thread.
+
+        Other ranks wait for them on their devices, whatever this thread does next: it may wait for those ranks.
+        """
+        ...
+
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``, which may wait for streams: here, or in a thread of its own where a stream calls this.
 

@@ -339,11 +339,7 @@ class EmulatedDevice:
         return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"
 
     def check_usable(self) -> None:
-        """Raise where nothing can be launched.
-
-        Raises:
-            ChunkcError: on a closed device or in a forked child.
-        """
+        """Raise ``ChunkcError`` where nothing can be launched: on a closed device or in a forked child."""
         self._streams.check_usable()
 
     def freed(self, memory: torch.Tensor) -> None:
@@ -354,6 +350,9 @@ class EmulatedDevice:
     def synchronize(self) -> None:
         """Wait for everything launched, and re-raise the first exception that the host was not told."""
         self._streams.synchronize()
+
+    def enqueue_exchanges(self) -> None:
+        """Nothing: every stream is a thread, which goes on by itself."""
 
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``, which may wait for streams: here, or in a thread of its own where a worker calls this."""

@@ -227,6 +227,8 @@ class Executor:
                 self.gauge.ready = (events[bound.label],)
             if self.trace is not None:
                 self.trace.append(bound.text)
+        if self._ranks.size > 1:
+            device.enqueue_exchanges()
         self.num_actions += len(self._programs[name])
 
     def _count_from_zero(self, name: str) -> None:

@@ -282,11 +282,16 @@ class JobRanks(Ranks):
             own = next(ranks for ranks in of if self.rank in ranks)
             group, is_direct = new_group(backend, self._timeout, device, of), backend == "gloo"
             place = own.index(self.rank), len(own)
-            return DataGroup(group, *place, is_direct=is_direct, adds_in_float32=adds_in_float32)
+            data = DataGroup(group, *place, is_direct=is_direct, adds_in_float32=adds_in_float32)
+            data.warm_up(device)
+            return data
 
-        self._data = made(sets)
-        if len(sets) > 1:
-            self._replicas = made([list(ranks) for ranks in zip(*sets, strict=True)])
+        try:
+            self._data = made(sets)
+            if len(sets) > 1:
+                self._replicas = made([list(ranks) for ranks in zip(*sets, strict=True)])
+        except Exception as error:  # whatever backends raise
+            raise RankError(f"rank {self.rank} of {self.size} cannot set up exchanges by {backend}: {error}") from error
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
         self._attempt(self._data, place, lambda g: g.gather(whole, own))
@@ -326,8 +331,9 @@ class JobRanks(Ranks):
                 cause = [*str(error).strip().splitlines(), type(error).__name__][0]
                 self._stopped = RankError(
                     f"rank {self.rank} of {self.size} stopped in {place} after {after_s:.1f} s: another rank has "
-                    f"ended, failed, or did not come within the timeout of {self._timeout.total_seconds():g} s. "
-                    f"{self._stories.hear()} Start the job again from its last checkpoint. torch says: {cause}"
+                    f"ended, failed, or did not come within the timeout of {self._timeout.total_seconds():g} s, or "
+                    f"this one cannot exchange. {self._stories.hear()} Start the job again from its last checkpoint. "
+                    f"torch says: {cause}"
                 )
             return self._stopped
 
@@ -351,13 +357,14 @@ class JobRanks(Ranks):
             self.close()
 
     def close(self) -> None:
-        groups, control = (self._data, self._replicas), self._control
-        self._data, self._replicas, self._control = None, None, None
+        control, self._control = self._control, None
+        if control is not None:
+            end_group(control)
+        del control  # others wait on it until nobody holds it
+        groups, self._data, self._replicas = (self._data, self._replicas), None, None
         for group in groups:
             if group is not None:
                 group.close()
-        if control is not None:
-            end_group(control)
         if self._beside is not None:
             self._beside.close()
 

@@ -14,7 +14,8 @@ from layouts import layout_of
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.store import ChunkStore
@@ -214,47 +215,6 @@ def test_a_closed_device_refuses_and_opens_what_waits() -> None:
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("named", "free", "allocated", "reserved", "wanted"),
-    [
-        # context = total 11 - free - reserved; slack = 1/64 of what is free or held unused
-        (6 * GIB, 10 * GIB, 0, 0, 5 * GIB),
-        (80 * GIB, 10 * GIB, 0, 0, 10 * GIB - 10 * GIB // 64),
-        (80 * GIB, 6 * GIB, 2 * GIB, 4 * GIB, 8 * GIB - 128 * MIB),
-        (6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB, 5 * GIB),
-    ],
-)
-def test_the_budget_is_the_least_of_named_and_free(
-    named: int, free: int, allocated: int, reserved: int, wanted: int
-) -> None:
-    api = FakeCuda(free=free)
-    api.allocated["current"], api.reserved["current"] = allocated, reserved
-    device = device_on(api, named)
-    assert device.device_budget_nbytes == wanted
-    assert device.overhead_nbytes == 11 * GIB - free - reserved
-    assert device.free_device_nbytes() == wanted
-
-
-def test_less_than_the_context_is_refused() -> None:
-    with pytest.raises(HardwareError, match=f"{GIB} bytes.*name more device memory"):
-        device_on(FakeCuda(), named=GIB // 2)
-
-
-def test_devices_of_one_gpu_share_what_it_has() -> None:
-    api = FakeCuda()
-    ledger = MemoryLedger(api)
-    small = CudaDevice("small", api, ledger, 3 * GIB, MIB)
-    large = CudaDevice("large", api, ledger, 11 * GIB, MIB)
-    large.reserve(9 * GIB)
-    assert small.free_device_nbytes() == ledger.capacity_nbytes - 9 * GIB < small.device_budget_nbytes
-    with pytest.raises(HardwareError, match=f"{GIB} device bytes were asked for"):
-        small.reserve(GIB)
-    large.unreserve(9 * GIB)
-    small.reserve(2 * GIB)
-    with pytest.raises(HardwareError, match="cannot be given back"):
-        large.unreserve(1)
 
 
 def test_an_arena_stays_within_its_reservation_and_is_handed_to_all_streams() -> None:

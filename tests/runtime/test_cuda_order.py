@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 import chunkc
 from chunkc.devices import device_for
 from chunkc.ir.actions import Op, Stream
-from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.cuda_streams import CudaEvent, CudaStreams, Held, HostCompletion
 from chunkc.runtime.debug_settings import DebugSettings
 
@@ -316,3 +318,22 @@ def test_out_of_memory_names_the_action_and_the_live_set(
     monkeypatch.undo()
     after = list(model.state_dict().values())
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "the model is as it was"
+
+
+def test_a_gather_of_what_is_held_back_does_not_keep_the_caller_waiting() -> None:
+    api, hold, order = FakeCuda(), threading.Event(), list[str]()
+    streams = CudaStreams("fake", api, DebugSettings())
+    update = streams.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    for number in "01":
+        fetch = streams.launch(Stream.H2D, "fetch", [update], partial(order.append, f"fetch {number}"))
+        streams.launch(Stream.COMM, "gather", [fetch], partial(order.append, f"gather {number}"))
+    streams.launch(Stream.COMPUTE, "run", [], partial(order.append, "run"))
+    api.synchronize()
+    assert order == ["run"] and streams.num_worker_waits == 0
+    threading.Timer(0.05, hold.set).start()
+    streams.enqueue_exchanges()
+    api.synchronize()
+    assert update.done() and [text for text in order if "gather" in text] == ["gather 0", "gather 1"]
+    assert all(order.index(f"fetch {number}") < order.index(f"gather {number}") for number in "01")
+    assert streams.num_worker_waits == 1
+    streams.close()

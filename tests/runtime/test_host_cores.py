@@ -20,7 +20,8 @@ from fake_cuda import GIB, FakeCuda
 import chunkc
 from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import PARALLEL_NUMEL, Piece
-from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, divided, numa_nodes, own_cores, usable_cores

@@ -15,8 +15,9 @@ from chunkc.devices import SharedDevice, device_for
 from chunkc.hardware import PresentGpu, present_gpu
 from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import ChunkUpdate, Piece
-from chunkc.runtime.cuda import CudaDevice, MemoryLedger
+from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device, Update
 from chunkc.runtime.step_inputs import StepInputs

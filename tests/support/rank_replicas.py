@@ -15,7 +15,7 @@ import torch
 from rank_scaling import Scaled, train_scaled
 from sides import Seen, side_on_rank
 
-from chunkc._torch_dist import new_group
+from chunkc._torch_dist import end_group, new_group
 from chunkc.runtime.data_group import DataGroup
 
 TWO_NODES = "2x2xemulated-640k-64m"
@@ -83,7 +83,9 @@ def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -
     before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
     group = DataGroup(made, rank, num_ranks, is_direct=False, adds_in_float32=adds_in_float32)
+    group.warm_up(torch.device("cpu"))
     whole = before.clone()
     group.reduce(whole[rank * numel : (rank + 1) * numel], whole, mean=mean)
     group.close()
+    end_group(made)  # such a group is left to the end of the job
     return before, whole
