@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from hypothesis import settings
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-    settings.register_profile("test", deadline=None, max_examples=30)
+    settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
     settings.register_profile("soak", deadline=None, max_examples=2000)
     settings.load_profile("soak" if config.getoption("--soak") else "test")
     if not config.pluginmanager.hasplugin("timeout"):

@@ -33,6 +33,7 @@ import torch
 from chunkc.errors import HardwareError
 
 _IS_LINUX: Final = sys.platform == "linux"
+_MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
 _KEPT_NBYTES: Final = 2**24
 """How much malloc may keep of tensors that were freed one by one."""
 
@@ -96,8 +97,8 @@ class FreedPages:
         self._nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes were freed."""
-        self._nbytes += nbytes
+        """So many bytes of one tensor were freed; more than 32 MiB were none of malloc's heap."""
+        self._nbytes += nbytes if nbytes <= _MAPPED_NBYTES else 0
         if self._nbytes >= _KEPT_NBYTES:
             self._nbytes = 0
             return_freed_pages()

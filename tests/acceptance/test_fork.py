@@ -44,7 +44,7 @@ class Rows(torch.utils.data.Dataset):
 
 def pss_nbytes(pids):
     found = [Path(f"/proc/{{pid}}/smaps_rollup").read_text() for pid in pids]
-    lines = [line for text in found for line in text.splitlines() if line.startswith("Pss:")]
+    lines = [line for text in found for line in text.splitlines() if line.startswith("Pss_Anon:")]
     return sum(int(line.split()[1]) << 10 for line in lines)
 
 def step(rows):

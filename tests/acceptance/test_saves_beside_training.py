@@ -156,8 +156,8 @@ def test_an_interrupted_wait_for_a_save_forgets_neither_the_save_nor_its_chunks(
     future = chunkc.save_checkpoint(tmp_path, run.model, run.optimizer, run.scheduler, asynchronous=True)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
             run.save(tmp_path)
     finally:
         signal.signal(signal.SIGALRM, before)

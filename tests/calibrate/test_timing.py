@@ -117,15 +117,15 @@ def test_pieces_take_turns(device: EmulatedDevice) -> None:
 
 
 class Sharing:
-    """Two activities of one resource: a piece takes 20 ms, and 60 ms where the other was at it within 0.3 s."""
+    """Two activities of one resource: a piece takes 20 ms, and 60 ms where the other was at it within 5 s."""
 
     def __init__(self) -> None:
-        self.seen_s = {"of": -1.0, "by": -1.0}
+        self.seen_s = {"of": -10.0, "by": -10.0}
 
     def work(self, name: str, other: str) -> Callable[[], None]:
         def work() -> None:
             self.seen_s[name] = time.monotonic()
-            is_shared = self.seen_s[name] - self.seen_s[other] < 0.3
+            is_shared = self.seen_s[name] - self.seen_s[other] < 5.0
             time.sleep(60e-3 if is_shared else 20e-3)
             self.seen_s[name] = time.monotonic()
 

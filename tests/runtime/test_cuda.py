@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from awaiting import once
 from fake_cuda import GIB, FakeCuda
 from layouts import layout_of
 
@@ -84,10 +85,10 @@ def test_a_run_that_needs_what_is_held_back_waits_for_the_worker_and_for_no_more
     ]
     device.launch(Stream.COMPUTE, "run", [fetches[0]], lambda: order.append("run"))
     assert order == ["update", "fetch", "run"] and not second.done()
-    threading.Timer(0.05, hold.set).start()
-    device.launch(Stream.COMPUTE, "run", [fetches[1]], lambda: order.append("run"))
+    num_waits = device._streams.num_worker_waits
+    with once(lambda: device._streams.num_worker_waits > num_waits, hold.set):
+        device.launch(Stream.COMPUTE, "run", [fetches[1]], lambda: order.append("run"))
     assert order == ["update", "fetch", "run", "fetch", "run"] and second.done()
-    assert device._streams.num_worker_waits >= 1
 
 
 def test_an_update_behind_what_is_held_back_sleeps_on_its_event() -> None:
@@ -182,8 +183,8 @@ def test_a_failure_of_the_worker_is_told_once_and_lets_nothing_hang() -> None:
 
     update = device.launch(Stream.CPU, "update c3", [], fail_late)
     fetch = device.launch(Stream.H2D, "fetch c3", [update], nothing)
-    threading.Timer(0.05, hold.set).start()
-    device.launch(Stream.CPU, "update c3 again", [fetch], ran.set)
+    with once(lambda: device._streams.num_worker_waits == 1, hold.set):
+        device.launch(Stream.CPU, "update c3 again", [fetch], ran.set)
     with pytest.raises(ValueError, match="on purpose") as caught:
         device.synchronize()
     assert any("update c3" in note for note in caught.value.__notes__)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from awaiting import once
 from cuda_order import LaunchRecorder, faults
 from fake_cuda import GIB, FakeCuda
 from torch import nn
@@ -330,8 +331,8 @@ def test_a_gather_of_what_is_held_back_does_not_keep_the_caller_waiting() -> Non
     streams.launch(Stream.COMPUTE, "run", [], partial(order.append, "run"))
     api.synchronize()
     assert order == ["run"] and streams.num_worker_waits == 0
-    threading.Timer(0.05, hold.set).start()
-    streams.enqueue_exchanges()
+    with once(lambda: streams.num_worker_waits == 1, hold.set):
+        streams.enqueue_exchanges()
     api.synchronize()
     assert update.done() and [text for text in order if "gather" in text] == ["gather 0", "gather 1"]
     assert all(order.index(f"fetch {number}") < order.index(f"gather {number}") for number in "01")

@@ -175,7 +175,7 @@ def test_work_is_read_while_it_runs(stream: Stream) -> None:
 
     def work() -> None:
         temporary = torch.empty(24 * MIB, dtype=torch.uint8)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while (device.meter.peak_nbytes or 0) < temporary.numel() // 2 and time.monotonic() < deadline_s:
             time.sleep(0.01)  # the reading thread of a busy machine may wake up late
         del temporary

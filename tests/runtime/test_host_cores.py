@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,12 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def affinities() -> dict[int, set[int]]:
-    """Cores of every thread of this process, by its number."""
-    return {int(tid): set(os.sched_getaffinity(int(tid))) for tid in os.listdir("/proc/self/task")}
+    """Cores of every thread of this process, by its number; helpers of a closed device's worker may be about to end."""
+    found = {}
+    for tid in map(int, os.listdir("/proc/self/task")):
+        with suppress(ProcessLookupError):
+            found[tid] = set(os.sched_getaffinity(tid))
+    return found
 
 
 class Updating:
@@ -239,7 +244,7 @@ def test_an_update_uses_the_cores_it_was_given(device: Device) -> None:
     updating.run()
     after = affinities()
     assert len(after.keys() - before.keys()) == 1
-    assert {tid: after[tid] for tid in before} == before
+    assert all(after[tid] == before[tid] for tid in before.keys() & after.keys())
     assert torch.get_num_threads() == 1
     found: list[int] = []
     other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
@@ -262,9 +267,7 @@ def test_bound_cores_bind_the_worker_and_what_it_starts_alone(device: Device) ->
     helpers = after.keys() - before.keys()
     assert len(helpers) == 1
     assert all(after[bound] == set(ONE) for bound in (tid, *helpers))
-    assert {other: after[other] for other in before if other != tid} == {
-        other: cores for other, cores in before.items() if other != tid
-    }
+    assert all(after[other] == before[other] for other in before.keys() & after.keys() if other != tid)
 
 
 @needs_affinity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -173,13 +174,18 @@ def test_work_comes_first_and_its_event_when_it_is_due(throttled: EmulatedDevice
 @pytest.mark.parametrize("synchronous", (False, True))
 def test_streams_run_beside_each_other_but_in_turn_if_synchronous(synchronous: bool) -> None:
     settings = DebugSettings(synchronous=synchronous)
-    device = EmulatedDevice("emulated-1m-1m", MIB, MIB, settings, Law(fetch=100.0, evict=100.0))
-    spans = device.timekeeper.records = []
-    launch, begun_s = paced(device), time.perf_counter()
-    launch(H2D, "fetch", [], nothing)
-    launch(D2H, "evict", [], nothing)
+    device = EmulatedDevice("emulated-1m-1m", MIB, MIB, settings, Law(hold=0.0, fetch=100.0, evict=100.0))
+    spans, gate = [], threading.Event()
+    launch, device.timekeeper.records = paced(device), spans
+    if synchronous:
+        gate.set()
+    hold = launch(CPU, "hold", [], lambda: (gate.wait(), None)[1])
+    begun_s = time.perf_counter()
+    launch(H2D, "fetch", [hold], nothing)
+    launch(D2H, "evict", [hold], nothing)
+    gate.set()
     device.synchronize()
-    fetch, evict = sorted(spans, key=lambda s: s.number)
+    _, fetch, evict = sorted(spans, key=lambda s: s.number)
     assert (evict.start_s >= fetch.end_s) == synchronous
     assert time.perf_counter() - begun_s >= 0.18, "at half speed together, or in turn; less what one was late"
     device.close()

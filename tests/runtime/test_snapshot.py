@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from awaiting import await_that
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import layout_of, values_of
@@ -59,11 +60,16 @@ def test_a_writer_without_room_waits_for_the_reader(bound: int) -> None:
     chunks = Chunks(bound)
     writer = threading.Thread(target=lambda: [chunks.write(chunk) for chunk in range(NUM_CHUNKS)])
     writer.start()
+    num_free = bound // CHUNK_NBYTES
     for chunk in range(NUM_CHUNKS):
-        writer.join(0.02)
-        assert writer.is_alive() == (chunk + bound // CHUNK_NBYTES < NUM_CHUNKS)
+        if chunk + num_free < NUM_CHUNKS:
+            await_that(lambda chunk=chunk: chunks.snapshot.num_waits == chunk + 1)  # type: ignore[misc]
+            assert writer.is_alive()
+        else:
+            writer.join(60)
+            assert not writer.is_alive()
         chunks.check(chunk)
-    writer.join(10)
+    writer.join(60)
     assert not writer.is_alive()
     assert chunks.snapshot.num_waits == NUM_CHUNKS - bound // CHUNK_NBYTES
 
@@ -75,7 +81,7 @@ def test_closing_lets_waiting_writers_go() -> None:
     writer.join(0.05)
     assert writer.is_alive()
     chunks.snapshot.close()
-    writer.join(10)
+    writer.join(60)
     assert not writer.is_alive() and (chunks.tensors[3][0] == -1.0).all()
     with pytest.raises(ChunkcError, match="given up before all of it was read"):
         chunks.snapshot.take(3)

@@ -16,7 +16,7 @@ def test_the_compute_stream_remembers_what_it_waited_for_and_how_long() -> None:
     asked = device.launch(Stream.D2H, "b0", [], lambda: time.sleep(0.02))
     asked.wait()
     begun_s = time.perf_counter()
-    slow = device.launch(Stream.H2D, "f0", [], lambda: time.sleep(0.05))
+    slow = device.launch(Stream.H2D, "f0", [], lambda: time.sleep(0.5))
     device.launch(Stream.COMPUTE, "f1", [done, slow], lambda: None)
     limit_s = time.perf_counter() - begun_s
     device.launch(Stream.COMPUTE, "f2", [done, slow], lambda: None)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from awaiting import once
 
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
@@ -194,8 +195,8 @@ def test_host_waits_and_synchronizes_are_counted(device: EmulatedDevice) -> None
     assert device.num_host_waits == 0, "it was done"
     gate.clear()
     blocked = device.launch(Stream.H2D, "f2", [], lambda: (gate.wait(), None)[1])
-    threading.Timer(0.02, gate.set).start()
-    blocked.wait()
+    with once(lambda: device.num_host_waits == 1, gate.set):
+        blocked.wait()
     device.synchronize()
     assert (device.num_host_waits, device.num_synchronizes) == (1, 1)
 
@@ -216,14 +217,16 @@ def test_ctrl_c_while_waiting_leaves_the_device_usable(device: EmulatedDevice) -
     gate = threading.Event()
     order: list[str] = []
     blocked = device.launch(Stream.H2D, "f0", [], lambda: (gate.wait(), order.append("copy"))[1])
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        device.launch(Stream.COMPUTE, "f1", [blocked], lambda: order.append("never"))
-    assert not blocked.done()
-    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        device.synchronize()
-    gate.set()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            device.launch(Stream.COMPUTE, "f1", [blocked], lambda: order.append("never"))
+        assert not blocked.done()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            device.synchronize()
+    finally:
+        gate.set()  # closing waits for the worker
     device.synchronize()
     device.launch(Stream.COMPUTE, "f2", [blocked], lambda: order.append("compute"))
     assert order == ["copy", "compute"]
