@@ -30,7 +30,9 @@ def test_logging_in_a_forward_breaks_no_graph_and_torch_logs_no_error(caplog: py
     model = chunkc.compile(Talkative(4, 4), "emulated-1m-1m", backend="eager")
     model(torch.ones(2, 4)).backward()
     assert model.weight.grad is not None, "no compiled forward ran"
-    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING] == []
+    elsewhere = "torch.utils.cpp_extension"  # once a process, on machines with CUDA's tools and no GPU
+    told = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and r.name != elsewhere]
+    assert told == []
 
 
 def test_functions_to_ignore_can_be_copied_into_json() -> None:
