@@ -98,7 +98,7 @@ def _run_one(pass_: Pass, draft: Draft) -> Draft:
         result = pass_(draft)
     except BudgetError:
         raise
-    except Exception as error:
+    except Exception as error:  # whatever a pass raises, users' own too: it goes on with the pass's name
         error.add_note(f"raised by the pass {pass_.name!r} of chunkc's planner")
         raise
     elapsed_ms = (time.perf_counter() - started) * 1e3
