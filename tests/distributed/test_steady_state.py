@@ -20,6 +20,7 @@ def check_steady(found: list[Steady]) -> None:
     """Order of actions, bytes of all streams and of memory; nothing compiled, allocated or waited for."""
     for rank in found:
         assert rank.trace == rank.planned_trace
+        assert rank.settled_at == rank.planned_ends
         assert {count: rank.stats[count] for count in COUNTS} == dict.fromkeys(COUNTS, 0)
         for stream in ("h2d", "d2h", "comm"):
             assert rank.stats[f"{stream}_nbytes"] == rank.stats[f"planned_{stream}_nbytes"], stream

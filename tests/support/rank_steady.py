@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Steady:
 
     Attributes:
         trace, planned_trace: actions of all steady steps.
+        settled_at, planned_ends: behind how many of them no exchange may be held back, and where programs end.
         received_nbytes: what the exchanges of one steady step brought here, counted at the process group.
         planned_nbytes: the same from the plan's gathers and reduces, by chunk.
         payload_nbytes: of all trained parameters in compute dtype, as the model has them.
@@ -69,6 +71,8 @@ class Steady:
 
     trace: list[str]
     planned_trace: list[str]
+    settled_at: list[int]
+    planned_ends: list[int]
     stats: dict[str, int]
     received_nbytes: float
     planned_nbytes: dict[str, int]
@@ -86,15 +90,19 @@ def steady(work: Work) -> Steady:
     runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
     group = counted(runtime.ranks._data)
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
+    trace: list[str] = []
+    settled_at: list[int] = []
     for step in range(2 + NUM_STEPS):
         if step == 2:
-            executor_of(model).trace = []
+            executor_of(model).trace = trace
+            runtime.device.enqueue_exchanges = lambda: settled_at.append(len(trace))
             group.received_nbytes = 0
         for _ in range(work.accumulate):
             loss_of(model(**batch)).backward()
         optimizer.step()
         optimizer.zero_grad()
     executor, stats = executor_of(model), chunkc.stats(model)
+    del runtime.device.enqueue_exchanges
     no_longer_counted(runtime.ranks._data)
     plan, device = executor.plan, runtime.device
     planned = {"gather": 0, "reduce": 0}
@@ -103,9 +111,12 @@ def steady(work: Work) -> Steady:
             chunks = [plan.layout.chunks[c] for c in plan.layout.groups[action.index].chunks]
             planned[action.op.value] += sum(c.nbytes for c in chunks) * (num_ranks - 1) // num_ranks
     trained = {c.index for c in plan.layout.chunks if c.list is ChunkList.TRAINED}
+    programs = [len(list(group)) for _, group in groupby(plan.labelled(), lambda item: item[0])] * NUM_STEPS
     return Steady(
         trace=list(executor.trace or ()),
         planned_trace=[str(action) for _, _, action in plan.labelled()] * NUM_STEPS,
+        settled_at=settled_at,
+        planned_ends=list(accumulate(programs)),
         stats=stats,
         received_nbytes=group.received_nbytes / NUM_STEPS,
         planned_nbytes=planned,
