@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from chunkc import _checkout  # noqa: F401 - first: what follows imports the packages that it loads
 from chunkc.api import clip_grad_norm_, compile, full_params, plan, plan_of, stats
 from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.errors import (

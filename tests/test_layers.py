@@ -26,6 +26,7 @@ FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_inductor", "_t
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
+    "_checkout": set(),
     "errors": set(),
     "ir": BOTTOM,
     "hardware": BOTTOM,
@@ -47,7 +48,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "checkpoint": MIDDLE | {"weights"},
     "models": BOTTOM,
     "api": UPPER | {"models"},
-    "": UPPER | {"api"},  # chunkc/__init__.py
+    "": UPPER | {"api", "_checkout"},  # chunkc/__init__.py
     "cli": UPPER | {"api", "", "models"},
     "integrations": UPPER | {"api", ""},
 }
