@@ -19,11 +19,16 @@ streams, for a wait of ``b`` for ``a``:
     cpu         compute   backward ends behind updates of what no graph      the caller waits for the worker
                           reads, where a step decides
     cpu         cpu       updates share scratch and threads                  one worker
-    caller      any       values that the user writes; tables of a step      blocking copies have finished; the others
-                                                                             are on the compute stream already
+    caller      any       parameters and gradients that are read, written,   blocking copies have finished; the others
+                          loaded or brought back between programs; tables    are on the compute stream, behind which the
+                          of a step                                          side streams are put, below
     any         caller    reading a parameter                                ``synchronize``
 
 Where the current stream changes between two launches on compute, the new one first waits for what the old one had.
+
+**What the caller does between programs** is no launch, so no event stands for it: a gather of the next program could
+begin before a copy on the compute stream has ended that writes what it sends. All of that begins with a
+``synchronize``. So the first launch on the device after one puts the side streams behind the compute stream.
 
 **Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
 and what is launched on that stream after it, or waits for it on another (a gather its fetched slot), queues up as well.
@@ -163,6 +168,7 @@ class CudaStreams:
         self._compute = api.current_stream()
         self._held: dict[int, deque[Held]] = {api.key(side): deque() for side in self._side.values()}
         self._is_enqueuing = False
+        self._is_followed = True
         self._worker: Worker | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -187,9 +193,13 @@ class CudaStreams:
         return event
 
     def follow(self) -> None:
-        """Order all side streams behind what is on the current stream now."""
-        current = self._current()
-        event = self._api.record(current)
+        """Order all side streams behind what is on the current stream now, and what the caller puts there until the
+        next launch."""
+        self._put_sides_behind(self._current())
+        self._is_followed = False
+
+    def _put_sides_behind(self, compute: Any) -> None:
+        event = self._api.record(compute)
         for side in self._side.values():
             self._api.wait_event(side, event)
 
@@ -197,6 +207,7 @@ class CudaStreams:
         """Wait for everything launched; raise the first failure the host was not told."""
         self.check_usable()
         self.num_synchronizes += 1
+        self._is_followed = False
         self._join_worker()
         for key in self._held:
             self._enqueue_held(key)
@@ -254,6 +265,9 @@ class CudaStreams:
         key = self._api.key(target)
         item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
         with self._lock:
+            if not self._is_followed:
+                self._put_sides_behind(self._current())
+                self._is_followed = True
             for other in self._held:
                 self._enqueue_held(other, only_ready=True)
             if stream in self._side and (self._held[key] or not item.is_ready()):

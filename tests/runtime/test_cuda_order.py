@@ -22,6 +22,8 @@ from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.cuda_streams import CudaEvent, CudaStreams, Held, HostCompletion
 from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.executor import Executor
+from chunkc.runtime.values import ChunkValues
 
 CONTEXT = GIB
 EVICTED, ROOMIER, RESIDENT = 140 * 1024, 260 * 1024, 16 * 2**20
@@ -240,6 +242,38 @@ def test_several_micro_batches_equal_the_emulated_devices_bits(on_cuda: list[Cud
     stats = chunkc.stats(model)
     assert stats["h2d_nbytes"] == stats["planned_h2d_nbytes"] > 0
     assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
+
+
+def stopped(stream: object, work: object) -> None:
+    """Stands in for ``run`` of the API."""
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("way", ["write", "recover"])
+def test_streams_are_behind_what_the_caller_does_between_programs(
+    way: str, on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of the caller's thread go to the compute stream and are no launches: no event stands for them."""
+    api = FakeCuda()
+    on_cuda.append(cuda_device(api, ROOMIER))
+    model, optimizer = compiled(f"emulated-{ROOMIER >> 10}k-16m", wishes=MIXED)
+    iterate(model, optimizer, 2)
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    recorder = record(on_cuda[0], api, monkeypatch)
+    by_caller: tuple[type, str] = (ChunkValues, "write_param") if way == "write" else (Executor, "recover")
+    method = getattr(*by_caller)
+    monkeypatch.setattr(*by_caller, lambda self, *a, **k: recorder.between_programs(partial(method, self, *a, **k)))
+    if way == "write":
+        model.load_state_dict(values)
+    else:
+        with monkeypatch.context() as failing:
+            failing.setattr(api, "run", stopped)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                model(torch.randn(4, 64))
+    iterate(model, optimizer, 2)
+    streams = {launch.stream for launch in recorder.launches}
+    assert streams > {Stream.H2D, Stream.D2H} and any("the caller does" in x.label for x in recorder.launches)
+    assert found_faults(recorder, on_cuda[0], api) == []
 
 
 @pytest.mark.parametrize("pair", [("h2d", "cpu"), ("compute", "h2d"), ("d2h", "compute")])

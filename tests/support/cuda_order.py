@@ -1,9 +1,10 @@
 """Whether the calls that a CUDA device made keep the order that a plan asks for.
 
-The record of launches and of API calls is replayed with vector clocks, as CUDA defines order: a stream's calls in
-their order; an event's wait behind its record; host work behind the events that the worker slept on; and all calls
-behind the host work that the caller has waited for. What a launch is ordered behind is then compared with the waits of
-its action. A launch that is held back makes its calls later, so that the record is one list for all of them.
+The record of launches, of what the caller does between programs, and of API calls is replayed with vector clocks, as
+CUDA defines order: a stream's calls in their order; an event's wait behind its record; host work behind the events that
+the worker slept on; and all calls behind the host work that the caller has waited for. What a launch is ordered behind
+is then compared with the waits of its action. A launch that is held back makes its calls later, so that the record is
+one list for all of them.
 """
 
 from __future__ import annotations
@@ -52,10 +53,21 @@ class LaunchRecorder:
         self._number_of: dict[int, int] = {}
         self._events: list[Event] = []
         self._launch, self._api = device.launch, api
+        self._by_caller: tuple[int, ...] = ()
+
+    def between_programs(self, work: Callable[[], None]) -> None:
+        """The caller does ``work`` on its stream, behind which everything that it launches later belongs."""
+        number = len(self.launches)
+        self.launches.append(Launch(Stream.COMPUTE, f"what the caller does ({number})", (), is_on_host=False))
+        work()
+        self._api.note("run", self._api.key(self._api.current_stream()), number)
+        self._by_caller += (number,)
 
     def __call__(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         number = len(self.launches)
         waited = tuple(self._number_of[id(e)] for e in waits if id(e) in self._number_of)
+        if stream is not Stream.CPU:  # what the worker reads and writes is in host memory, where copies are waited for
+            waited += self._by_caller
         self.launches.append(Launch(stream, label, waited, stream is Stream.CPU))
         event = self._launch(stream, label, waits, Numbered(work, number))
         if stream is Stream.CPU:
