@@ -21,12 +21,20 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
-    """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place."""
+    """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place.
+
+    The result follows from the graph alone, so that all ranks, and a plan made without the device, get the same one.
+    Padding of matrix products is left out: on a GPU each process decides on it by a benchmark of its own.
+    """
+    import torch._inductor.config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
 
     fake_mode = torch._guards.detect_fake_mode([n.meta.get("val") for n in joint.graph.nodes])
-    with V.set_fake_mode(fake_mode):  # seeded dropout makes fake seeds
+    with (
+        V.set_fake_mode(fake_mode),  # seeded dropout makes fake seeds
+        torch._inductor.config.patch(shape_padding=False),
+    ):
         joint_graph_passes(joint)
 
 
