@@ -20,6 +20,7 @@ from chunkc.devices import HardwareLike, count_libraries, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
+from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
 from chunkc.opened import full_params
 from chunkc.passes import Options, Pass, Target
@@ -337,8 +338,8 @@ def _refuse_unbuilt(**options: Any) -> None:
 
 
 def _micro_batches(accumulate: int) -> int:
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ChunkcError(f"accumulate={accumulate!r}: give the number of backwards before a step, 1 or more")
+    if not isinstance(accumulate, int) or not 1 <= accumulate <= MAX_MICRO_BATCHES:
+        raise ChunkcError(f"accumulate={accumulate!r}: give the backwards before a step, 1 to {MAX_MICRO_BATCHES:,}")
     return accumulate
 
 

@@ -296,13 +296,20 @@ def _check_count(name: str, count: object) -> None:
 
 def _job_shape() -> tuple[int, int]:
     """(nodes, ranks per node) of the running job."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = _number_of_environ("WORLD_SIZE", 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world_size = torch.distributed.get_world_size()
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    ranks_per_node = _number_of_environ("LOCAL_WORLD_SIZE", world_size)
     if ranks_per_node < 1 or world_size % ranks_per_node:
         raise HardwareError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; name the hardware")
     return world_size // ranks_per_node, ranks_per_node
+
+
+def _number_of_environ(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    if not text.isdecimal():
+        raise HardwareError(f"{variable}={text!r} is no whole number; torchrun sets it, so unset it elsewhere")
+    return int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +350,7 @@ def present_gpu() -> PresentGpu | None:
         return None
     index, count = _gpu_of_job(), torch.cuda.device_count()
     if index is None:
-        chosen, local_rank = torch.cuda.current_device(), int(os.environ.get("LOCAL_RANK", "0"))
+        chosen, local_rank = torch.cuda.current_device(), _number_of_environ("LOCAL_RANK", 0)
         index = chosen if chosen or count == 1 else local_rank
     if index >= count:
         raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {count} CUDA devices are visible")

@@ -17,7 +17,7 @@ from typing import Literal, TypeVar
 from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
-from chunkc.ir.plan import Program, Segment, StageRecord
+from chunkc.ir.plan import MAX_MICRO_BATCHES, Program, Segment, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 
 T = TypeVar("T")
@@ -88,8 +88,8 @@ class Options:
             raise ValueError(f"num_resident_triples must not be negative, got {self.num_resident_triples}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
-        if self.accumulate < 1:
-            raise ValueError(f"accumulate must be at least 1, got {self.accumulate}")
+        if not 1 <= self.accumulate <= MAX_MICRO_BATCHES:
+            raise ValueError(f"accumulate must lie in [1, {MAX_MICRO_BATCHES}], got {self.accumulate}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 
 from chunkc.cli.options import profile_path, save
+from chunkc.cli.output import show, tell
 
 HELP = "measure this machine's copies, updates and arithmetic"
 
@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
     """The package is imported when it is needed: the other commands start without it."""
     calibration = importlib.import_module("chunkc.calibrate")
     effort = calibration.QUICK if args.quick else calibration.THOROUGH
-    hw = calibration.calibrate(args.hw, effort, lambda line: print(line, file=sys.stderr, flush=True))
+    hw = calibration.calibrate(args.hw, effort, tell)
     if args.output:
         save(hw, args.output)
-    print(json.dumps(hw.profile()) if args.json else calibration.tables(hw, hw.rates))
+    show(json.dumps(hw.profile()) if args.json else calibration.tables(hw, hw.rates))
     return 0

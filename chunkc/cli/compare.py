@@ -16,7 +16,8 @@ from tabulate import tabulate
 
 from chunkc.baselines import POLICIES, Course, Machine, Outcome, Policy
 from chunkc.cli.advice import missing
-from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, tell, transformer_of
+from chunkc.cli.output import show, tell
+from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, transformer_of
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -50,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
         raise ChunkcError(f"compare takes all GPUs of the machine: {hw} has {hw.num_gpus}, not {args.world_size}")
     rows = compare(scenario_of(args, model), Scenarios(tell))
     if args.json:
-        print(json.dumps({"model": model.label, "hw": str(hw), "policies": rows}))
+        show(json.dumps({"model": model.label, "hw": str(hw), "policies": rows}))
     else:
-        print(f"{model.label} on {hw}, simulated, of one rank; systems other than chunkc are modelled\n")
-        print(render(rows))
+        heading = f"{model.label} on {hw}, simulated, of one rank; systems other than chunkc are modelled"
+        show(f"{heading}\n\n{render(rows)}")
     return 0 if any(row["fits"] for row in rows) else 1
 
 

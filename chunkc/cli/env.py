@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from chunkc.cli.output import show
 from chunkc.report.environment import environment
 
 HELP = "versions, processor, memory, GPUs and variables, for a bug report"
@@ -16,6 +17,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows = environment()
     width = max(len(name) for name, _ in rows)
-    for name, value in rows:
-        print(f"{name:<{width}}  {value}")
+    show("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chunkc.cli.options import load_plan
+from chunkc.cli.output import show
 
 HELP = "show a saved plan"
 
@@ -18,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     plan = load_plan(args.path)
-    print(plan.text() if args.full else plan.summary() if args.summary else plan)
+    show(plan.text() if args.full else plan.summary() if args.summary else plan)
     return 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -19,8 +18,8 @@ from typing import Any, Final
 from tabulate import tabulate
 
 from chunkc.cli.advice import missing
-from chunkc.cli.options import DTYPES, positive
-from chunkc.cli.subjects import tell
+from chunkc.cli.options import DTYPES, MAX_RANKS, MAX_SEQUENCE, positive, up_to
+from chunkc.cli.output import show, tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.models import FAMILIES, Transformer, family
@@ -34,8 +33,8 @@ BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hw", default="auto", help="for example v100-240g or 8xv100-240g (default: this machine)")
     parser.add_argument("--family", choices=FAMILIES, default=FAMILIES[0], help="(default: %(default)s)")
-    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 1024)")
-    parser.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: the GPUs of --hw)")
+    parser.add_argument("--seq", type=up_to(MAX_SEQUENCE), metavar="N", help="tokens of a sequence (default: 1024)")
+    parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
     parser.add_argument(
         "--recompute",
@@ -44,8 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="as for `chunkc plan` (default: full, which the largest models need)",
     )
     bar = parser.add_mutually_exclusive_group()
-    bar.add_argument("--min-tflops", type=_bar, metavar="X", help="of each rank, recomputation not counted")
-    bar.add_argument("--min-tokens-per-s", type=_bar, metavar="X", help="of all ranks together")
+    bar.add_argument("--min-tflops", type=positive, metavar="X", help="of each rank, recomputation not counted")
+    bar.add_argument("--min-tokens-per-s", type=positive, metavar="X", help="of all ranks together")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
@@ -54,9 +53,9 @@ def run(args: argparse.Namespace) -> int:
     search = Search(_scenario(args), Scenarios(tell), bar_of(args))
     found = search.largest(family(args.family))
     if args.json:
-        print(json.dumps({"found": None if found is None else _row(found), "tried": [_row(a) for a in search.tried]}))
+        show(json.dumps({"found": None if found is None else _row(found), "tried": [_row(a) for a in search.tried]}))
     else:
-        print(_render(search.tried, found))
+        show(_render(search.tried, found))
     return 0 if found is not None else 1
 
 
@@ -71,13 +70,6 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         dtype=DTYPES[args.dtype],
         world_size=args.world_size,
     )
-
-
-def _bar(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no bar: give a positive number")
-    return value
 
 
 def bar_of(args: argparse.Namespace) -> Callable[[Answer], bool]:

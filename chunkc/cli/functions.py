@@ -1,36 +1,90 @@
-"""A model given as ``module:function``: a function of the user's that returns it with example inputs."""
+"""A model given as ``module:function``: a function of the user's that returns it with example inputs.
+
+What that code raises is an error of the user's, told in one line with the place where it was raised.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import FrameSummary, extract_tb
+from types import TracebackType
 from typing import Any
+
+from torch import nn
 
 from chunkc.errors import ChunkcError
 
 
-def model_and_inputs(spec: str) -> tuple[Any, Any]:
-    """What the function named ``module:function`` returns; errors inside the user's module are the user's to see.
+def model_and_inputs(spec: str) -> tuple[nn.Module, Any]:
+    """What the function named ``module:function`` returns.
 
     Raises:
-        ChunkcError: when there is no such function, or it returns something else.
+        ChunkcError: when there is no such function, it raises something, or it returns something else.
     """
     module_name, _, function_name = spec.partition(":")
-    if not module_name or not function_name:
+    if not all(part.isidentifier() for part in module_name.split(".")) or not function_name.isidentifier():
         raise ChunkcError(f"{spec!r} is not of the form module:function, for example train:build")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ChunkcError(f"no module {error.name!r} in {os.getcwd()} or the installed packages") from error
+    folder = _current_folder()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = _imported(module_name, folder)
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ChunkcError(f"module {module_name!r} has no function {function_name!r}")
-    pair = function()
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict | tuple)):
+    with _errors_of_users(spec, f"import {module_name}; {module_name}.{function_name}()", folder):
+        found = function()
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict | tuple)):
         raise ChunkcError(f"{spec} must return (model, example_inputs) with the inputs a dict or a tuple")
-    return pair[0], pair[1]
+    if not isinstance(found[0], nn.Module):
+        raise ChunkcError(f"{spec} must return (model, example_inputs) with an nn.Module first, found {found[0]!r}")
+    return found
+
+
+def _current_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ChunkcError(f"the current folder, in which modules are, is no more: {error.strerror}") from error
+
+
+def _imported(module_name: str, folder: str) -> Any:
+    program = f"import {module_name}"
+    with _errors_of_users(program, program, folder):
+        try:
+            return importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise
+            raise ChunkcError(f"no module {error.name!r} in {folder} or the installed packages") from error
+
+
+@contextmanager
+def _errors_of_users(name: str, program: str, folder: str) -> Iterator[None]:
+    """Tell what the user's code called ``name`` raises as one error; ``program`` shows all of its traceback."""
+    try:
+        yield
+    except ChunkcError:
+        raise
+    except (Exception, SystemExit) as error:  # users' code may raise anything, and exit
+        raised = f"{name} raised {type(error).__name__}{_place(error.__traceback__, folder)}: {error}"
+        raise ChunkcError(f"{raised}. For the whole traceback: python -c '{program}'") from error
+
+
+def _place(raised: TracebackType | None, folder: str) -> str:
+    """The innermost line in a file below ``folder``; of any file where there is none; nothing without a line."""
+    frames = [frame for frame in extract_tb(raised) if not _is_of_import(frame)]
+    own = [frame for frame in frames if _is_below(folder, Path(frame.filename))] or frames
+    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+
+
+def _is_below(folder: str, path: Path) -> bool:
+    return path.is_relative_to(folder) and "site-packages" not in path.parts
+
+
+def _is_of_import(frame: FrameSummary) -> bool:
+    return frame.filename == __file__ or frame.filename.startswith(("<frozen ", importlib.__file__ or "<frozen "))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,9 +11,11 @@ from typing import Any, Final
 
 import torch
 
+from chunkc.cli.output import tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
+from chunkc.report.units import shorten
 
 Planner = Callable[..., Any]
 
@@ -22,23 +24,53 @@ DTYPES: Final[Mapping[str, torch.dtype | str]] = MappingProxyType(
 )
 
 
+MAX_CHUNK_NUMEL: Final = 2**40
+MAX_RANKS: Final = 2**20
+MAX_BATCH: Final = 2**20
+MAX_SEQUENCE: Final = 2**24
+
+
 def chunk_size(text: str) -> int | str:
     """Elements of a chunk, or ``auto``."""
-    return text if text == "auto" else positive(text, "is neither auto nor a positive number of elements")
+    return text if text == "auto" else _whole(text, MAX_CHUNK_NUMEL, "auto or a whole number of elements")
 
 
-def positive(text: str, otherwise: str = "is not a positive number") -> int:
-    """A whole number of at least one.
+def up_to(most: int) -> Callable[[str], int]:
+    """What reads a whole number from 1 to ``most``."""
+
+    def read(text: str) -> int:
+        return _whole(text, most, "a whole number")
+
+    return read
+
+
+def _whole(text: str, most: int, kind: str) -> int:
+    """A whole number from 1 to ``most``.
 
     Raises:
-        argparse.ArgumentTypeError: for anything else; ``otherwise`` says what it is.
+        argparse.ArgumentTypeError: for anything else, which is then not of the ``kind`` that is asked for.
     """
     try:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} {otherwise}")
+    if not 1 <= number <= most:
+        raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is not {kind} from 1 to {most:,}")
+    return number
+
+
+def positive(text: str) -> float:
+    """A finite number above zero.
+
+    Raises:
+        argparse.ArgumentTypeError: for anything else.
+    """
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{shorten(text, 40)!r} is not a positive number")
     return number
 
 
@@ -88,4 +120,4 @@ def write(path: str, writer: Callable[[], object]) -> None:
         writer()
     except OSError as error:
         raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
-    print(f"saved {path}", file=sys.stderr)
+    tell(f"saved {path}")

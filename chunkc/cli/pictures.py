@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 from chunkc.cli.options import output_path, write
+from chunkc.cli.output import one_line, tell
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
 from chunkc.report.html import page
@@ -50,7 +50,7 @@ def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | No
     if timeline is None and args.trace:
         raise ChunkcError(f"cannot write {args.trace}, since a trace has times: {unpriced}")
     if timeline is None and (args.plot or args.html):
-        print(f"pictures show the order of actions, not times: {' '.join(unpriced.split())}", file=sys.stderr)
+        tell(one_line(f"pictures show the order of actions, not times: {unpriced}"))
     if args.plot:
         write(args.plot, lambda: plot(plan, timeline, args.plot))
     if args.html:

@@ -10,7 +10,8 @@ import time
 
 from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
-from chunkc.cli.options import save
+from chunkc.cli.options import output_path, save
+from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.screen import answer_json, render_answer
 from chunkc.cli.subjects import (
     MODEL_HELP,
@@ -18,7 +19,6 @@ from chunkc.cli.subjects import (
     add_shard_option,
     add_training_options,
     answer_of,
-    tell,
     title_of,
 )
 from chunkc.hardware import Hardware
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser)
     add_accumulate_option(parser)
     add_shard_option(parser)
-    parser.add_argument("--save", metavar="plan.json", help="write the plan to this file too")
+    parser.add_argument("--save", type=output_path, metavar="plan.json", help="write the plan to this file too")
     pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")
     form = parser.add_mutually_exclusive_group()
@@ -51,22 +51,22 @@ def run(args: argparse.Namespace) -> int:
     hw, scenarios = Hardware.of(args.hw), Scenarios(tell)
     answer = answer_of(args, scenarios)
     if answer.shortage is not None:
-        print(f"does not fit: {' '.join(str(answer.shortage).split())}", file=sys.stderr)
+        tell(one_line(f"does not fit: {answer.shortage}"))
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)
         pictures.write_pictures(args, answer.plan, answer.timeline, answer.unpriced)
         if args.table or args.full:
-            print(answer.plan.text() if args.full else answer.plan)
+            show(answer.plan.text() if args.full else answer.plan)
             return 0
     elif args.table or args.full:
         return 1
     with contextlib.redirect_stdout(sys.stderr):
         advice = () if args.no_advice else Adviser(scenarios, answer, began_s).advice()
     if args.json:
-        print(json.dumps(answer_json(answer, hw, advice)))
+        show(json.dumps(answer_json(answer, hw, advice)))
     else:
-        print(render_answer(answer, hw, advice, title_of(args, answer), _where(args, answer.plan)))
+        show(render_answer(answer, hw, advice, title_of(args, answer), _where(args, answer.plan)))
     return 0 if answer.fits else 1
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 from chunkc.cli import pictures
 from chunkc.cli.options import load_plan
+from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.subjects import (
     MODEL_HELP,
     add_accumulate_option,
@@ -15,7 +15,7 @@ from chunkc.cli.subjects import (
     add_training_options,
     answer_of,
     is_plan_file,
-    tell,
+    refuse_model_options,
 )
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
@@ -49,21 +49,22 @@ def run(args: argparse.Namespace) -> int:
         return 1
     plan, timeline = found
     pictures.write_pictures(args, plan, timeline)
-    print(json.dumps(timeline.to_json()) if args.json else timeline)
+    show(json.dumps(timeline.to_json()) if args.json else timeline)
     return 0
 
 
 def _of_file(args: argparse.Namespace) -> tuple[Plan, Timeline]:
+    refuse_model_options(args)
     plan = load_plan(args.model)
     return plan, simulate(plan, args.hw)
 
 
 def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
     """None where it does not fit, as standard error then says."""
-    args.hw = args.hw or "auto"
+    args.hw = "auto" if args.hw is None else args.hw
     answer = answer_of(args, Scenarios(tell))
     if answer.shortage is not None:
-        print(f"does not fit: {' '.join(str(answer.shortage).split())}", file=sys.stderr)
+        tell(one_line(f"does not fit: {answer.shortage}"))
     if answer.plan is None:
         return None
     if answer.timeline is None:

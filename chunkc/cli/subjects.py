@@ -6,14 +6,17 @@ import argparse
 import contextlib
 import importlib
 import json
+import logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from chunkc.cli.functions import model_and_inputs
-from chunkc.cli.options import DTYPES, Planner, chunk_size, positive
+from chunkc.cli.options import DTYPES, MAX_BATCH, MAX_RANKS, MAX_SEQUENCE, Planner, chunk_size, up_to
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware import Hardware
+from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.models import FAMILIES, Transformer, built_in, checkpoint_layers, from_config_file
 from chunkc.report import Plan
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios, policies, priced
@@ -29,7 +32,7 @@ def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
     """For commands that can plan several micro-batches a step."""
     parser.add_argument(
         "--accumulate",
-        type=positive,
+        type=up_to(MAX_MICRO_BATCHES),
         default=1,
         metavar="N",
         help="forwards and backwards (micro-batches) before a step (default: 1)",
@@ -49,9 +52,13 @@ def add_shard_option(parser: argparse.ArgumentParser) -> None:
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """How a model is trained, as far as a plan depends on it."""
     parser.set_defaults(accumulate=1, shard="all")
-    parser.add_argument("--world-size", type=positive, metavar="N", help="ranks (default: the GPUs of --hw)")
-    parser.add_argument("--batch", type=positive, metavar="N", help="sequences of one rank in a forward (default: 1)")
-    parser.add_argument("--seq", type=positive, metavar="N", help="tokens of a sequence (default: 1024 at most)")
+    parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
+    parser.add_argument(
+        "--batch", type=up_to(MAX_BATCH), metavar="N", help="sequences of one rank in a forward (default: 1)"
+    )
+    parser.add_argument(
+        "--seq", type=up_to(MAX_SEQUENCE), metavar="N", help="tokens of a sequence (default: 1024 at most)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="compute dtype (default: auto)")
     parser.add_argument(
         "--recompute",
@@ -106,9 +113,21 @@ def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
     Raises:
         ChunkcError: when it cannot be planned for another reason than memory.
     """
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), _without_torch_errors():
         model = transformer_of(args.model)
         return _of_function(args) if model is None else scenarios.answer(scenario_of(args, model))
+
+
+@contextlib.contextmanager
+def _without_torch_errors() -> Iterator[None]:
+    """Keep torch from logging the traceback of an operator that it cannot trace; the error that follows names it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def title_of(args: argparse.Namespace, answer: Answer) -> str:
@@ -121,26 +140,40 @@ def title_of(args: argparse.Namespace, answer: Answer) -> str:
     return f"{answer.scenario} ({'auto: it does not fit without' if needs_it else 'auto'})"
 
 
-def tell(line: str) -> None:
-    """Progress, on standard error."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def is_plan_file(path: str) -> bool:
     """Whether ``path`` is a file that does not say it is a model's configuration."""
     if not Path(path).is_file():
         return path.endswith(".json") and not path.endswith("config.json")
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return True
     return not (isinstance(data, dict) and "model_type" in data)
+
+
+def refuse_model_options(args: argparse.Namespace) -> None:
+    """Refuse the options by which a model is planned, since ``args`` name a plan, which is made already.
+
+    Raises:
+        ChunkcError: for the first option that says something.
+    """
+    parser = argparse.ArgumentParser()
+    add_training_options(parser)
+    for name in ("world_size", "batch", "seq", "dtype", "recompute", "policy", "chunk_size", "accumulate", "shard"):
+        if getattr(args, name) != parser.get_default(name):
+            option = "--" + name.replace("_", "-")
+            raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
 
 
 def _of_function(args: argparse.Namespace) -> Answer:
     for option in ("batch", "seq"):
         if getattr(args, option) is not None:
             raise ChunkcError(f"--{option} is for built-in models and config.json; {args.model} brings its own inputs")
+    if args.recompute == Recompute.NONE:
+        raise ChunkcError(
+            f"--recompute none is for built-in models and config.json: planning decides what {args.model} computes "
+            "again; leave it out"
+        )
     model, example_inputs = model_and_inputs(args.model)
     if args.recompute == Recompute.FULL:
         checkpoint_layers(model, args.model)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from chunkc.ir.actions import Action, Op, Stream, parse
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
@@ -23,6 +23,9 @@ Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
 ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
 """The graph whose segments a program of that role runs."""
+MAX_MICRO_BATCHES: Final = 4096
+"""Of an iteration at most, since simulations and reports list all of its actions one by one."""
+
 DEFERRING_PROGRAMS = ("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all")
 """Those of micro-batches that exchange nothing before the last one."""
 REPEATED_PROGRAMS = ("forward", "backward", "accumulate", "step", "evaluate", *DEFERRING_PROGRAMS)

@@ -95,8 +95,8 @@ class Transformer:
             config = transformers.AutoConfig.for_model(self.config["model_type"], **options)
             with torch.device("meta"):
                 model: nn.Module = getattr(transformers, self.head).from_config(config)
-        except (ValueError, TypeError, KeyError, ImportError) as error:
-            raise ChunkcError(f"transformers cannot build {self.label}: {error}") from error
+        except Exception as error:  # each configuration and model checks what it is given in its own way
+            raise ChunkcError(f"transformers cannot build {self.label}: {type(error).__name__}: {error}") from error
         if recompute:
             checkpoint_layers(model, self.label)
         return model.train()
@@ -139,12 +139,12 @@ def from_config_file(path: str) -> Transformer:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ChunkcError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ChunkcError(f"{path} holds no JSON: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ChunkcError(f"{path} is no configuration of a model: it has no model_type")
-    names = config.get("architectures") or []
-    name = str(names[0]) if names else ""
+    names = config.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
     head = next((head for suffix, head in _HEAD_BY_SUFFIX.items() if name.endswith(suffix)), None)
     if head is None:
         known = ", ".join(f"*{suffix}" for suffix in _HEAD_BY_SUFFIX)

@@ -15,6 +15,7 @@ from chunkc.ir import plan as ir
 from chunkc.report.summary import summarize
 from chunkc.report.table import render
 from chunkc.report.text import full_text
+from chunkc.report.units import printable
 
 __all__ = ["Plan", "full_text", "render", "summarize"]
 
@@ -38,7 +39,7 @@ class Plan(ir.Plan):
         return render(self)
 
     def __repr__(self) -> str:
-        return f"<chunkc.Plan {self.digest()} of {self.model} on {self.hw}: {len(self.segments)} segments>"
+        return printable(f"<chunkc.Plan {self.digest()} of {self.model} on {self.hw}: {len(self.segments)} segments>")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ir.Plan):

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, replicas_of, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
 _TRIPLE = ("param32", "momentum", "variance")
 _FP32_NBYTES = 4
@@ -25,7 +25,7 @@ def summarize(plan: Plan) -> str:
     ranks = f" (rank {layout.rank} of {layout.world_size}{replicas_of(layout)})" if layout.world_size > 1 else ""
     stored = "stored, padded" if layout.world_size == 1 else f"stored by rank {layout.rank}, padded"
     parts = [
-        f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}",
+        printable(f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}"),
         _table(("memory", "planned", "budget", "share", "where"), _memory(plan, unit)),
         _table(("model data", "elements", unit.name, stored, "always on device"), _model_data(layout, unit)),
         _table(("chunks", "dtype", "count", "elements each", unit.name, "utilisation", "home"), _chunks(layout, unit)),

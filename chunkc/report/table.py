@@ -16,7 +16,18 @@ from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, ranges, repeated, replicas_of, shorten, unit_of
+from chunkc.report.units import (
+    BOUND_NOTE,
+    Unit,
+    percent,
+    plural,
+    printable,
+    ranges,
+    repeated,
+    replicas_of,
+    shorten,
+    unit_of,
+)
 
 MAX_COLUMNS = 100
 MAX_PROGRAM_LINES = 9
@@ -81,7 +92,7 @@ def render(plan: Plan) -> str:
     lines = [*_header(plan, unit), "", *_aligned(rows), "", *_totals(plan, unit), "", *_LEGEND]
     if plan.layout.world_size > 1:
         lines += _LEGEND_OF_RANKS
-    return "\n".join(shorten(line, MAX_COLUMNS) for line in lines)
+    return "\n".join(shorten(printable(line), MAX_COLUMNS) for line in lines)
 
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:

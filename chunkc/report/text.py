@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from chunkc.ir.layout import Chunk, Layout, Placement
 from chunkc.ir.plan import Plan, Program, State
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, plural, replicas_of, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, replicas_of, unit_of
 
 
 def full_text(plan: Plan) -> str:
@@ -20,7 +20,7 @@ def full_text(plan: Plan) -> str:
     unit = unit_of(plan)
     sections = [_header(plan, unit), _stages(plan), _layout(plan.layout, unit), _slots(plan.layout, unit)]
     sections += [_program(plan, program, unit) for program in plan.programs]
-    return "\n\n".join("\n".join(section) for section in sections) + "\n"
+    return "\n\n".join("\n".join(map(printable, section)) for section in sections) + "\n"
 
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:

@@ -13,7 +13,7 @@ from chunkc import cost
 from chunkc.cost.timeline import OVERHEAD
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
-from chunkc.report.units import percent, plural, shorten, unit_for
+from chunkc.report.units import percent, plural, printable, shorten, unit_for
 
 MAX_STALLS = 8
 _MAX_TEXT_COLUMNS = 44
@@ -41,7 +41,7 @@ class Timeline(cost.Timeline):
         return render_timeline(self)
 
     def __repr__(self) -> str:
-        return f"<chunkc timeline of plan {self.plan_digest}: {duration(self.step_ms)} a step on {self.hw}>"
+        return printable(f"<chunkc timeline of plan {self.plan_digest}: {duration(self.step_ms)} a step on {self.hw}>")
 
 
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
@@ -60,7 +60,7 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 def render_timeline(timeline: cost.Timeline) -> str:
     """The numbers of ``timeline`` on one screen."""
-    parts = ["\n".join(_header(timeline)), _streams(timeline), _stalls(timeline)]
+    parts = ["\n".join(map(printable, _header(timeline))), _streams(timeline), _stalls(timeline)]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -84,3 +84,14 @@ def ranges(prefix: str, numbers: Iterable[int]) -> str:
 def shorten(text: str, width: int) -> str:
     """``text`` cut to ``width`` columns; three dots say that something is missing."""
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."
+
+
+def printable(line: str) -> str:
+    """``line`` with an escape for every character that is not printed: names from files may hold any.
+
+    >>> printable("a model\\x1b[2J\\n")
+    'a model\\\\x1b[2J\\\\n'
+    """
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)

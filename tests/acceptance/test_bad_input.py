@@ -111,7 +111,8 @@ BAD_OPTIONS: dict[str, tuple[dict[str, object], str]] = {
     "backend": ({"backend": "cudagraphs"}, "cudagraphs"),
     "chunk_size": ({"chunk_size": 0}, "chunk_size=0"),
     "chunk_size text": ({"chunk_size": "big"}, "'big'"),
-    "accumulate": ({"accumulate": 0}, "accumulate=0.*1 or more"),
+    "accumulate": ({"accumulate": 0}, "accumulate=0.*1 to 4,096"),
+    "accumulate_too_many": ({"accumulate": 10**12}, "accumulate=1000000000000.*1 to 4,096"),
     "keep_fp32": ({"keep_fp32": ("norm",)}, "keep_fp32"),
 }
 

@@ -26,7 +26,7 @@ def plan() -> Plan:
 @pytest.fixture
 def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """``module:function`` of a model that no planner of these tests looks at."""
-    (tmp_path / "pictures_model.py").write_text("def build():\n    return None, ()\n")
+    (tmp_path / "pictures_model.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(1, 1), ()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return "pictures_model:build"

@@ -75,3 +75,14 @@ def test_another_format_is_refused_by_number(tmp_path: Path) -> None:
 def test_an_absent_file_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_names_from_a_file_bring_no_control_characters() -> None:
+    """A terminal would obey them, and a line end would make a line of its own."""
+    base = gpt_plan()
+    params = (replace(base.layout.params[0], name="w\x1b[2J\nforged"), *base.layout.params[1:])
+    plan = Plan.of(replace(base, model="m\x1b]0;title\x07", hw="h\r\u202e", layout=replace(base.layout, params=params)))
+    assert "w\\x1b[2J\\nforged" in plan.text()
+    for text in (str(plan), plan.text(), plan.summary(), repr(plan)):
+        assert "m\\x1b]0;title\\x07" in text and "h\\r\\u202e" in text
+        assert all(character.isprintable() or character == "\n" for character in text)

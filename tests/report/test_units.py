@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkc.report.units import Unit, percent, plural, ranges, shorten, unit_for
+from chunkc.report.units import Unit, percent, plural, printable, ranges, shorten, unit_for
 
 GIB, MIB, KIB = 1024**3, 1024**2, 1024
 
@@ -41,3 +41,8 @@ def test_small_words() -> None:
     assert (plural(1, "chunk"), plural(0, "chunk"), plural(1024, "chunk")) == ("1 chunk", "0 chunks", "1,024 chunks")
     assert (percent(1, 3), percent(1, 0)) == ("33.3 %", "-")
     assert (shorten("abcdef", 6), shorten("abcdefg", 6)) == ("abcdef", "abc...")
+
+
+def test_what_is_not_printed_is_escaped() -> None:
+    assert printable("plain, é and 模型") == "plain, é and 模型"
+    assert printable("\x1b[2J\t\n\x7f\u202e\udcff\U000e0001") == "\\x1b[2J\\t\\n\\x7f\\u202e\\udcff\\U000e0001"

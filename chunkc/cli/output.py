@@ -1,0 +1,66 @@
+"""Standard output and standard error of a command: whole results or an error, and nothing that a terminal obeys.
+
+A result that cannot be written is an error, since its exit status would otherwise tell half of it. A reader that has
+seen enough (``| head``) is none: the rest is dropped, and the exit status stays that of the command. Progress goes to
+standard error as far as somebody takes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from chunkc.errors import ChunkcError
+from chunkc.report.units import printable
+
+
+def show(result: object) -> None:
+    """Print ``result`` on standard output, whole.
+
+    Characters that a terminal would obey, or that its encoding lacks, are escaped.
+
+    Raises:
+        ChunkcError: when it cannot be written, for example since the disk is full.
+    """
+    stream: TextIO | None = sys.stdout  # None where the process began with it closed
+    if stream is None:
+        raise ChunkcError("the result cannot be written: standard output is closed")
+    try:
+        _print(str(result), stream)
+    except BrokenPipeError:
+        _discard(stream)
+    except OSError as error:
+        _discard(stream)
+        raise ChunkcError(f"the result cannot be written to standard output: {error.strerror}") from error
+
+
+def tell(text: str) -> None:
+    """Print progress or an error on standard error; it is dropped where that takes nothing. Escapes as in `show`."""
+    stream: TextIO | None = sys.stderr
+    if stream is None:
+        return
+    try:
+        _print(text, stream)
+    except OSError:
+        _discard(stream)
+
+
+def one_line(text: str) -> str:
+    """``text`` without line ends and indentation."""
+    return " ".join(text.split())
+
+
+def _print(text: str, stream: TextIO) -> None:
+    escaped = "\n".join(map(printable, text.split("\n")))
+    encoding = stream.encoding or "utf-8"
+    print(escaped.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left in the buffer of ``stream``, and what follows, to nowhere: Python writes it when it exits."""
+    with suppress(OSError):  # a stream in memory has no descriptor
+        descriptor = stream.fileno()
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), descriptor)
