@@ -199,8 +199,9 @@ class CudaDevice:
     def free_arena(self, arena: torch.Tensor) -> None:
         """Its memory goes back to the allocator with the last view; the caller has drained the device."""
 
-    def allocate_home(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of pinned host memory as uint8, zeroed, page-aligned, not inherited by forks.
+    def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
+        """``nbytes`` of host memory as uint8, zeroed, page-aligned, not inherited by forks; pinned, here or by
+        `pin_home`.
 
         Raises:
             HardwareError: when the host budget does not hold them, or CUDA does not pin them.
@@ -211,7 +212,23 @@ class CudaDevice:
                 f"{self.name}: a home of {nbytes} bytes was asked for, {free_nbytes} of {self.host_budget_nbytes} "
                 "host bytes are free: let go of another model on this device, or name more host memory in hw"
             )
-        return self._homes.allocate(nbytes)
+        return self._homes.allocate(nbytes, is_pinned=is_pinned)
+
+    def touch_home(self, part: torch.Tensor) -> None:
+        """Take the pages of a part of a home that is to be written, by threads on the cores of this rank.
+
+        Raises:
+            HardwareError: when ``part`` is in no live home of this device.
+        """
+        self._homes.touch(part)
+
+    def pin_home(self, home: torch.Tensor) -> None:
+        """Take the pages of a home that are left, and pin it; idempotent.
+
+        Raises:
+            HardwareError: when CUDA does not pin it, which loses nothing; when it is no live home of this device.
+        """
+        self._homes.pin(home)
 
     def free_home(self, home: torch.Tensor) -> None:
         """Give a home's memory back to the system now; views that live on read zeros and must not be written.

@@ -94,11 +94,26 @@ class Device(Protocol):
         """Give memory of ``allocate_arena`` back; no view of it may be used afterwards."""
         ...
 
-    def allocate_home(self, nbytes: int) -> torch.Tensor:
+    def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
         """``nbytes`` of host memory as uint8, zeroed, aligned, not inherited by forks, fast to copy from and to.
+
+        With ``is_pinned`` False the system gives it as it is filled: ``touch_home`` comes before the first write to a
+        part, and ``pin_home`` before the first launch that copies.
 
         Raises:
             HardwareError: when the host budget does not hold them.
+        """
+        ...
+
+    def touch_home(self, part: torch.Tensor) -> None:
+        """The part of a home is about to be written for the first time: take its pages."""
+        ...
+
+    def pin_home(self, home: torch.Tensor) -> None:
+        """The home is full, so take what is left of its pages and make copies fast; idempotent.
+
+        Raises:
+            HardwareError: when the system refuses; the home keeps what it holds.
         """
         ...
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -35,72 +34,14 @@ from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch
 from chunkc.runtime.gauge import HostNorm
 from chunkc.runtime.host_cores import HostCores
+from chunkc.runtime.live_slabs import LiveSlabs
 from chunkc.runtime.meter import NonModelMeter
 from chunkc.runtime.pace import PaceLaw, Timekeeper
-from chunkc.runtime.slab import Slab, allocate_slab
 from chunkc.runtime.streams import Streams
 
 _LOGGER = logging.getLogger("chunkc")
 _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
-_HUGE_NBYTES: Final = 2**21
 _EXIT_TIMEOUT_S: Final = 5.0
-
-
-def rounded_nbytes(nbytes: int) -> int:
-    """What CUDA's caching allocator takes for a block of ``nbytes``: see the module's text."""
-    granularity = 512 if nbytes <= 2**20 else 2**21
-    return -(-nbytes // granularity) * granularity
-
-
-class _Slabs:
-    """Live slabs of one kind by address, and their bytes.
-
-    A slab goes by `free` or when its last view is collected, which may happen anywhere, even in the middle of a
-    method of this class: such bytes are queued and settled by the next call.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-        self._by_address: dict[int, Slab] = {}
-        self._freed: deque[int] = deque()
-        self._nbytes = 0
-        self._rounded_nbytes = 0
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        if nbytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES, on_free=self._freed.append)
-        self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
-        self._by_address[slab.address] = slab
-        self._nbytes += nbytes
-        self._rounded_nbytes += rounded_nbytes(nbytes)
-        return memory
-
-    def free(self, memory: torch.Tensor) -> None:
-        if memory.numel() == 0:
-            return
-        slab = self._by_address.pop(memory.data_ptr(), None)
-        if slab is None:
-            raise HardwareError(f"not the start of {self._kind} of this device, or already freed")
-        slab.close()
-
-    def settle(self) -> int:
-        """Enter what was freed into the books; how many bytes that was."""
-        total = 0
-        while self._freed:
-            nbytes = self._freed.popleft()
-            self._nbytes -= nbytes
-            self._rounded_nbytes -= rounded_nbytes(nbytes)
-            total += nbytes
-        return total
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    @property
-    def rounded_nbytes(self) -> int:
-        return self._rounded_nbytes
 
 
 class EmulatedDevice:
@@ -145,8 +86,8 @@ class EmulatedDevice:
         self.timekeeper = Timekeeper(law)
         self._law = law
         self._lock = threading.Lock()
-        self._arenas = _Slabs("an arena")
-        self._homes = _Slabs("a home")
+        self._arenas = LiveSlabs("an arena")
+        self._homes = LiveSlabs("a home")
         self._reserved_nbytes = 0
         self._orphaned_nbytes = 0  # of arenas that are alive although their reservation was given back
         self._streams = Streams(
@@ -263,7 +204,7 @@ class EmulatedDevice:
         with self._lock:
             self._arenas.free(arena)
 
-    def allocate_home(self, nbytes: int) -> torch.Tensor:
+    def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
         """``nbytes`` of host memory as uint8, zeroed, page-aligned, not inherited by forks.
 
         Raises:
@@ -281,6 +222,12 @@ class EmulatedDevice:
             home = self._homes.allocate(nbytes)
             self.num_home_allocations += 1
         return home
+
+    def touch_home(self, part: torch.Tensor) -> None:
+        """Nothing: whoever writes first takes the pages."""
+
+    def pin_home(self, home: torch.Tensor) -> None:
+        """Nothing: copies are as fast as they get."""
 
     def free_home(self, home: torch.Tensor) -> None:
         """Give a home's memory back to the system now; views that live on read zeros and must not be written.

@@ -42,7 +42,10 @@ class Part:
 
 
 class ChunkStore:
-    """Arena and homes of one layout. Memory is taken when the store is made and given back by ``close``.
+    """Arena and homes of one layout, from when the store is made to ``close``.
+
+    Homes take their pages as parameters come (`touch`), so that what these come from can go meanwhile, and are pinned
+    when all have come (`pin`).
 
     Attributes:
         snapshot: of an earlier moment, as long as somebody reads it.
@@ -68,7 +71,28 @@ class ChunkStore:
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
-        return self._device.allocate_home(nbytes) if nbytes else self._nothing
+        return self._device.allocate_home(nbytes, is_pinned=False) if nbytes else self._nothing
+
+    def touch(self, param: int) -> None:
+        """A parameter is about to be written for the first time: homes take the pages of this rank's part of it."""
+        for part in self._parts[param]:
+            chunk = self.layout.chunks[part.chunk]
+            if not self.is_own(part.chunk):
+                continue
+            if chunk.home is Home.HOST:
+                self._device.touch_home(self.payload_home(chunk)[part.start : part.end])
+            if chunk.os_home is Home.HOST:
+                for tensor in self.triple_home(chunk).tensors:
+                    self._device.touch_home(tensor[part.start : part.end])
+
+    def pin(self) -> None:
+        """All parameters stand in their chunks: the first launch may come.
+
+        Raises:
+            HardwareError: when the system does not pin the homes; they keep what they hold.
+        """
+        for slab in (self._payload_slab, self._triple_slab):
+            self._device.pin_home(slab)
 
     def close(self) -> None:
         """Give all memory back; no view may be used afterwards.

@@ -38,10 +38,17 @@ class ChunkValues:
         self._beside = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
-        """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed."""
+        """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed.
+
+        In the order of the chunks, so that homes take their pages as fast as ``staging`` lets go of its own.
+
+        Raises:
+            HardwareError: when homes cannot be pinned; all parameters stand in their chunks then.
+        """
         freed = FreedPages()
-        for index in [i for i in range(len(self._layout.params)) if staging.holds(i)]:
+        for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
             exact, state = staging.exact(index), staging.state(index)
+            self._store.touch(index)
             self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
                 self.write_moments(index, state.exp_avg, state.exp_avg_sq)
@@ -49,6 +56,11 @@ class ChunkValues:
             staging.forget(index)
             del exact, state
             freed.add(nbytes)
+        self._store.pin()
+
+    def _first_element(self, index: int) -> tuple[int, int]:
+        place = self._layout.placements[index]
+        return place.chunk, place.offset
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has an optimizer state."""

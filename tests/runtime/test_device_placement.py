@@ -39,7 +39,7 @@ class FarDevice(EmulatedDevice):
     def free_arena(self, arena: torch.Tensor) -> None:
         """Nothing to give back."""
 
-    def allocate_home(self, nbytes: int) -> torch.Tensor:
+    def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=HOST)
 
     def free_home(self, home: torch.Tensor) -> None:

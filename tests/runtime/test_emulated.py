@@ -14,7 +14,8 @@ from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device, Event
-from chunkc.runtime.emulated import EmulatedDevice, rounded_nbytes
+from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.live_slabs import rounded_nbytes
 
 KIB = 2**10
 MIB = 2**20

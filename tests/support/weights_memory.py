@@ -3,7 +3,8 @@
     python weights_memory.py SIZE WAY FOLDER    loads FOLDER/given, saves to FOLDER/saved
 
 `make` wrote FOLDER/given. WAY is ``load`` (a model from the meta device and ``chunkc.load_pretrained``), ``consume``
-(one with values in memory handed to ``chunkc.compile``) or ``pretrained`` (one from transformers' ``from_pretrained``).
+(one with values in memory handed to ``chunkc.compile``), ``pinned`` (the same for the CUDA device over a double, whose
+homes are pinned) or ``pretrained`` (one from transformers' ``from_pretrained``).
 Readings are RssAnon of /proc/self/status in bytes, sampled by a thread, so pages of mapped files do not count.
 """
 
@@ -15,11 +16,14 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
+from cuda_machine import Double
 from safetensors.torch import save_file
 from torch import nn
 
@@ -106,6 +110,7 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
     makers = {
         "load": on_meta,
         "consume": build,
+        "pinned": build,
         "pretrained": lambda _: transformers.LlamaForCausalLM.from_pretrained(folder / "given").train(),
     }
     found["imported"] = anonymous_nbytes()
@@ -132,9 +137,16 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
         return nbytes
 
     def compile() -> None:
-        chunkc.compile(model, HW[size], dtype=DTYPES[size], backend="eager")
+        chunkc.compile(model, hw, dtype=DTYPES[size], backend="eager")
 
-    found["compile_peak"] = peak_nbytes(compile)
+    hw = chunkc.Hardware.parse(HW[size])
+    stand_in: AbstractContextManager[object] = nullcontext()
+    if way == "pinned":
+        machine = Double()
+        hw = machine.hw(hw.gpu_memory_nbytes, hw.host_memory_nbytes)
+        stand_in = mock.patch("chunkc.api.device_for", machine.device_for)
+    with stand_in:
+        found["compile_peak"] = peak_nbytes(compile)
     if way == "load":
         found["load_peak"] = peak_nbytes(load)
     found["loaded"] = anonymous_nbytes()
@@ -159,7 +171,7 @@ def measure(size: str, way: str, folder: Path) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("size", choices=SIZES)
-    parser.add_argument("way", choices=("load", "consume", "pretrained"))
+    parser.add_argument("way", choices=("load", "consume", "pinned", "pretrained"))
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
     torch.manual_seed(0)
