@@ -25,7 +25,8 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients
-from chunkc.runtime.params import inner_of, manage_all
+from chunkc.runtime.manage import manage_all
+from chunkc.runtime.params import inner_of
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
@@ -298,17 +299,16 @@ class ModelMemory:
 
     # Optimizer states.
 
-    def read_state(self, param: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copies of exp_avg, exp_avg_sq and param32 in host memory."""
+    def read_state(
+        self, param: int, names: Sequence[str] = ("exp_avg", "exp_avg_sq", "param32")
+    ) -> tuple[torch.Tensor, ...]:
+        """Copies of the parts called ``names`` of a parameter's state, in float32 and host memory."""
         self.drain()
         self._together("the optimizer state", param)
         if self._values is None or self.staging.holds(param):
-            value = self.staging.exact(param)
-            state = self.staging.state(param)
-            moments = (state.exp_avg, state.exp_avg_sq) if state else (torch.zeros_like(value), torch.zeros_like(value))
-            return moments[0].float().clone(), moments[1].float().clone(), value.float().clone()
-        exp_avg, exp_avg_sq = self._values.read_moments(param)
-        return exp_avg.to("cpu"), exp_avg_sq.to("cpu"), self._values.read_param(param).float().to("cpu")
+            found = self.staging.state_or_zeros(param)
+            return tuple(getattr(found, name).float().clone() for name in names)
+        return tuple(self._values.read_state(param, name).to("cpu") for name in names)
 
     def write_state(
         self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None

@@ -6,14 +6,14 @@ have a gradient (torch skips the others: no decay and no step) and launches the 
 workers while the caller goes on.
 
 Moments exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
-starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` stays empty;
-``state_dict()`` reads the states, in torch's layout.
+starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` shows the states one
+by one (`chunkc.runtime.state_mapping`), ``state_dict()`` copies them all, both in torch's layout.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.optimizer_state import (
     TORCH_OPTIONS,
     OptimizerRuntime,
@@ -33,11 +32,11 @@ from chunkc.runtime.optimizer_state import (
     read_states,
     write_states,
 )
+from chunkc.runtime.state_mapping import OptimizerState
+from chunkc.runtime.step_counts import StepCounts, names_of
 from chunkc.runtime.step_inputs import Hyper
 
 __all__ = ["Adam", "AdamW", "ChunkOptimizer", "OptimizerRuntime", "find_runtime"]
-
-_MAX_NAMED = 5
 
 
 class ChunkOptimizer(torch.optim.Optimizer):
@@ -56,10 +55,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self._check_max_norm()
-        self._runtime: OptimizerRuntime | None = None
-        self._token = object()
-        self._steps: dict[int, int] = {}
-        self._latest: tuple[Outcome, tuple[int, ...]] | None = None
+        self._counts = StepCounts()
         self._has_warned = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_OPTIONS}
         super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
@@ -82,7 +78,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         except (ChunkcError, ValueError):
             self.param_groups.pop()
             raise
-        self._runtime = runtime
+        self._counts.hold(runtime, group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -104,37 +100,32 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         """`step` without its closure."""
-        self._settle()
+        self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
         active = runtime.check_step({index: param for index, (param, _) in groups.items()})
         if not active:
             self._warn_without_gradients()
             return
         self._check_covered(active, groups.keys())
-        self._check_owned(active.intersection(self._steps))
+        self._counts.check_owned(active)
         snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
         hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
-        steps = {index: self._steps.get(index, 0) + 1 for index in hypers}
+        steps = self._counts.following(hypers)
         if self.max_grad_norm is not None:
             self._check_max_norm()
             runtime.clip(self.max_grad_norm)
-        outcome = runtime.step(hypers, steps)
-        self._latest = None if outcome is None else (outcome, tuple(steps))
-        self._steps.update(steps)
-        runtime.owners.update(dict.fromkeys(steps, self._token))
+        self._counts.advance(steps, runtime.step(hypers, steps))
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.
 
         Parameters that were never stepped have no state. Pending updates are finished first.
         """
+        counts = self.step_counts
 
         def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            runtime = self.runtime
-            return {**state_dict, "state": read_states(runtime, state_dict, self.param_groups, self._steps)}
+            return {**state_dict, "state": read_states(self.runtime, state_dict, self.param_groups, counts)}
 
-        self._settle()
-        self._check_owned(self._steps)
         handle = self.register_state_dict_post_hook(add_states, prepend=True)
         try:
             return super().state_dict()
@@ -157,9 +148,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
         def write(_: torch.optim.Optimizer) -> None:
             runtime = self.runtime
             write_states(runtime, loaded)
-            runtime.owners.update(dict.fromkeys(loaded, self._token))
-            self._latest = None
-            self._steps = {index: int(state["step"]) for index, state in loaded.items() if int(state["step"]) > 0}
+            steps = {index: int(state["step"]) for index, state in loaded.items()}
+            self._counts.replace({index: count for index, count in steps.items() if count > 0}, owned=loaded)
 
         handles = (
             self.register_load_state_dict_pre_hook(take),
@@ -178,19 +168,36 @@ class ChunkOptimizer(torch.optim.Optimizer):
         Raises:
             ChunkcError: when another optimizer has begun to step them since.
         """
-        self._settle()
-        self._check_owned(self._steps)
-        return dict(self._steps)
+        return dict(self._counts.current())
+
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """What torch calls ``optimizer.state``: a mapping from each parameter that was ever stepped to its state.
+
+        ``state[param]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, in 16-bit modes, ``master_param``. They show the
+        state as it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
+        to begin anew, or one from parameters to whole states.
+
+        Raises:
+            ChunkcError: when it is read or written and another optimizer has begun to step the parameter since.
+        """
+        return OptimizerState(self._counts)
+
+    @state.setter  # type: ignore[override]
+    def state(self, value: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        if self._counts.runtime is not None:  # torch's own constructor assigns an empty one first
+            self.state.replace(value)
 
     def continue_from(self, groups: Sequence[Mapping[str, Any]], steps: Mapping[int, int]) -> None:
         """Go on from moments that the model was given: ``groups`` in torch's layout, step counts by index."""
         self.load_state_dict({"state": {}, "param_groups": list(groups)})
-        self.runtime.owners.update(dict.fromkeys(steps, self._token))
-        self._steps, self._latest = dict(steps), None
+        self._counts.replace(steps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Give loaded groups the options that older states lack; torch calls this when it loads."""
-        super().__setstate__(state)
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if state.get("state"):
+            self.state = state["state"]
         for group in self.param_groups:
             for name, default in self.defaults.items():
                 group.setdefault(name, default)
@@ -201,18 +208,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
             "Save optimizer.state_dict(), and load it into an optimizer of the other model"
         )
 
-    def _settle(self) -> None:
-        """Take back the counts of the latest step where it was skipped; torch's scaler would not have stepped."""
-        if self._latest is None:
-            return
-        outcome, indexes = self._latest
-        self._latest = None
-        if outcome.is_skipped():
-            counts = {index: self._steps[index] - 1 for index in indexes}
-            self._steps.update({index: count for index, count in counts.items() if count})
-            for index in (index for index, count in counts.items() if not count):
-                del self._steps[index]
-
     def _check_max_norm(self) -> None:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
             raise ValueError(f"max_grad_norm must be positive, found {self.max_grad_norm}; None clips nothing")
@@ -220,13 +215,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
     @property
     def runtime(self) -> OptimizerRuntime:
         """The compiled model that all its parameters belong to."""
-        if self._runtime is None:
+        if self._counts.runtime is None:
             raise ChunkcError(f"chunkc.{type(self).__name__} has no parameters")
-        return self._runtime
+        return self._counts.runtime
 
     def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerRuntime | None:
         """The runtime of the group's parameters, which is that of the groups before; None while there are none."""
-        runtime = self._runtime
+        runtime = self._counts.runtime
         names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
         for param, name in zip(group["params"], names, strict=True):
             found = find_runtime(param)
@@ -280,23 +275,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if missing:
             raise ChunkcError(
                 "a step updates the whole model, so one optimizer must hold every parameter that has a gradient; "
-                f"{self._names(missing)} are not in its groups: add them with add_param_group, freeze them with "
-                "requires_grad_(False) before compiling, or set their .grad to None"
+                f"{names_of(self.runtime, missing)} are not in its groups: add them with add_param_group, freeze them "
+                "with requires_grad_(False) before compiling, or set their .grad to None"
             )
-
-    def _check_owned(self, indexes: Iterable[int]) -> None:
-        owners = self.runtime.owners
-        foreign = sorted(index for index in indexes if owners.get(index) is not self._token)
-        if foreign:
-            raise ChunkcError(
-                "a parameter's moments exist once and belong to the optimizer that began last to step it; another one "
-                f"has begun since to step {self._names(foreign)}: go on with that one"
-            )
-
-    def _names(self, indexes: list[int]) -> str:
-        runtime = self.runtime
-        names = ", ".join(repr(runtime.name_of(index)) for index in indexes[:_MAX_NAMED])
-        return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")
 
 
 class AdamW(ChunkOptimizer):

@@ -93,8 +93,9 @@ class OptimizerRuntime(Protocol):
         """
         ...
 
-    def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of exp_avg, exp_avg_sq and param32, parameter-shaped, after draining pending updates."""
+    def read_state(self, param: int, names: Sequence[str] = ...) -> tuple[Tensor, ...]:
+        """Copies of ``names``, parameter-shaped, after draining pending updates; of all by default: ``exp_avg``,
+        ``exp_avg_sq`` and ``param32``."""
         ...
 
     def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
@@ -160,7 +161,7 @@ def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dic
     states = {}
     for key, state in state_dict["state"].items():
         runtime, index = managed(params[key])
-        _check_state(runtime.name_of(index), params[key], state)
+        check_state(runtime.name_of(index), params[key], state)
         states[index] = dict(state)
     return states
 
@@ -200,7 +201,12 @@ def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
         raise ChunkcError(f"the group is one of {right}, whose weight decay differs from {wrong}'s: use chunkc.{right}")
 
 
-def _check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
+def check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
+    """Check that ``state`` is an Adam state of ``param``, which is called ``name``.
+
+    Raises:
+        ChunkcError: when it is not, or does not fit.
+    """
     missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
     if missing:
         raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")

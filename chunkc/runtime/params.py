@@ -8,6 +8,7 @@ the true value: nothing ever reads memory that is not there, and no write is los
     role    stands for                                    after a read
     param   the parameter itself, and its ``detach``      a plain tensor with the current value
     grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient of that backward
+    state   a part of its optimizer state                 a plain tensor with the current value
     view    a view of a gathered value                    reads go through until the parameter changes; writes are
                                                           refused by name
 
@@ -24,13 +25,12 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 import torch
 
-from chunkc._torch_compat import hidden_from_dynamo, is_capturing, pytree, swap_tensors, wrapper_tensor
+from chunkc._torch_compat import hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
 from chunkc.errors import ChunkcError
-from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.shell import Shell
 from chunkc.runtime.staging import StagingStore
 
-Role = Literal["param", "grad", "view"]
+Role = Literal["param", "grad", "state", "view"]
 aten = torch.ops.aten
 _NO_VERSION = -1
 _ZEROING = frozenset({aten.zero_.default, aten._foreach_zero_.default})
@@ -41,17 +41,22 @@ _FILLS = frozenset(
 _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
-class ParamStore(Protocol):
-    """Where values of parameters and gradients are read and written; a read drains pending updates."""
-
-    staging: StagingStore
+class ValueStore(Protocol):
+    """Where one kind of values is read and written, by the index of a parameter; a read drains pending updates."""
 
     def name_of(self, index: int) -> str: ...
     def is_entered(self) -> bool: ...
     def version_of(self, index: int) -> int: ...
     def read_param(self, index: int) -> torch.Tensor: ...
-    def read_exact(self, index: int) -> torch.Tensor: ...
     def write_param(self, index: int, value: torch.Tensor) -> None: ...
+
+
+class ParamStore(ValueStore, Protocol):
+    """Where values of parameters and gradients are read and written."""
+
+    staging: StagingStore
+
+    def read_exact(self, index: int) -> torch.Tensor: ...
     def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
     def zero_grad(self, index: int, stamp: int) -> None: ...
@@ -69,7 +74,7 @@ class ManagedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None, stamp: int = 0
+        cls, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0
     ) -> ManagedTensor:
         outer: ManagedTensor = wrapper_tensor(cls, inner, inner.requires_grad and role == "param")
         outer._inner = inner
@@ -79,7 +84,7 @@ class ManagedTensor(torch.Tensor):
         outer._chunkc_stamp = stamp
         return outer
 
-    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ParamStore | None, stamp: int = 0) -> None:
+    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0) -> None:
         """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -304,7 +309,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         source = managed[0]
         runtime, index, stamp = source._chunkc_runtime, source._chunkc_index, source._chunkc_stamp
         if source._role != "view":
-            stamp = runtime.version_of(index) if source._role == "param" else _NO_VERSION
+            stamp = _NO_VERSION if source._role == "grad" else runtime.version_of(index)
         wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
         return pytree.tree_map_only(torch.Tensor, wrap, out)
     return out
@@ -348,46 +353,6 @@ def _plain(tensor: ManagedTensor) -> torch.Tensor:
     if tensor._role == "param" and isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.exact(), requires_grad=tensor.requires_grad)
     return _read(tensor)
-
-
-def manage(
-    param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ParamStore, device: torch.device
-) -> torch.nn.Parameter:
-    """Turn ``param`` into a managed parameter on ``device``; the object stays the same, its payload goes.
-
-    Returns:
-        a parameter that now holds the payload; swapping it with ``param`` undoes everything.
-
-    Raises:
-        RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
-    """
-    shell = Shell.of(info, device, requires_grad=param.requires_grad)
-    managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
-    managed.__dict__.update(param.__dict__)
-    swap_tensors(param, managed)
-    return managed
-
-
-def manage_all(
-    params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore, device: torch.device
-) -> None:
-    """All parameters become managed, or none. To everybody they stand on ``device``, as the graphs read them.
-
-    Raises:
-        ChunkcError: naming the first that cannot.
-    """
-    done: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
-    for index, (param, info) in enumerate(zip(params, infos, strict=True)):
-        try:
-            done.append((param, manage(param, info, index, runtime, device)))
-        except RuntimeError as error:
-            for swapped, original in done:
-                swap_tensors(swapped, original)
-            raise ChunkcError(
-                f"parameter {info.name} cannot be managed because something holds on to it: an autograd graph of an "
-                "earlier forward, a weak reference, or another torch.compile. Call chunkc.compile before the model is "
-                f"used ({error})"
-            ) from error
 
 
 def inner_of(param: torch.Tensor) -> torch.Tensor:

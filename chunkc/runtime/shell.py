@@ -8,6 +8,7 @@ memory that is not there. A shell prints what it is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,19 @@ class Shell(torch.Tensor):
     @staticmethod
     def of(info: ParamInfo, device: torch.device, *, requires_grad: bool) -> Shell:
         """The shell of a parameter."""
-        plain = torch.empty_strided(info.shape, info.stride, dtype=getattr(torch, info.dtype), device=device)
+        return Shell.empty(info.shape, info.stride, getattr(torch, info.dtype), device, requires_grad=requires_grad)
+
+    @staticmethod
+    def empty(
+        shape: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        requires_grad: bool = False,
+    ) -> Shell:
+        """The shell of any dense tensor."""
+        plain = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         plain.untyped_storage().resize_(0)
         return as_plain_subclass(Shell, plain, requires_grad)
 

@@ -162,6 +162,13 @@ class StagingStore:
         moments = self._from_first(found.exp_avg), self._from_first(found.exp_avg_sq)
         return StagedState(*moments, None if found.param32 is None else self._from_first(found.param32))
 
+    def state_or_zeros(self, index: int) -> StagedState:
+        """Loaded optimizer state, or zero moments; its ``param32`` is the finest value known."""
+        value, state = self.exact(index), self.state(index)
+        if state is None:
+            return StagedState(torch.zeros_like(value), torch.zeros_like(value), value)
+        return StagedState(state.exp_avg, state.exp_avg_sq, value)
+
     def write_state(
         self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
     ) -> None:

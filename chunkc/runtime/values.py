@@ -99,12 +99,12 @@ class ChunkValues:
         """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
         self._scatter(index, self._gradient, value)
 
-    def read_moments(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of exp_avg and exp_avg_sq, parameter-shaped."""
-        return (
-            self._whole(index, lambda chunk: self._triple(chunk).exp_avg, torch.float32),
-            self._whole(index, lambda chunk: self._triple(chunk).exp_avg_sq, torch.float32),
-        )
+    def read_state(self, index: int, name: str) -> torch.Tensor:
+        """A copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped; where nothing is trained,
+        ``param32`` is the parameter."""
+        if name == "param32":
+            return self.read_param(index).float()
+        return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
         """Replace both moments."""

@@ -13,7 +13,8 @@ from torch import nn
 from chunkc._torch_compat import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.params import ManagedTensor, inner_of, manage
+from chunkc.runtime.manage import manage
+from chunkc.runtime.params import ManagedTensor, inner_of
 from chunkc.runtime.staging import StagingStore
 
 

@@ -29,7 +29,7 @@ def test_every_parameter_and_moment_comes_back(shapes: list[tuple[int, ...]], dt
     for index, value in enumerate(given_values):
         assert torch.equal(values.read_param(index), value), "param32 is exact in every dtype"
         assert torch.equal(values.read_gradient(index).float(), value.to(getattr(torch, dtype)).float()), "the payload"
-        exp_avg, exp_avg_sq = values.read_moments(index)
+        exp_avg, exp_avg_sq = (values.read_state(index, name) for name in ("exp_avg", "exp_avg_sq"))
         assert torch.equal(exp_avg, value + 1) and torch.equal(exp_avg_sq, value + 2)
 
 

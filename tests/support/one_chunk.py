@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,9 +74,9 @@ class OneChunk:
         piece = self.pieces[param]
         return self.triple[which][piece.start : piece.end].view(self.params[param].shape)
 
-    def read_state(self, param: int) -> tuple[Tensor, Tensor, Tensor]:
+    def read_state(self, param: int, names: Sequence[str] = ("exp_avg", "exp_avg_sq", "param32")) -> tuple[Tensor, ...]:
         self.drain()
-        return self.view(param, 1).clone(), self.view(param, 2).clone(), self.view(param, 0).clone()
+        return tuple(self.view(param, ("param32", "exp_avg", "exp_avg_sq").index(name)).clone() for name in names)
 
     def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
         self.drain()

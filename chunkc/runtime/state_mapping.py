@@ -1,0 +1,348 @@
+"""``optimizer.state``: torch's mapping from parameters to their states, over moments that live in chunks.
+
+    state[param]["step"]          float32 [], known at once
+    state[param]["exp_avg"]       float32, gathered when an operator reads it; ``exp_avg_sq`` and ``master_param`` too
+
+Nothing is stored here. A mapping reads what the model holds when it is asked, and its tensors are managed as parameters
+are: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value refuse writes. A
+copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry; ``state[param]`` of one is
+an empty mapping, as torch's, which takes a whole state or none.
+
+Adam's first step starts from zero moments. So a state whose step count is 0 is the same as no state, and a count of 0
+beside moments that are not zero is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from chunkc.errors import ChunkcError
+from chunkc.runtime.optimizer_state import OptimizerRuntime, check_state, find_runtime, write_states
+from chunkc.runtime.params import ManagedTensor
+from chunkc.runtime.shell import Shell
+from chunkc.runtime.step_counts import StepCounts
+
+Snapshot: TypeAlias = dict[str, Tensor]
+
+_STEP: Final = "step"
+_STORED_AS: Final = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_param": "param32"}
+"""Parts of a state that chunks hold, and what chunks call them."""
+
+
+class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
+    """The states of one optimizer's parameters, in torch's layout; see the module docstring."""
+
+    def __init__(self, counts: StepCounts) -> None:
+        self._counts = counts
+
+    def __getitem__(self, param: nn.Parameter) -> ParamState:
+        """The state of ``param``, empty while it was never stepped.
+
+        Raises:
+            KeyError: for anything but a parameter of the optimizer.
+        """
+        index = self._find(param)
+        if index is None:
+            raise KeyError("not a parameter of this optimizer, which has states of its parameters only")
+        return ParamState(self._counts, index)
+
+    def __setitem__(self, param: nn.Parameter, value: Mapping[str, Any]) -> None:
+        """Replace the whole state of ``param``; an empty one begins anew.
+
+        Raises:
+            ChunkcError: for a state that is not Adam's or does not fit, and for anything but a parameter of the
+                optimizer. Nothing has changed then.
+        """
+        index = self._find(param)
+        if index is None:
+            raise ChunkcError("optimizer.state holds the states of the optimizer's parameters and nothing else")
+        _replace(self._counts, {index: value})
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        if param not in self:
+            raise KeyError("this parameter was never stepped and has no state")
+        self[param].clear()
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter([self._counts.params[index] for index in self._counts.current()])
+
+    def __len__(self) -> int:
+        return len(self._counts.current())
+
+    def __contains__(self, param: object) -> bool:
+        index = self._find(param)
+        return index is not None and index in self._counts.current()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(states of {len(self)} parameters)"
+
+    def __copy__(self) -> dict[nn.Parameter, MutableMapping[str, Tensor]]:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, ({param: state.snapshot() for param, state in self._states()},)
+
+    def get(self, param: nn.Parameter, default: Any = None) -> Any:
+        """The state of ``param``; ``default`` where it was never stepped."""
+        return self[param] if param in self else default
+
+    def setdefault(self, param: nn.Parameter, default: Any = None) -> ParamState:
+        """The state of ``param``, which is ``default`` from now on where it was never stepped."""
+        if param not in self:
+            self[param] = default or {}
+        return self[param]
+
+    def pop(self, param: nn.Parameter, *default: Any) -> Any:
+        """Forget the state of ``param`` and return it in plain tensors."""
+        if param not in self and default:
+            return default[0]
+        found = self[param].snapshot()
+        del self[param]
+        return found
+
+    def popitem(self) -> tuple[nn.Parameter, Snapshot]:
+        """Forget some parameter's state and return it in plain tensors."""
+        for param in self:
+            return param, self.pop(param)
+        raise KeyError("no parameter was ever stepped")
+
+    def clear(self) -> None:
+        """Begin anew: every parameter's next step is its first and starts from zero moments."""
+        self._counts.forget(self._counts.current())
+
+    def copy(self) -> dict[nn.Parameter, MutableMapping[str, Tensor]]:
+        """A dict of the same states."""
+        return dict(self.items())
+
+    def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Take over ``states`` and no others.
+
+        Raises:
+            ChunkcError: as assigning one of them does; nothing has changed then.
+        """
+        if isinstance(states, OptimizerState) and states._counts is self._counts:
+            return
+        indexes = {self._find(param): state for param, state in states.items()}
+        found = {index: state for index, state in indexes.items() if index is not None}
+        if len(found) != len(states):
+            raise ChunkcError("optimizer.state holds the states of the optimizer's parameters and nothing else")
+        left = [index for index in self._counts.current() if index not in found]
+        _replace(self._counts, found)
+        self._counts.forget(left)
+
+    def _states(self) -> Iterator[tuple[nn.Parameter, ParamState]]:
+        return ((param, self[param]) for param in self)
+
+    def _find(self, param: object) -> int | None:
+        """The index of one of the optimizer's parameters."""
+        if not isinstance(param, nn.Parameter):
+            return None
+        found = find_runtime(param)
+        return found[1] if found is not None and self._counts.params.get(found[1]) is param else None
+
+
+class ParamState(MutableMapping[str, Tensor]):
+    """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, in 16-bit modes ``master_param``."""
+
+    def __init__(self, counts: StepCounts, index: int) -> None:
+        self._counts, self._index = counts, index
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in list(self):
+            raise KeyError(name)
+        return _tensor_of(self._counts, self._index, name)
+
+    def __setitem__(self, name: str, value: Tensor | float) -> None:
+        """Replace one part.
+
+        Raises:
+            ChunkcError: for a part that Adam does not have, a value that does not fit, and a parameter without a state.
+        """
+        self._check_name(name)
+        if name == _STEP:
+            self._counts.put(self._index, _count_of(value, self._label))
+        else:
+            _write_part(self._counts, self._index, name, torch.as_tensor(value))
+
+    def __delitem__(self, name: str) -> None:
+        if name not in list(self):
+            raise KeyError(name)
+        raise ChunkcError(
+            f"{name!r} of {self._label} cannot be removed by itself; `optimizer.state[param].clear()` forgets the state"
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_names(_runtime(self._counts)) if self._index in self._counts.current() else ())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return repr(dict(self.items()))
+
+    def __copy__(self) -> Snapshot:
+        return dict(self.items())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (self.snapshot(),)
+
+    def copy(self) -> Snapshot:
+        """A dict of the same tensors."""
+        return dict(self.items())
+
+    def update(self, *others: Any, **parts: Any) -> None:
+        """Replace several parts, or all at once where the parameter was never stepped."""
+        found = dict(*others, **parts)
+        if len(self):
+            super().update(found)
+        else:
+            _replace(self._counts, {self._index: found})
+
+    def clear(self) -> None:
+        """Forget the state: the parameter's next step is its first and starts from zero moments."""
+        self._counts.check_owned([self._index])
+        self._counts.forget([self._index])
+
+    def snapshot(self) -> Snapshot:
+        """The state in plain tensors, in host memory."""
+        return {name: _read_part(self._counts, self._index, name) for name in self}
+
+    @property
+    def _label(self) -> str:
+        return f"the state of {_runtime(self._counts).name_of(self._index)!r}"
+
+    def _check_name(self, name: str) -> None:
+        known = _names(_runtime(self._counts))
+        if name not in known:
+            raise ChunkcError(
+                f"{self._label} has {', '.join(known)} and no {name!r}; keep values of your own elsewhere"
+            )
+        if not len(self):
+            raise ChunkcError(
+                f"{self._label} has no {name!r} to replace, because it was never stepped; assign all of it at once: "
+                f"optimizer.state[param] = {{{', '.join(f'{n!r}: ...' for n in known)}}}"
+            )
+
+
+class StateTensor(ManagedTensor):
+    """One part of a parameter's state; a step count shows and formats as the number that it is."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return super().__repr__() if self.dim() else repr(self.clone())
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self) if self.dim() else format(self.item(), format_spec)
+
+
+class _StatePart:
+    """What managed tensors of one part of the states read and write; a store as ``chunkc.runtime.params`` asks."""
+
+    def __init__(self, counts: StepCounts, name: str) -> None:
+        self._counts, self._name = counts, name
+
+    def name_of(self, index: int) -> str:
+        return f"{self._name} of {_runtime(self._counts).name_of(index)}"
+
+    def is_entered(self) -> bool:
+        return False  # no compiled graph reads states
+
+    def version_of(self, index: int) -> int:
+        return self._counts.params[index]._version  # every step raises it
+
+    def read_param(self, index: int) -> Tensor:
+        if index not in self._counts.current():
+            raise ChunkcError(f"{self.name_of(index)} is gone, because the optimizer's state was cleared since")
+        found = _read_part(self._counts, index, self._name)
+        return found if self._name == _STEP else found.to(self._counts.params[index].device)
+
+    def write_param(self, index: int, value: Tensor) -> None:
+        ParamState(self._counts, index)[self._name] = value
+
+
+def _tensor_of(counts: StepCounts, index: int, name: str) -> StateTensor:
+    param = counts.params[index]
+    if name == _STEP:
+        shell = Shell.empty((), (), torch.float32, torch.device("cpu"))
+    else:
+        shell = Shell.empty(param.shape, param.stride(), torch.float32, param.device)
+    return StateTensor(shell, "state", index, _StatePart(counts, name))
+
+
+def _read_part(counts: StepCounts, index: int, name: str) -> Tensor:
+    """A plain tensor in host memory."""
+    if name == _STEP:
+        return torch.tensor(float(counts.current()[index]), dtype=torch.float32, device="cpu")
+    return _runtime(counts).read_state(index, (_STORED_AS[name],))[0]
+
+
+def _write_part(counts: StepCounts, index: int, name: str, value: Tensor) -> None:
+    runtime, shape = _runtime(counts), counts.params[index].shape
+    if value.shape != shape:
+        raise ChunkcError(
+            f"{name} of {runtime.name_of(index)!r} has shape {tuple(shape)}, and a value of shape {tuple(value.shape)} "
+            "was to replace it"
+        )
+    parts = dict(zip(("exp_avg", "exp_avg_sq"), runtime.read_state(index, ("exp_avg", "exp_avg_sq")), strict=True))
+    write_states(runtime, {index: {**parts, name: value}})
+
+
+def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Whole states by index, all checked before the first is written."""
+    runtime = _runtime(counts)
+    found: dict[int, tuple[int, dict[str, Any]]] = {}
+    for index, state in states.items():
+        if state:
+            found[index] = _checked(runtime, index, counts.params[index], state)
+    counts.check_owned(index for index in states if index not in found)
+    for index, (count, parts) in found.items():
+        write_states(runtime, {index: parts})
+        if count:
+            counts.put(index, count)
+    counts.forget(index for index in states if index not in found or not found[index][0])
+
+
+def _checked(
+    runtime: OptimizerRuntime, index: int, param: nn.Parameter, state: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    name = runtime.name_of(index)
+    check_state(name, param, state)
+    label = f"the state of {name!r}"
+    strange = sorted(set(state) - {_STEP, *_STORED_AS})
+    if strange:
+        raise ChunkcError(f"{label} has {', '.join((_STEP, *_STORED_AS))} and no {strange}: leave those out")
+    count = float(state[_STEP])
+    parts = {key: value.clone() for key, value in state.items() if key != _STEP}
+    if count == 0 and not any(bool(parts[key].any()) for key in ("exp_avg", "exp_avg_sq")):
+        return 0, parts
+    return _count_of(count, label), parts
+
+
+def _count_of(value: Tensor | float, label: str) -> int:
+    """A step count that a user wrote.
+
+    Raises:
+        ChunkcError: when it is no whole number from 1 on.
+    """
+    count = float(value)
+    if count == 0:
+        raise ChunkcError(
+            f"{label} has moments, and a step count of 0 begins anew from zero moments; forget the whole state for "
+            "that: optimizer.state[param].clear(), or optimizer.state.clear() for all"
+        )
+    if not (count >= 1 and count.is_integer()):
+        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {count}")
+    return int(count)
+
+
+def _names(runtime: OptimizerRuntime) -> tuple[str, ...]:
+    return (_STEP, "exp_avg", "exp_avg_sq", *(["master_param"] if runtime.is_sixteen_bit else []))
+
+
+def _runtime(counts: StepCounts) -> OptimizerRuntime:
+    if counts.runtime is None:
+        raise ChunkcError("the optimizer has no parameters, and no states")
+    return counts.runtime

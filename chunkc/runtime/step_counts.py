@@ -1,0 +1,119 @@
+"""The step counts of one optimizer's parameters, and whose their moments are.
+
+Moments exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
+refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
+stepped either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+from chunkc.errors import ChunkcError
+from chunkc.runtime.gauge import Outcome
+from chunkc.runtime.optimizer_state import OptimizerRuntime, managed
+
+_MAX_NAMED = 5
+
+
+class StepCounts:
+    """How often each parameter was stepped, by its index; parameters without an entry were never stepped.
+
+    Attributes:
+        runtime: the compiled model that all parameters belong to; None while there are none.
+        params: parameters of the optimizer's groups, by index.
+    """
+
+    def __init__(self) -> None:
+        self.runtime: OptimizerRuntime | None = None
+        self.params: dict[int, nn.Parameter] = {}
+        self._token = object()
+        self._counts: dict[int, int] = {}
+        self._latest: tuple[Outcome, tuple[int, ...]] | None = None
+
+    def hold(self, runtime: OptimizerRuntime | None, params: Iterable[nn.Parameter]) -> None:
+        """Take in the parameters of one more group, all of ``runtime``."""
+        self.runtime = runtime
+        self.params.update({managed(param)[1]: param for param in params})
+
+    def current(self) -> Mapping[int, int]:
+        """The counts, by index, in the order in which parameters were first stepped.
+
+        Raises:
+            ChunkcError: when another optimizer has begun to step one of them since.
+        """
+        self.settle()
+        self.check_owned(self._counts)
+        return dict(self._counts)
+
+    def following(self, indexes: Iterable[int]) -> dict[int, int]:
+        """The counts that the next step of ``indexes`` brings."""
+        return {index: self._counts.get(index, 0) + 1 for index in indexes}
+
+    def advance(self, counts: Mapping[int, int], outcome: Outcome | None) -> None:
+        """A step was launched that brings ``counts``, unless ``outcome`` says that it was skipped."""
+        self._latest = None if outcome is None else (outcome, tuple(counts))
+        self._own(counts)
+
+    def replace(self, counts: Mapping[int, int], owned: Iterable[int] = ()) -> None:
+        """Start from states that the model was given: ``counts``, 1 or more, and none but those.
+
+        ``owned`` are further parameters whose moments were given, though they count as never stepped.
+        """
+        self._latest, self._counts = None, {}
+        self._own(counts)
+        self._take_over(owned)
+
+    def put(self, index: int, count: int) -> None:
+        """One parameter goes on from ``count``, 1 or more."""
+        self.settle()
+        self._own({index: count})
+
+    def forget(self, indexes: Iterable[int]) -> None:
+        """These parameters count as never stepped: their next step starts from zero moments."""
+        self.settle()
+        for index in indexes:
+            self._counts.pop(index, None)
+
+    def settle(self) -> None:
+        """Take back the counts of the latest step where it was skipped; waits for its outcome."""
+        if self._latest is None:
+            return
+        outcome, indexes = self._latest
+        self._latest = None
+        if outcome.is_skipped():
+            counts = {index: self._counts[index] - 1 for index in indexes}
+            self._counts.update({index: count for index, count in counts.items() if count})
+            self.forget(index for index, count in counts.items() if not count)
+
+    def check_owned(self, indexes: Iterable[int]) -> None:
+        """Refuse parameters that were stepped here, and that another optimizer has begun to step since.
+
+        Raises:
+            ChunkcError: naming them.
+        """
+        if self.runtime is None:
+            return
+        owners = self.runtime.owners
+        foreign = sorted(i for i in indexes if i in self._counts and owners.get(i) is not self._token)
+        if foreign:
+            raise ChunkcError(
+                "a parameter's moments exist once and belong to the optimizer that began last to step it; another one "
+                f"has begun since to step {names_of(self.runtime, foreign)}: go on with that one"
+            )
+
+    def _own(self, counts: Mapping[int, int]) -> None:
+        self._counts.update(counts)
+        self._take_over(counts)
+
+    def _take_over(self, indexes: Iterable[int]) -> None:
+        if self.runtime is not None:
+            self.runtime.owners.update(dict.fromkeys(indexes, self._token))
+
+
+def names_of(runtime: OptimizerRuntime, indexes: list[int]) -> str:
+    """The first names of parameters, for messages, and how many more there are."""
+    names = ", ".join(repr(runtime.name_of(index)) for index in indexes[:_MAX_NAMED])
+    return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")

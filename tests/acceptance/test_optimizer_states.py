@@ -1,0 +1,85 @@
+"""``optimizer.state`` of a compiled model in every phase: read, written and cleared beside a plain twin's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small import PHASES, TOLERANCE, Twins, twins_at
+
+
+def check_states(twins: Twins) -> None:
+    """Equal entries, counts and moments."""
+    pairs = list(zip(twins.model.parameters(), twins.plain.parameters(), strict=True))
+    for p, q in pairs:
+        assert (p in twins.optimizer.state) == (q in twins.plain_optimizer.state)
+        found, wanted = twins.optimizer.state.get(p, {}), twins.plain_optimizer.state.get(q, {})
+        for name in wanted:
+            torch.testing.assert_close(found[name].clone(), wanted[name], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("phase", "accumulate"), [*((phase, 1) for phase in PHASES), ("graded", 2)])
+def test_states_are_read_and_written_in_every_phase(
+    phase: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moments and counts, before and after they are written, and after they are forgotten."""
+    monkeypatch.setenv("CHUNKC_EMULATED", "poison,delay=2,seed=5")
+    twins = twins_at(phase, accumulate=accumulate)
+    check_states(twins)
+    for model, optimizer in twins.sides():
+        if len(optimizer.state):
+            state = optimizer.state[model.second.weight]
+            state["exp_avg"].mul_(0.5)
+            state["exp_avg_sq"].add_(0.25)
+            state["step"] += 3
+            optimizer.state[model.last.bias] = {
+                "step": torch.tensor(9.0),
+                "exp_avg": torch.full((4,), 0.5),
+                "exp_avg_sq": torch.full((4,), 0.25),
+            }
+            del optimizer.state[model.first.weight]
+    check_states(twins)
+    twins.check_training()
+    check_states(twins)
+    for _, optimizer in twins.sides():
+        optimizer.state.clear()
+    check_states(twins)
+    twins.check_training()
+    check_states(twins)
+
+
+def saved(value: Any) -> Any:
+    """``value`` through a file of torch's."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "save": saved,
+    "copy": copy.copy,
+    "dict": dict,
+}
+
+
+def test_copies_are_dicts_and_deep_ones_hold_plain_tensors() -> None:
+    """A deep copy and a pickle are of the states as they are then; a shallow copy shows those of now, as torch's."""
+    optimizer = twins_at("settled").optimizer
+    before = [{name: part.clone() for name, part in state.items()} for state in optimizer.state.values()]
+    for name, copied in COPIES.items():
+        whole, one = copied(optimizer.state), copied(next(iter(optimizer.state.values())))
+        assert type(whole) is dict and type(one) is dict and len(whole) == 6
+        if name not in ("copy", "dict"):
+            assert all(type(part) is torch.Tensor for state in (*whole.values(), one) for part in state.values())
+            assert all(type(param) is torch.nn.Parameter for param in whole)
+        for state, wanted in zip([*whole.values(), one], [*before, before[0]], strict=True):
+            assert list(state) == list(wanted)
+            assert all(torch.equal(state[part].clone(), wanted[part]) for part in wanted)
