@@ -2,28 +2,61 @@
 
 In a container the machine's figure is not the limit; its cgroup's is, and a process that passes it is killed without an
 error. A cgroup's usage counts file pages that the kernel drops when memory is short, so they count as free here.
+
+Some virtual machines are given memory as they use it, so that the kernel knows less than there is: `HOST_MEMORY` says
+what there is. Nothing else can: what ``hw`` names may be another machine, which this one must hold if it is to run.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Final
 
 import psutil
+
+from chunkc._hw_spelling import parse_size
+from chunkc.errors import HardwareError
+
+HOST_MEMORY: Final = "CHUNKC_HOST_MEMORY"
+"""The environment variable that says how much memory this machine comes to have, as sizes in ``hw`` are written."""
 
 # (directory below /sys/fs/cgroup, limit, usage, key of droppable file pages in memory.stat)
 _V2: Final = (".", "memory.max", "memory.current", "inactive_file")
 _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-def free_host_nbytes(root: Path = Path("/")) -> int:
+def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
     """Bytes of host memory that can be taken now without swapping or passing a cgroup limit; never negative.
 
     Args:
         root: where ``proc`` and ``sys`` lie; another one in tests.
+        environ: where `HOST_MEMORY` may stand; another one in tests.
+
+    Raises:
+        HardwareError: when `HOST_MEMORY` is no size.
     """
-    headrooms = [psutil.virtual_memory().available, *cgroup_headrooms(root)]
-    return max(0, min(headrooms))
+    machine, stated_nbytes = psutil.virtual_memory(), stated_host_nbytes(environ)
+    available_nbytes = machine.available
+    if stated_nbytes is not None:
+        available_nbytes += stated_nbytes - machine.total
+    return max(0, min([available_nbytes, *cgroup_headrooms(root)]))
+
+
+def stated_host_nbytes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What `HOST_MEMORY` says that this machine has; None where it is not set.
+
+    Raises:
+        HardwareError: when it is no size.
+    """
+    text = environ.get(HOST_MEMORY, "")
+    if not text:
+        return None
+    try:
+        return parse_size(text)
+    except HardwareError as error:
+        raise HardwareError(f"{HOST_MEMORY}={text}: {error}") from error
 
 
 def cgroup_headrooms(root: Path = Path("/")) -> list[int]:

@@ -23,6 +23,7 @@ import os
 import weakref
 from collections.abc import Callable
 
+from chunkc._host_memory import HOST_MEMORY
 from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
@@ -149,5 +150,5 @@ def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = T
         taken += f" on each of {ranks_per_node} ranks of this machine"
     raise HardwareError(
         f"the plan for {plan.hw} takes {taken}, where {free} bytes are free; use a smaller model, or name a machine "
-        "with less memory"
+        f"with less memory. Where a machine is given memory as it uses it, {HOST_MEMORY}=<size> says how much there is"
     )

@@ -44,7 +44,11 @@ def metrics(model: nn.Module) -> dict[str, float]:
         stall_h2d_ms, ...  and so long for each: ``h2d`` and ``d2h`` are copies, ``comm`` exchanges with
                            other ranks, ``cpu`` updates on the host
 
-    On CUDA the host sees only stalls by updates, so that ``stall_ms`` is left out there.
+    On CUDA the host sees only stalls by updates, so that ``stall_ms`` is left out there. Two more say what torch's
+    allocator took for the tensors of the whole process, whose own bytes ``measured_peak_nbytes`` counts:
+
+        allocated_peak_nbytes   blocks that hold tensors
+        reserved_peak_nbytes    all of the GPU's memory that it held
 
     Raises:
         PlanNotReadyError: before the first training forward.
@@ -55,6 +59,7 @@ def metrics(model: nn.Module) -> dict[str, float]:
     steps = runtime.accounting.steps
     found["num_steps"] = steps.num_steps
     found["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
+    found |= runtime.device.allocator_peaks()
     if steps.latest is not None:
         found |= _speeds(steps.latest) | _stalls(steps.latest, sees_all=runtime.device.recorder() is not None)
     return found

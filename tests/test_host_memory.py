@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
-from chunkc._host_memory import cgroup_headrooms, free_host_nbytes
+from chunkc._host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes
+from chunkc.errors import HardwareError
 
-MIB = 1024**2
+MIB, GIB = 1024**2, 1024**3
 
 
 def write_tree(root: Path, files: dict[str, str]) -> None:
@@ -17,7 +19,7 @@ def write_tree(root: Path, files: dict[str, str]) -> None:
         (root / path).write_text(text, encoding="ascii")
 
 
-CGROUPS = [
+CGROUPS: list[tuple[dict[str, str], list[int]]] = [
     # version 2: the group's own limit and its parent's; file pages that can be dropped count as free
     (
         {
@@ -55,6 +57,29 @@ def test_cgroup_limits(tmp_path: Path, files: dict[str, str], headrooms: list[in
         assert free_host_nbytes(tmp_path) == min(headrooms)
     else:
         assert free_host_nbytes(tmp_path) > MIB
+
+
+def test_a_machine_whose_memory_grows_has_what_is_stated() -> None:
+    """Less what is in use; a cgroup's limit counts all the same."""
+    machine = psutil.virtual_memory()
+    nothing = Path("/nowhere")
+    stated_gib = machine.total // GIB + 512
+    found = free_host_nbytes(nothing, {HOST_MEMORY: f"{stated_gib}g"})
+    wanted = stated_gib * GIB - (machine.total - machine.available)
+    assert abs(found - wanted) < GIB, "others take and give memory meanwhile"
+    assert free_host_nbytes(nothing, {HOST_MEMORY: "1m"}) == 0
+    assert free_host_nbytes(nothing, {HOST_MEMORY: ""}) <= machine.total
+
+
+def test_a_stated_memory_stays_within_a_cgroup(tmp_path: Path) -> None:
+    write_tree(tmp_path, CGROUPS[1][0])
+    assert free_host_nbytes(tmp_path, {HOST_MEMORY: "900g"}) == CGROUPS[1][1][0]
+
+
+@pytest.mark.parametrize("text", ["much", "-1g", "10", "1e9g"])
+def test_a_stated_memory_that_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(HardwareError, match=f"^{HOST_MEMORY}={text}: "):
+        free_host_nbytes(Path("/nowhere"), {HOST_MEMORY: text})
 
 
 def test_free_memory_of_this_machine_is_positive() -> None:

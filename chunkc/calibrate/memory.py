@@ -21,6 +21,7 @@ from typing import Final
 
 import torch
 
+from chunkc._host_memory import HOST_MEMORY
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, format_size, free_host_nbytes
 from chunkc.ir.actions import Stream
@@ -115,7 +116,7 @@ class Shares:
         if (free := free_host_nbytes()) < needed:
             raise HardwareError(
                 f"calibrating {device.name} takes {needed} bytes of host memory, {free} are free: free some, or name "
-                "a machine with less memory"
+                f"a machine with less memory, or say by {HOST_MEMORY}=<size> what a machine comes to have"
             )
         return cls(device_nbytes, _aligned(device_nbytes * 7 // 8), _aligned(home_nbytes))
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import psutil
 import torch
 
-from chunkc._host_memory import cgroup_headrooms, free_host_nbytes
+from chunkc._host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes, stated_host_nbytes
 
-_VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS")
+_VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
 _GIB = 1024**3
 
 
@@ -50,6 +50,9 @@ def _triton() -> str:
 def _memory() -> str:
     machine = psutil.virtual_memory()
     text = f"{machine.total / _GIB:.2f} GiB in the machine, {free_host_nbytes() / _GIB:.2f} GiB free for this process"
+    stated_nbytes = stated_host_nbytes()
+    if stated_nbytes is not None:
+        text = f"{text}, {stated_nbytes / _GIB:.2f} GiB by {HOST_MEMORY}"
     headroom = min(cgroup_headrooms(), default=machine.total)
     if headroom >= machine.total:  # cgroup v1 writes "no limit" as a limit beyond any machine
         return f"{text}, no cgroup limit"

@@ -5,7 +5,7 @@ beside it: one allocator, so that either can use what the other gave back. Its s
 changes none of them; ``PYTORCH_ALLOC_CONF=expandable_segments:True`` lets it waste least. What can be had is measured
 once per process and GPU (`MemoryLedger`), in bytes that the allocator *reserves*, after CUDA's context and the
 libraries' workspaces have been made to exist. The budget of a device is the least of that and of what ``hw`` names,
-less the context, which takes its share of a GPU of that size too.
+less the context and what the allocator held before, which take their share of a GPU of that size too.
 
 **Who may use what when.** Side streams touch the arena and homes only, both of which live until the device is idle, so
 that no block of the allocator is ever in use on a stream that the allocator does not know of: ``record_stream`` is
@@ -59,7 +59,7 @@ class CudaDevice:
         settings: debug settings; none by default.
 
     Raises:
-        HardwareError: when the context alone passes ``named_nbytes``.
+        HardwareError: when the context and what was allocated before pass ``named_nbytes``.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class CudaDevice:
 
     def _take_budget(self) -> None:
         ledger, named_nbytes = self._ledger, self._named_nbytes
-        self.overhead_nbytes = ledger.context_nbytes
-        self.device_budget_nbytes = min(named_nbytes - ledger.context_nbytes, ledger.capacity_nbytes)
+        self.overhead_nbytes = ledger.overhead_nbytes
+        self.device_budget_nbytes = min(named_nbytes - self.overhead_nbytes, ledger.capacity_nbytes)
         if self.device_budget_nbytes <= 0:
             raise HardwareError(
-                f"{self.name}: CUDA's context and what else is on this GPU take {ledger.context_nbytes} bytes and "
-                f"{ledger.capacity_nbytes} can be had, of the {named_nbytes} bytes named: name more device memory in "
-                "hw, or free some"
+                f"{self.name}: CUDA's context and what else is on this GPU take {ledger.context_nbytes} bytes, this "
+                f"process has allocated {ledger.base_nbytes} and {ledger.capacity_nbytes} can be had, of the "
+                f"{named_nbytes} bytes named: name more device memory in hw, or free some"
             )
 
     def count_libraries(self) -> None:
@@ -332,9 +332,17 @@ class CudaDevice:
 
     def memory_text(self) -> str:
         """What stands in the allocator and on the GPU now, in bytes, for messages."""
-        allocated, reserved = (self._api.allocator_nbytes(kind, "current") for kind in ("allocated", "reserved"))
+        kinds = ("requested", "allocated", "reserved")
+        requested, allocated, reserved = (self._api.allocator_nbytes(kind, "current") for kind in kinds)
         free, total = self._api.memory_info()
-        return f"{allocated} bytes allocated, {reserved} reserved by torch, {free} of {total} free on the GPU"
+        return (
+            f"{requested} bytes requested in blocks of {allocated}, {reserved} reserved by torch, "
+            f"{free} of {total} free on the GPU"
+        )
+
+    def allocator_peaks(self) -> dict[str, int]:
+        """What torch's allocator had at most since the last reading began, in blocks, of the whole process."""
+        return {f"{kind}_peak_nbytes": self._api.allocator_nbytes(kind, "peak") for kind in ("allocated", "reserved")}
 
     def enqueue_exchanges(self) -> None:
         """Launch what is held back of them, once the updates on the host have come so far."""

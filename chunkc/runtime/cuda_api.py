@@ -97,7 +97,8 @@ class CudaApi(Protocol):
         ...
 
     def allocator_nbytes(self, kind: str, moment: str) -> int:
-        """A statistic of torch's allocator in bytes: ``allocated`` or ``reserved``, ``current`` or ``peak``."""
+        """A statistic of torch's allocator in bytes, ``current`` or ``peak``: what tensors asked for (``requested``),
+        blocks that hold them (``allocated``), all that it has of the device (``reserved``)."""
         ...
 
     def reset_peaks(self) -> None:

@@ -18,7 +18,8 @@ class MemoryLedger:
         context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
         capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack (1/64, at
             least 128 MiB) for fragments of the allocator and for kernels, which CUDA loads when they are first called.
-        base_nbytes: allocated by others in this process before.
+        base_nbytes: what the process had of the allocator before: workspaces of libraries (cuBLAS takes 32 MiB or more
+            for each thread that it works for), and tensors of the script.
         reserved_nbytes: set aside by models.
     """
 
@@ -42,13 +43,22 @@ class MemoryLedger:
         self.capacity_nbytes = max(0, self.capacity_nbytes - taken)
 
     @property
+    def overhead_nbytes(self) -> int:
+        """What a GPU of any size cannot give to models: taken outside of the allocator, or of it before."""
+        return self.context_nbytes + self.base_nbytes
+
+    @property
     def free_nbytes(self) -> int:
         """What no model has set aside."""
         return self.capacity_nbytes - self.reserved_nbytes
 
 
 class AllocatorReading:
-    """Highest non-model bytes since `start`, from the allocator's peaks."""
+    """Highest non-model bytes since `start`, from the allocator's peaks of what was asked for.
+
+    Those are the bytes of tensors, which plans count. The blocks that hold them are larger: by up to 511 bytes each,
+    and without ``expandable_segments`` by up to 1 MiB, which of a large block is not worth splitting off.
+    """
 
     def __init__(self, api: CudaApi) -> None:
         self._api = api
@@ -60,18 +70,18 @@ class AllocatorReading:
     def start(self) -> None:
         """This moment's level is the baseline."""
         self._api.reset_peaks()
-        self._baseline_nbytes = self._api.allocator_nbytes("allocated", "current")
+        self._baseline_nbytes = self._api.allocator_nbytes("requested", "current")
         self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
 
     def pause(self) -> None:
         """What is taken from here to `resume` counts neither now nor later."""
         self._peak_nbytes = self.peak_nbytes()
-        self._paused_nbytes = self._api.allocator_nbytes("allocated", "current")
+        self._paused_nbytes = self._api.allocator_nbytes("requested", "current")
 
     def resume(self) -> None:
         """Go on after `pause`; nothing otherwise."""
         if self._paused_nbytes is not None:
-            self._baseline_nbytes += self._api.allocator_nbytes("allocated", "current") - self._paused_nbytes
+            self._baseline_nbytes += self._api.allocator_nbytes("requested", "current") - self._paused_nbytes
             self._api.reset_peaks()
             self._paused_nbytes = None
 
@@ -79,4 +89,4 @@ class AllocatorReading:
         """Highest bytes above the baseline; 0 before the first start."""
         if not self._has_started or self._paused_nbytes is not None:
             return self._peak_nbytes
-        return max(self._peak_nbytes, self._api.allocator_nbytes("allocated", "peak") - self._baseline_nbytes)
+        return max(self._peak_nbytes, self._api.allocator_nbytes("requested", "peak") - self._baseline_nbytes)

@@ -243,6 +243,11 @@ class Device(Protocol):
         """Highest level of non-model bytes since ``start_reading``."""
         ...
 
+    def allocator_peaks(self) -> Mapping[str, int]:
+        """Highest bytes that a caching allocator has taken since ``start_reading``, by the name of the metric; nothing
+        where there is no such allocator."""
+        ...
+
     def close(self) -> None:
         """Stop workers; idempotent."""
         ...

@@ -281,6 +281,10 @@ class EmulatedDevice:
 
         return launch
 
+    def allocator_peaks(self) -> dict[str, int]:
+        """Nothing: malloc stands for the caching allocator, and takes no blocks of its own."""
+        return {}
+
     def memory_text(self) -> str:
         """What stands on the device now, in bytes, for messages."""
         return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"

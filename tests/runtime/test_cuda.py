@@ -301,20 +301,33 @@ def test_readings_are_peaks_above_the_baseline() -> None:
     api = FakeCuda()
     device = device_on(api)
     assert device.read_nonmodel_nbytes() == 0
-    api.allocated.update(current=100)
+    api.requested.update(current=100)
     device.start_reading()
-    api.allocated.update(current=150, peak=180)
+    api.requested.update(current=150, peak=180)
     device.sample_nonmodel()
     assert device.read_nonmodel_nbytes() == 80
     device.pause_reading()
-    api.allocated.update(current=1150, peak=5000)
+    api.requested.update(current=1150, peak=5000)
     assert device.read_nonmodel_nbytes() == 80
     device.resume_reading()  # the 1000 taken meanwhile stay out
     assert device.read_nonmodel_nbytes() == 80
-    api.allocated.update(current=1200, peak=1190)
+    api.requested.update(current=1200, peak=1190)
     assert device.read_nonmodel_nbytes() == 90
     device.start_reading()
     assert device.read_nonmodel_nbytes() == 0
+
+
+def test_blocks_are_stated_beside_the_bytes_of_tensors() -> None:
+    """A tensor of 20.2 MiB takes a block of 22 MiB, of which up to 1 MiB is not worth splitting off."""
+    api = FakeCuda()
+    device = device_on(api)
+    device.start_reading()
+    api.requested.update(current=0, peak=202 * MIB // 10)
+    api.allocated.update(current=0, peak=21 * MIB)
+    api.reserved.update(current=22 * MIB, peak=22 * MIB)
+    assert device.read_nonmodel_nbytes() == 202 * MIB // 10
+    assert device.allocator_peaks() == {"allocated_peak_nbytes": 21 * MIB, "reserved_peak_nbytes": 22 * MIB}
+    assert device.memory_text().startswith(f"0 bytes requested in blocks of 0, {22 * MIB} reserved by torch")
 
 
 def test_fragments_past_the_budget_are_said_once(caplog: pytest.LogCaptureFixture) -> None:

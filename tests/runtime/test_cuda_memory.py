@@ -21,19 +21,21 @@ def device_on(api: FakeCuda, named: int) -> CudaDevice:
     [
         # context = total 11 - free - reserved; slack = 1/64 of what is free or held unused
         (6 * GIB, 10 * GIB, 0, 0, 5 * GIB),
+        (6 * GIB, 10 * GIB - 96 * MIB, 64 * MIB, 96 * MIB, 5 * GIB - 64 * MIB),
         (80 * GIB, 10 * GIB, 0, 0, 10 * GIB - 10 * GIB // 64),
         (80 * GIB, 6 * GIB, 2 * GIB, 4 * GIB, 8 * GIB - 128 * MIB),
-        (6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB, 5 * GIB),
+        (6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB, GIB),
     ],
 )
 def test_the_budget_is_the_least_of_named_and_free(
     named: int, free: int, allocated: int, reserved: int, wanted: int
 ) -> None:
+    """Less what this process has allocated before, be it workspaces of cuBLAS: it is on the GPU that is named, too."""
     api = FakeCuda(free=free)
     api.allocated["current"], api.reserved["current"] = allocated, reserved
     device = device_on(api, named)
     assert device.device_budget_nbytes == wanted
-    assert device.overhead_nbytes == 11 * GIB - free - reserved
+    assert device.overhead_nbytes == 11 * GIB - free - reserved + allocated
     assert device.free_device_nbytes() == wanted
 
 

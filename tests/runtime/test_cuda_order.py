@@ -323,6 +323,7 @@ def test_a_steady_state_makes_the_host_wait_for_the_worker_only(on_cuda: list[Cu
     iterate(model, optimizer, STEPS)
     assert model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"] == 0
     assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
+    assert {"allocated_peak_nbytes", "reserved_peak_nbytes"} <= chunkc.metrics(model).keys()
 
 
 def test_out_of_memory_names_the_action_and_the_live_set(

@@ -107,7 +107,7 @@ class Cuda:
         self, device_nbytes: int, host_nbytes: int, settings: DebugSettings, *, host_arithmetic: bool = False
     ) -> Device:
         make = HostArithmeticDevice if host_arithmetic else CudaDevice
-        named_nbytes = device_nbytes + self._ledger.context_nbytes
+        named_nbytes = device_nbytes + self._ledger.overhead_nbytes
         name = f"{self.kind}-{device_nbytes}-{host_nbytes}"
         return make(name, self._api, self._ledger, named_nbytes, host_nbytes, settings)
 

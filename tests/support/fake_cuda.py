@@ -70,12 +70,13 @@ class FakeCuda:
 
     Attributes:
         calls: in the order in which they were made.
-        allocated, reserved, free, total: bytes; ``allocated`` is beside the arenas.
+        requested, allocated, reserved, free, total: bytes; the first two are beside the arenas.
         refuses_to_pin: makes ``register_host`` raise.
         has_no_memory: makes ``allocate`` raise.
         runs: whether streams carry anything out; else calls are recorded only, and no event ever happens.
     """
 
+    requested: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
     allocated: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
     reserved: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
     free: int = 10 * GIB
@@ -162,8 +163,8 @@ class FakeCuda:
 
     def reset_peaks(self) -> None:
         self.note("reset peaks")
-        self.allocated["peak"] = self.allocated["current"]
-        self.reserved["peak"] = self.reserved["current"]
+        for kind in (self.requested, self.allocated, self.reserved):
+            kind["peak"] = kind["current"]
 
     def release_cached(self) -> None:
         self.note("release cached")
