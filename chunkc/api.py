@@ -239,6 +239,11 @@ def plan_of(model: nn.Module) -> Plan:
         PlanNotReadyError: before the first training forward.
     """
     executor = _compiled(model).runtime.executor
+    if executor is None and _compiled(model).breaks.reasons:
+        raise PlanNotReadyError(
+            "the forward breaks into several graphs, whose plan is made at the first step() of chunkc.AdamW or "
+            "chunkc.Adam; there was none yet"
+        )
     if executor is None:
         raise PlanNotReadyError("the plan is made at the first training forward; run one, or use chunkc.plan")
     return Plan.of(executor.plan)
@@ -247,7 +252,8 @@ def plan_of(model: nn.Module) -> Plan:
 def stats(model: nn.Module) -> dict[str, int]:
     """Numbers of the latest step with all its micro-batches, in bytes, and counts since warm-up.
 
-    Pending work is finished first. What is planned is that of the latest forward's plan, with as many micro-batches as
+    Pending work is finished first. ``num_foreign_steps`` are updates by other optimizers than chunkc's, each noticed at
+    the forward after it. What is planned is that of the latest forward's plan, with as many micro-batches as
     ``accumulate`` declares; the measured peak is that of the latest forward and its backward.
 
     Raises:
@@ -268,6 +274,7 @@ def stats(model: nn.Module) -> dict[str, int]:
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         "planned_comm_nbytes": plan.moved_nbytes(Stream.COMM),
+        "num_foreign_steps": compiled.runtime.foreign.num_steps,
         **compiled.counts_since_warm_up(),
     }
 

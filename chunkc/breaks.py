@@ -30,6 +30,9 @@ from chunkc.segments import SegmentCompiler, compile_eager
 
 logger = logging.getLogger("chunkc")
 
+MAX_UNPLANNED_STEPS = 3
+"""Steps that a forward may run for without a plan before the log says why there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Record:
@@ -67,6 +70,7 @@ class BrokenForwards:
         self._request = request
         self._on_built = on_built
         self._recorded: list[_Record] = []
+        self._num_unplanned = 0
 
     def on_break(self, reason: str) -> None:
         """Dynamo ended a graph before its frame."""
@@ -97,6 +101,22 @@ class BrokenForwards:
         request = self._request()
         target = replace(request.target, model=f"{request.target.model} (a later graph)")
         self._planned(slot, build(captured, replace(request, target=target), self._compiler))
+
+    def after_call(self) -> None:
+        """A training forward has run; say once why it still does so without a plan."""
+        if self._runtime.layout is not None or not self._recorded:
+            return
+        self._num_unplanned += 1
+        num_steps = self._num_unplanned // self._runtime.accumulate
+        if num_steps == MAX_UNPLANNED_STEPS and self._num_unplanned % self._runtime.accumulate == 0:
+            logger.warning(
+                "%s has run %d training forwards operator by operator, outside of any plan and budget. Its forward "
+                "breaks into several graphs (%s), which are planned together at the first step() of chunkc.AdamW or "
+                "chunkc.Adam, and there was none yet (said once per model)",
+                self._name,
+                self._num_unplanned,
+                "; ".join(self.reasons) or "Dynamo compiles parts of it only",
+            )
 
     def plan_recorded(self) -> None:
         """Plans of all graphs that have run; the model's parameters move into chunks.

@@ -178,6 +178,7 @@ class CompiledModel:
                 "move the break to the top of the forward"
             )
         self.runtime.watch(outputs)
+        self.breaks.after_call()
         self.runtime.accounting.steps.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
         return outputs
 

@@ -72,6 +72,10 @@ class Gradients:
         """Whether the parameter's gradient stands somewhere and can be stepped."""
         return index in self.landed or index in self.apart
 
+    def unshown(self) -> list[int]:
+        """Parameters whose gradient is kept, though nobody sees it: ``grad`` was removed, replaced or zeroed."""
+        return [i for i in {*self.landed, *self.apart} if i in self.zeroed or not self.is_handle(i)]
+
     def stamp_of(self, index: int) -> int:
         """Of the handle that shows the parameter's gradient."""
         return self._stamps.get(index, self.stamp)

@@ -24,6 +24,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.accounting import Accounting
 from chunkc.runtime.device import Device
+from chunkc.runtime.foreign_updates import ForeignUpdates
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.manage import manage_all
 from chunkc.runtime.params import inner_of
@@ -45,6 +46,8 @@ class ModelMemory:
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
+        has_optimizer: whether one of chunkc's holds some parameter (set by the optimizers).
+        foreign: updates by other optimizers than chunkc's.
         accounting: reservation on the device and what was measured of it.
         saving: the latest checkpoint, done or under way (kept by what saves them).
     """
@@ -74,6 +77,8 @@ class ModelMemory:
         self.params = tuple(params)
         manage_all(self.params, self.infos, self, device.torch_device)
         self.gradients = Gradients(self.params, self)
+        self.has_optimizer = False
+        self.foreign = ForeignUpdates()
 
     @property
     def layout(self) -> Layout | None:
@@ -148,6 +153,8 @@ class ModelMemory:
 
     def read_param(self, index: int) -> torch.Tensor:
         """A copy in compute dtype, on the model's device."""
+        if self.gradients.is_kept(index):
+            self.foreign.read(index)
         return self._read(index).to(self.params[index].dtype).to(self.device.torch_device)
 
     def read_exact(self, index: int) -> torch.Tensor:
@@ -182,6 +189,8 @@ class ModelMemory:
         rounded to the dtype that the parameter was handed over in.
         """
         self.drain()
+        if self.gradients.is_kept(index) and self.foreign.written(index) and not self.has_optimizer:
+            self.foreign.tell(self.name_of(index))
         if self._values is None or self.staging.holds(index):
             self.staging.write(index, value, keep_finer=keep_finer)
         else:
@@ -213,6 +222,7 @@ class ModelMemory:
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
         """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
         self._require_gradient(index, stamp)
+        self.foreign.read_gradient(index)
         self._together("the gradient", index)
         self.reduce_gradients()
         found, factor = self._gradient(index).to(self.device.torch_device), self.gradients.factor

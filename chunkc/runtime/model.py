@@ -10,7 +10,7 @@ step; inside a backward, gradients since then are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,9 @@ class ModelRuntime(Transitions):
         refuse_broken(is_broken=self._broken)
         self._check_hooks()
         self.staging.check_complete()
+        kept = {*self.gradients.landed, *self.gradients.apart}
+        if self._is_foreign_step(kept if self.accumulate == 1 else self.gradients.unshown()):
+            self.accounting.steps.end()
         waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
         if waiting:
             raise AccumulationError(
@@ -102,6 +105,14 @@ class ModelRuntime(Transitions):
         self._num_calls += 1
         self.measures = self.wants_norms
         self.ran.clear()
+
+    def _is_foreign_step(self, discarded: Collection[int]) -> bool:
+        """Whether another optimizer has stepped parameters whose gradients are ``discarded``; the first is logged."""
+        found = self.foreign.found(discarded)
+        self.foreign.forget()
+        if found:
+            self.foreign.tell(self.names(found))
+        return bool(found)
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run a forward program from wherever the last call left the model; ``held_nbytes`` of inputs and buffers are
@@ -265,6 +276,7 @@ class ModelRuntime(Transitions):
             self.plan_recorded()
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
+        self._is_foreign_step([i for i in self.gradients.unshown() if i not in hypers])
         with self.ranks.committed("a step", self.device.synchronize):
             return self._step(hypers, steps)
 

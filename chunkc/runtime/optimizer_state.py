@@ -41,12 +41,14 @@ class OptimizerRuntime(Protocol):
     Attributes:
         ranks: with which the model is trained; they step together.
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
+        has_optimizer: set it where an optimizer holds some parameter.
         wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
         is_scaled_outside: set it where a script scales its losses by itself.
     """
 
     ranks: Ranks
     owners: dict[int, object]
+    has_optimizer: bool
     wants_norms: bool
     is_scaled_outside: bool
 

@@ -36,6 +36,8 @@ class StepCounts:
     def hold(self, runtime: OptimizerRuntime | None, params: Iterable[nn.Parameter]) -> None:
         """Take in the parameters of one more group, all of ``runtime``."""
         self.runtime = runtime
+        if runtime is not None:
+            runtime.has_optimizer = True
         self.params.update({managed(param)[1]: param for param in params})
 
     def current(self) -> Mapping[int, int]:

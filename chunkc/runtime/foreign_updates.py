@@ -1,0 +1,72 @@
+"""Notice parameters that something other than chunkc's optimizers updates.
+
+Any optimizer works on managed parameters, operator by operator, outside of the plan. What gives it away is what happens
+to one parameter while its gradient waits to be stepped:
+
+    somebody reads the gradient and the parameter, then writes the parameter, and the gradient goes without a step
+
+A load of weights reads neither, and a manual change of a parameter leaves its gradient to the step that follows. So an
+update is known for sure at the next forward, or at once where no optimizer of chunkc's could follow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+logger = logging.getLogger("chunkc")
+
+
+class ForeignUpdates:
+    """What was read and written of one model's parameters since their gradients landed, by index.
+
+    Attributes:
+        num_steps: how often gradients went without a step after parameters had been updated from them.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._is_told = False
+        self._read: set[int] = set()
+        self._graded: set[int] = set()
+        self._updated: set[int] = set()
+
+    def read(self, index: int) -> None:
+        """The parameter was read while its gradient waited."""
+        self._read.add(index)
+
+    def read_gradient(self, index: int) -> None:
+        """The gradient that waits was read."""
+        self._graded.add(index)
+
+    def written(self, index: int) -> bool:
+        """The parameter was written while its gradient waited; whether by what read both."""
+        is_update = index in self._read and index in self._graded
+        if is_update:
+            self._updated.add(index)
+        return is_update
+
+    def forget(self) -> None:
+        """Gradients were stepped, or begin anew."""
+        self._read.clear()
+        self._graded.clear()
+        self._updated.clear()
+
+    def found(self, discarded: Collection[int]) -> list[int]:
+        """Those of ``discarded``, whose gradients went without a step, that were updated from them; counts a step."""
+        found = sorted(self._updated.intersection(discarded))
+        if found:
+            self.num_steps += 1
+        return found
+
+    def tell(self, names: str) -> None:
+        """Say once that another optimizer steps the parameters called ``names``, and what to write instead."""
+        if self._is_told:
+            return
+        self._is_told = True
+        logger.warning(
+            "an optimizer that is not chunkc's updates %s: it runs operator by operator and keeps states of its own, "
+            "outside of the plan and its budget. Write chunkc.AdamW or chunkc.Adam in its place; with transformers, "
+            "and with libraries over its Trainer, chunkc.integrations.hf.ChunkcTrainer (said once per model)",
+            names,
+        )
