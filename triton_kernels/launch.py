@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -40,7 +41,7 @@ _VECTOR = tl.constexpr(16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Launch:
     """One kernel over a grid, ready to be launched any number of times.
 
@@ -60,18 +61,22 @@ class Launch:
     num_warps: int = NUM_WARPS
     max_registers: int | None = None
 
-    @property
+    @cached_property
     def options(self) -> dict[str, int | bool]:
         """How the kernel is compiled. The compiler contracts nothing: what it does could differ from place to place."""
         options: dict[str, int | bool] = {"num_warps": self.num_warps, "enable_fp_fusion": False}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
+    @cached_property
+    def device(self) -> torch.device:
+        """Of the tensors, which share one."""
+        return next(arg.device for arg in self.args if isinstance(arg, Tensor))
+
     def run(self) -> None:
         """Launch on the current stream of the tensors' device, without waiting."""
         if not self.grid:
             return
-        device = next(arg.device for arg in self.args if isinstance(arg, Tensor))
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
 
 

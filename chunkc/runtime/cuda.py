@@ -81,7 +81,7 @@ class CudaDevice:
         self._reserved_nbytes = 0
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
-        self._tables = StepTables(api.upload)
+        self._tables = StepTables(api.upload, api.torch_device)
         self._norm_scratch = NormScratch(api.torch_device)
         self._kernels: ChunkKernels | None = None
         self._has_warned = False

@@ -19,22 +19,28 @@ _CUDA_SUCCESS: Final = 0
 _WARM_UP_NUMEL: Final = 256
 
 
+KernelLaunch = Callable[[], None]
+"""Launches kernels on the current stream, without waiting, over what their tensors hold then; any number of times."""
+
+
 class ChunkKernels(Protocol):
-    """The kernels that an update takes; see ``chunkc.triton_kernels`` for shapes and dtypes."""
+    """The kernels of chunks, checked and made ready once; see ``chunkc.triton_kernels`` for shapes and dtypes."""
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         """The table of tiles of a chunk."""
         ...
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> None:
+    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
         """Update one chunk: gradient, payload, param32, moments, tiles, row_of_param, rows, control."""
         ...
 
-    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
         """Write param16 from param32."""
         ...
 
-    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
+    def grad_norm(
+        self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor
+    ) -> KernelLaunch:
         """Sum of squares and finiteness of one chunk, into ``out``; ``partial`` is working memory."""
         ...
 
@@ -113,8 +119,8 @@ class CudaApi(Protocol):
         """A uint8 tensor from torch's allocator; raises ``torch.OutOfMemoryError``."""
         ...
 
-    def upload(self, table: torch.Tensor) -> torch.Tensor:
-        """A copy of a small host tensor on the device, without waiting: on the current stream, from pinned memory."""
+    def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a small host tensor to the device, without waiting: on the current stream, from pinned memory."""
         ...
 
     def register_host(self, address: int, nbytes: int) -> None:
@@ -199,9 +205,9 @@ class TorchCuda:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
-    def upload(self, table: torch.Tensor) -> torch.Tensor:
+    def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
         """torch's pinned allocator keeps the pinned copy until this copy of it has finished."""
-        return table.pin_memory().to(self.torch_device, non_blocking=True)
+        target.copy_(table.pin_memory(), non_blocking=True)
 
     def register_host(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self.torch_device):
@@ -227,22 +233,30 @@ class TritonKernels:
     """``chunkc.triton_kernels``, imported when it is made."""
 
     def __init__(self) -> None:
-        from chunkc.triton_kernels.cast import restore
-        from chunkc.triton_kernels.chunk_adam import chunk_adam
-        from chunkc.triton_kernels.grad_norm import grad_norm
+        from chunkc.triton_kernels.cast import restore_launch
+        from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+        from chunkc.triton_kernels.grad_norm import grad_norm_launches
         from chunkc.triton_kernels.launch import make_tiles
 
-        self._restore, self._chunk_adam, self._make_tiles = restore, chunk_adam, make_tiles
-        self._grad_norm = grad_norm
+        self._restore, self._chunk_adam, self._make_tiles = restore_launch, chunk_adam_launch, make_tiles
+        self._grad_norm = grad_norm_launches
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return self._make_tiles(pieces, device)
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> None:
-        self._chunk_adam(*tensors)
+    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
+        return self._chunk_adam(*tensors).run
 
-    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
-        self._restore(param32, payload, tiles)
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
+        return self._restore(param32, payload, tiles).run
 
-    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
-        self._grad_norm(grad, tiles, out, partial=partial)
+    def grad_norm(
+        self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor
+    ) -> KernelLaunch:
+        squares, total = self._grad_norm(grad, tiles, out, partial=partial)
+
+        def launch() -> None:
+            squares.run()
+            total.run()
+
+        return launch

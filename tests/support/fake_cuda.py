@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -177,9 +178,9 @@ class FakeCuda:
         start = -memory.data_ptr() % 256
         return memory[start : start + nbytes]
 
-    def upload(self, table: torch.Tensor) -> torch.Tensor:
+    def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
         self.uploads.append(table.clone())
-        return table.clone()
+        target.copy_(table)
 
     def register_host(self, address: int, nbytes: int) -> None:
         self.note("register", -1, nbytes)
@@ -201,34 +202,57 @@ def _wait(event: FakeEvent) -> None:
 
 
 class TorchKernels:
-    """The kernels' definitions, in float32 operators of torch."""
+    """The kernels' definitions, in float32 operators of torch.
+
+    Attributes:
+        num_built: launches made ready so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_built = 0
+
+    def _built(self, kernel: Callable[..., None], *tensors: torch.Tensor) -> Callable[[], None]:
+        self.num_built += 1
+        return partial(kernel, *tensors)
+
+    def chunk_adam(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        return self._built(_chunk_adam, *tensors)
+
+    def restore(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        return self._built(_restore, *tensors)
+
+    def grad_norm(self, *tensors: torch.Tensor) -> Callable[[], None]:
+        return self._built(_grad_norm, *tensors)
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return torch.tensor([list(piece) for piece in pieces], dtype=torch.int32, device=device).reshape(-1, 3)
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> None:
-        grad, payload, param32, exp_avg, exp_avg_sq, tiles, row_of_param, rows, control = tensors
-        assert rows.shape[1] == ROW_NUMEL
-        for start, end, param in tiles.tolist():
-            span, row = slice(start, end), int(row_of_param[param])
-            p, m, v = param32[span], exp_avg[span], exp_avg_sq[span]
-            if row >= 0 and not float(control[1]):
-                step_size, correction, eps, decay, l2, beta1, rest1, beta2, rest2, is_first = rows[row]
-                if is_first:
-                    m.zero_()
-                    v.zero_()
-                g = grad[span].float() * control[0] + l2 * p
-                m.copy_(beta1 * m + rest1 * g)
-                v.copy_(beta2 * v + rest2 * g * g)
-                p.copy_(decay * p - step_size * m / (v.sqrt() / correction + eps))
-            payload[span] = p.to(payload.dtype)
 
-    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
-        for start, end, _ in tiles.tolist():
-            payload[start:end] = param32[start:end].to(payload.dtype)
+def _chunk_adam(*tensors: torch.Tensor) -> None:
+    grad, payload, param32, exp_avg, exp_avg_sq, tiles, row_of_param, rows, control = tensors
+    assert rows.shape[1] == ROW_NUMEL
+    for start, end, param in tiles.tolist():
+        span, row = slice(start, end), int(row_of_param[param])
+        p, m, v = param32[span], exp_avg[span], exp_avg_sq[span]
+        if row >= 0 and not float(control[1]):
+            step_size, correction, eps, decay, l2, beta1, rest1, beta2, rest2, is_first = rows[row]
+            if is_first:
+                m.zero_()
+                v.zero_()
+            g = grad[span].float() * control[0] + l2 * p
+            m.copy_(beta1 * m + rest1 * g)
+            v.copy_(beta2 * v + rest2 * g * g)
+            p.copy_(decay * p - step_size * m / (v.sqrt() / correction + eps))
+        payload[span] = p.to(payload.dtype)
 
-    def grad_norm(self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
-        assert partial.shape == (2, tiles.shape[0])
-        spans = [grad[start:end].double() for start, end, _ in tiles.tolist()]
-        out[0] = sum(float(span.square().sum()) for span in spans)
-        out[1] = float(not all(bool(span.isfinite().all()) for span in spans))
+
+def _restore(param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:
+    for start, end, _ in tiles.tolist():
+        payload[start:end] = param32[start:end].to(payload.dtype)
+
+
+def _grad_norm(grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor) -> None:
+    assert partial.shape == (2, tiles.shape[0])
+    spans = [grad[start:end].double() for start, end, _ in tiles.tolist()]
+    out[0] = sum(float(span.square().sum()) for span in spans)
+    out[1] = float(not all(bool(span.isfinite().all()) for span in spans))

@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not here: full-width accesses, no spills, few registers, for sm_70, 80 and 90."""
+"""Kernels compiled for GPUs that are not here: full-width accesses, no spills, few registers, for sm_70 to sm_120."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, EDGE, NUM_WARPS, Launch, make_tiles
 
-CAPABILITIES = (70, 80, 90)
+CAPABILITIES = (70, 75, 80, 86, 90, 100, 120)
+EVERY_CASE = (70, 80, 90)
+"""For the others the ordinary run compiles the kernels that a step in 16 bits takes."""
+
+OF_A_STEP = ("adam-bf16-bf16", "adam-fp16-fp16", "restore-fp16", "squares-bf16", "add tiles")
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 # A multiprocessor has 65536 registers: 80 to a thread leave room for 6 blocks of 128 threads. Each thread has 8
@@ -65,8 +69,14 @@ CASES: Mapping[str, Case] = MappingProxyType(
 )
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        pytest.param(case, at, marks=() if at in EVERY_CASE or case in OF_A_STEP else pytest.mark.slow)
+        for case in CASES
+        for at in CAPABILITIES
+    ],
+)
 def test_compiled(case: str, capability: int, tmp_path: Path) -> None:
     make, num_loads, num_stores = CASES[case]
     compiled = compile_offline(make(), capability, tmp_path)
