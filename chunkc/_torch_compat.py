@@ -53,7 +53,9 @@ __all__ = [
     "fresh_code",
     "hidden_from_dynamo",
     "is_capturing",
+    "is_compiled_node",
     "is_random",
+    "keep_undefined",
     "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
@@ -102,6 +104,19 @@ def engine_runs(node: Any) -> bool:
 def current_backward() -> int:
     """A number of the backward under way on this thread; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether a node of an autograd graph runs a backward graph of AOTAutograd."""
+    return hasattr(getattr(node, "_forward_cls", None), "_aot_id")
+
+
+def keep_undefined(node: Any) -> None:
+    """Have the backward of an autograd function take None, and no zeros, for outputs whose gradient is undefined.
+
+    AOTAutograd itself passes them on to the compiled backward as they come, but asks for zeros when it runs forward.
+    """
+    node.set_materialize_grads(False)
 
 
 def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:

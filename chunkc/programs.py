@@ -14,6 +14,7 @@ from typing import Any
 from chunkc._torch_compat import without_modes
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured
+from chunkc.capture.tangents import Tangents
 from chunkc.errors import ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
@@ -33,11 +34,13 @@ class GraphSlot:
     or where that plan does not fit.
 
     ``held_nbytes`` are bytes of its inputs and buffers that are alive before its forward begins; ``params`` says which
-    of its inputs stand for which parameters, as (position, index).
+    of its inputs stand for which parameters, as (position, index). ``tangents`` say which gradients depend on which
+    output of its forward.
     """
 
     held_nbytes: int
     params: tuple[tuple[int, int], ...]
+    tangents: Tangents
     plan: Plan | None = None
     measuring: Callable[[], Plan | None] | None = None
     graphs: Mapping[GraphKind, CompiledGraph] | None = None
@@ -49,7 +52,7 @@ def slot_of(captured: Captured) -> GraphSlot:
     inputs = captured.forward.module.graph.find_nodes(op="placeholder")
     names = captured.forward.params
     params = tuple((i, names[n.name]) for i, n in enumerate(inputs) if n.name in names)
-    return GraphSlot(captured.held_at_start_nbytes, params)
+    return GraphSlot(captured.held_at_start_nbytes, params, captured.tangents)
 
 
 def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
@@ -111,10 +114,13 @@ def callables(slot: GraphSlot, runtime: ModelRuntime) -> Compiled:
         return runtime.forward(install(runtime, slot), args, slot.held_nbytes)
 
     def backward(args: list[Any]) -> list[Any]:
-        runtime = alive()
+        runtime, positions = alive(), slot.tangents.fill(args)
+        reached = slot.tangents.params_of(positions)
         if slot.plan is None and slot.unplanned is not None:
-            return runtime.backward_unplanned(slot.unplanned, args)
-        return runtime.backward(install(runtime, slot), args)
+            outputs = runtime.backward_unplanned(slot.unplanned, args, reached)
+        else:
+            outputs = runtime.backward(install(runtime, slot), args, reached)
+        return [output if i in positions else None for i, output in enumerate(outputs)]
 
     return Compiled(forward, backward)
 

@@ -26,6 +26,7 @@ from chunkc._torch_compat import (
 )
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
+from chunkc.capture.tangents import find_reached, keeps_undefined, tangents_of
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
@@ -89,7 +90,7 @@ class CaptureBackend:
             partition_fn=capture.partition,
             **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
         )(module, example_inputs)
-        return compiled
+        return keeps_undefined(compiled)
 
 
 class _GraphCapture:
@@ -108,6 +109,7 @@ class _GraphCapture:
         self._options: dict[str, Any] = {"fuses": backend.fuses, "sizes": sizes}
         self._backward: GraphModule | None = None
         self._names: dict[str, int] = {}
+        self._reached: dict[str, frozenset[int]] = {}
         self._compiled: Compiled | None = None
         self._stages: list[StageRecord] = []
         self._stage_began_s = time.perf_counter()
@@ -122,6 +124,7 @@ class _GraphCapture:
         placeholders = joint.graph.find_nodes(op="placeholder")
         self._names = self._params_by_name(placeholders)
         params = [n for n in placeholders if n.name in self._names]
+        self._reached = find_reached(joint, options["num_fwd_outputs"])
         if self._backend.prepare_joint is not None:
             self._backend.prepare_joint(joint)
         if self._backend.choose_budget is not None and may_recompute(joint):
@@ -145,7 +148,8 @@ class _GraphCapture:
         num_outputs = len(backward.graph.find_nodes(op="output")[0].args[0])
         gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
         infos = self._backend.infos
-        return build(forward, backward, self._names, gradients, num_user_outputs, infos, **self._options)
+        captured = build(forward, backward, self._names, gradients, num_user_outputs, infos, **self._options)
+        return replace(captured, tangents=tangents_of(backward, self._reached, gradients))
 
     def _params_by_name(self, placeholders: Sequence[Node]) -> dict[str, int]:
         """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""
@@ -156,10 +160,7 @@ class _GraphCapture:
         self._refuse_broken_rules()
         if self._backward is None:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
-        num_inputs = len(self._backward.graph.find_nodes(op="output")[0].args[0])
-        gradients: list[int | None] = [*self._input_params, *([None] * num_inputs)][:num_inputs]
-        num_outputs, infos = num_forward_outputs(), self._backend.infos
-        captured = build(module, self._backward, self._names, gradients, num_outputs, infos, **self._options)
+        captured = self._build(module, self._backward, num_forward_outputs())
         self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")
         captured = replace(captured, stages=tuple(self._stages))
         self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]

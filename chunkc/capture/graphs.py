@@ -14,6 +14,7 @@ from chunkc._torch_compat import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone, sink_cone
+from chunkc.capture.tangents import Tangents
 from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
 from chunkc.errors import CaptureError
@@ -62,7 +63,8 @@ class Captured:
     ``held_at_start_nbytes`` are bytes of the inputs and buffers that are alive before forward begins: a meter that
     starts there does not see them. ``stages`` say what capture did, and how long each part took.
     ``user_outputs`` names the forward's outputs that are not merely saved for backward. ``beside_nbytes`` are alive all
-    the while, for other graphs of the same call; the schedule counts them too.
+    the while, for other graphs of the same call; the schedule counts them too. ``tangents`` say which gradients depend
+    on which output.
     """
 
     forward: CapturedGraph
@@ -72,6 +74,7 @@ class Captured:
     stages: tuple[StageRecord, ...] = ()
     user_outputs: tuple[str, ...] = ()
     beside_nbytes: int = 0
+    tangents: Tangents = Tangents()  # noqa: RUF009 - frozen
 
 
 def build(

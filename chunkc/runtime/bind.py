@@ -246,8 +246,16 @@ class Binder:
 
         def stash() -> None:
             for param, name, is_last, target, part_of in landing:
-                gradient = part_of(frame.env.pop(name) if is_last else frame.env[name])
-                if adds and param in frame.accumulated:
+                whole, is_added = (
+                    frame.env.pop(name) if is_last else frame.env[name],
+                    adds and param in frame.accumulated,
+                )
+                if param in frame.withheld:
+                    if not is_added:
+                        target.zero_()
+                    continue
+                gradient = part_of(whole)
+                if is_added:
                     target.add_(gradient, alpha=share)
                 elif share == 1.0:
                     target.copy_(gradient)

@@ -54,10 +54,12 @@ class Frame:
     """What changes while programs run: values by name, and the bytes that the latest run of each program moved.
 
     ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
+    ``withheld``: parameters whose gradient nobody asked for: zeros land in its place.
     """
 
     env: dict[str, Any] = field(default_factory=dict)
     accumulated: Set[int] = frozenset()
+    withheld: Set[int] = frozenset()
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
 
 

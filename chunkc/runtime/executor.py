@@ -93,18 +93,18 @@ class Executor:
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
         return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
 
-    def agree(self, kind: Kind, program: str, state: Sequence[str] = ()) -> None:
-        """All ranks are about to run ``program``; ``state``: what else they must have alike.
+    def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
+        """All ranks are about to run ``program``; ``state``: what else they must have alike. ``number`` of every rank.
 
         Raises:
             RankError: when they do other things, or exchange other chunks.
         """
         if self._ranks.size == 1:
-            return
+            return [number]
         if program not in self._exchanged:
             self._exchanged[program] = digest_lines(self.exchanges(program))
         digest = digest_lines([*state, str(self._exchanged[program])])
-        self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)])
+        return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
     def forward(self, program: str, args: list[Any]) -> list[Any]:
         """Run a forward program on the inputs of the forward graph; empties ``args``."""
@@ -117,17 +117,22 @@ class Executor:
         return outputs
 
     def backward(
-        self, program: str, args: list[Any], accumulated: Set[int] = frozenset(), loss_scale: LossScale | None = None
+        self,
+        program: str,
+        args: list[Any],
+        accumulated: Set[int] = frozenset(),
+        loss_scale: LossScale | None = None,
+        withheld: Set[int] = frozenset(),
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
         Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
-        land are added to them.
+        land are added to them. Of parameters ``withheld`` zeros land, whatever the graph makes.
 
         Under a ``loss_scale`` its tangents are multiplied by the scale, and so are the gradients in chunks; those that
         come back are not.
         """
-        self._frame.accumulated = accumulated
+        self._frame.accumulated, self._frame.withheld = accumulated, withheld
         if loss_scale is None:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)

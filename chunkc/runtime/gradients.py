@@ -25,7 +25,7 @@ class Gradients:
     """The gradients of one model's parameters, by index.
 
     Attributes:
-        landed: parameters whose gradient stands in a chunk.
+        landed: parameters whose gradient stands in a chunk, or zeros in place of one that was withheld.
         apart: parts of gradients that do not stand in chunks, in compute dtype and host memory.
         zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
@@ -69,8 +69,12 @@ class Gradients:
         return grad is not None and grad is self._handles.get(index)
 
     def is_kept(self, index: int) -> bool:
-        """Whether the parameter's gradient stands somewhere and can be stepped."""
-        return index in self.landed or index in self.apart
+        """Whether the parameter's gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
+        return (index in self.landed and index in self._live) or index in self.apart
+
+    def handed_out(self, indexes: Iterable[int]) -> frozenset[int]:
+        """Those of ``indexes`` whose gradient was handed out since the last step; the others were withheld."""
+        return frozenset(self._live.intersection(indexes))
 
     def unshown(self) -> list[int]:
         """Parameters whose gradient is kept, though nobody sees it: ``grad`` was removed, replaced or zeroed."""
@@ -119,7 +123,7 @@ class Gradients:
         self._backward, self._call = backward, call
 
     def land(self, indexes: Iterable[int]) -> None:
-        """The gradients of ``indexes`` stand in their chunks now."""
+        """The gradients of ``indexes`` stand in their chunks now, those withheld as zeros."""
         self.landed.update(indexes)
 
     def add(self, index: int, part: torch.Tensor) -> None:

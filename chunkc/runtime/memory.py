@@ -29,6 +29,7 @@ from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.manage import manage_all
 from chunkc.runtime.params import inner_of
 from chunkc.runtime.ranks import Kind, Ranks
+from chunkc.runtime.requested import RequestedGradients
 from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
@@ -46,6 +47,7 @@ class ModelMemory:
         owners: which optimizer steps each parameter (kept by the optimizers).
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
+        requested: which gradients backwards are asked for.
         has_optimizer: whether one of chunkc's holds some parameter (set by the optimizers).
         foreign: updates by other optimizers than chunkc's.
         accounting: reservation on the device and what was measured of it.
@@ -77,6 +79,7 @@ class ModelMemory:
         self.params = tuple(params)
         manage_all(self.params, self.infos, self, device.torch_device)
         self.gradients = Gradients(self.params, self)
+        self.requested = RequestedGradients(self.ranks, self.params, self.name_of)
         self.has_optimizer = False
         self.foreign = ForeignUpdates()
 
@@ -292,10 +295,12 @@ class ModelMemory:
         return found.to(gradient.dtype)
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
-        """Free the payloads of these parameters from their gradients, which go on in host memory."""
-        values = self._chunk_values()
+        """Free the payloads of these parameters from their gradients, which go on in host memory unless withheld."""
+        values, indexes = self._chunk_values(), list(indexes)
+        handed_out = self.gradients.handed_out(indexes)
         for index in indexes:
-            self.gradients.add(index, values.read_gradient(index))
+            if index in handed_out:
+                self.gradients.add(index, values.read_gradient(index))
             values.restore_payload(index)
             self.gradients.landed.discard(index)
 

@@ -10,7 +10,7 @@ step; inside a backward, gradients since then are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -168,24 +168,27 @@ class ModelRuntime(Transitions):
 
     # Backward.
 
-    def backward(self, executor: Executor, args: list[Any]) -> list[Any]:
-        """Run a backward program; afterwards every trained parameter's ``grad`` is its landed gradient.
+    def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
+        """Run a backward program; afterwards the ``grad`` of every trained parameter that the loss has ``reached`` is
+        its landed gradient.
 
         Raises:
             RankError: when the ranks do other things, or make gradients of other parameters.
         """
+        own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.joining():
-            goes_on = self._check_backward(executor)
+            goes_on = self._check_backward(executor, own)
             program = self._backward_program(executor, self.gradients.num_micro_batches + (not goes_on))
-            self._agree_on_backward(executor, program)
+            requested = self._agree_on_backward(executor, program, own)
+        withheld = frozenset(executor.graded_params) - own
 
         def run() -> list[Any]:
-            outputs = executor.backward(program, args, added_to, scale)
+            outputs = executor.backward(program, args, added_to, scale, withheld)
             self.accounting.end_backward(self.layout)
             self._saved, self._consumed = False, False
             self._unreduced = executor.plan.program(program).exit.phase == "unreduced"
             self.gradients.land(executor.graded_params)
-            self.gradients.hand_out(executor, executor.graded_params, None if scale is None else scale.scale)
+            self.gradients.hand_out(executor, sorted(requested), None if scale is None else scale.scale)
             self._note_landed(None if self._unreduced else executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
@@ -198,8 +201,12 @@ class ModelRuntime(Transitions):
             added_to, scale = self._accumulated(), self.own_scale
             return self._guarded(executor, run)
 
-    def _agree_on_backward(self, executor: Executor, program: str) -> None:
-        """Also on what lies over parameters, and on gradients to which it does not add although it does to others."""
+    def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
+        """Also on what lies over parameters, and on gradients to which it does not add although it does to others.
+
+        Returns:
+            The parameters whose gradients any rank asks for; ``own`` are this rank's.
+        """
         state, added_to = program, self._accumulated()
         if executor.plan.program(program).entry.phase == "saved":
             follows = self._saved and self._executor is executor
@@ -207,18 +214,27 @@ class ModelRuntime(Transitions):
         overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
         begun = [i for i in executor.graded_params if i not in added_to] if added_to else []
         anew = [f"the gradient of {self.name_of(i)} begins anew" for i in begun]
-        executor.agree(Kind.BACKWARD, program, [state, *overlaid, *anew, *self.assigned(executor.graded_params)])
+        graded = executor.graded_params
+        lines = [state, *overlaid, *anew, *self.assigned(graded), *self.requested.frozen(graded)]
+        return self.requested.of_any(own, executor.agree(Kind.BACKWARD, program, lines, self.requested.number(own)))
 
-    def backward_unplanned(self, graph: UnplannedGraph, args: list[Any]) -> list[Any]:
+    def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
         with self.ranks.joining():
             self._refuse_scaling_parts()
-            goes_on = self._check_backward(graph)
             graded = graph.graded_params
-            self.ranks.agree(
+            own = self.requested.of_rank(graded, reached)
+            goes_on = self._check_backward(graph, own)
+            numbers = self.ranks.agree(
                 Kind.BACKWARD,
-                lambda: [f"makes the gradient of {self.name_of(i)}" for i in graded] + self.assigned(graded),
+                lambda: [
+                    *(f"makes the gradient of {self.name_of(i)}" for i in graded),
+                    *self.assigned(graded),
+                    *self.requested.frozen(graded),
+                ],
+                number=self.requested.number(own),
             )
+            requested = self.requested.of_any(own, numbers)
         with self.ranks.committed("a backward without a plan", self.device.synchronize):
             self.to_cold()
             self._begin_backward(graph, goes_on=goes_on)
@@ -227,16 +243,17 @@ class ModelRuntime(Transitions):
                 outputs, made = graph.backward(args, self.read_param)
                 self.accounting.end_backward(self.layout)
                 self.gradients.measured = None
-                for index, gradient in sorted(made.items()):
+                for index in sorted(requested):
+                    gradient = made[index] if index in own else torch.zeros_like(made[index])
                     self.gradients.add(index, self.averaged(gradient))
                 self._consumed = False
-                self.gradients.hand_out(graph, graph.graded_params)
+                self.gradients.hand_out(graph, sorted(requested))
             except BaseException:
                 self._lose_gradients()
                 raise
             return outputs
 
-    def _check_backward(self, executor: Executor | UnplannedGraph) -> bool:
+    def _check_backward(self, executor: Executor | UnplannedGraph, requested: Set[int]) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
         self._check_hooks()
         refuse_partial(self, left_out(self._accumulators, executor.graded_params))
@@ -244,9 +261,9 @@ class ModelRuntime(Transitions):
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
             return True
         if self.accumulate > 1:
-            problem = refuse_more(self, executor.graded_params, is_under_way=gradients.is_under_way(backward))
+            problem = refuse_more(self, sorted(requested), is_under_way=gradients.is_under_way(backward))
         else:
-            problem = refuse_undeclared(self, executor.graded_params, is_under_way=gradients.is_under_way(backward))
+            problem = refuse_undeclared(self, sorted(requested), is_under_way=gradients.is_under_way(backward))
         if problem is not None:
             if gradients.is_under_way(backward) and problem.loses_gradients:
                 self._lose_gradients()

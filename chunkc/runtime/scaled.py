@@ -64,7 +64,7 @@ class ScaledGradients(ModelMemory):
             gradients.factor = gradients.unscaling = scale.inverse()
         self._gauge = gauge
         is_all = gauge is not None and gradients.landed == graded and not gradients.apart
-        gradients.measured = graded if is_all else None
+        gradients.measured = gradients.handed_out(graded) if is_all else None
 
     def _refuse_scaling_parts(self) -> None:
         """In a forward of several graphs a tangent may be scaled already, by the graph behind it, or not."""

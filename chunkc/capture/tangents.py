@@ -1,0 +1,138 @@
+"""Tangents that the loss does not reach, and the gradients that depend on the others.
+
+A tangent is the gradient of one output of a forward graph. Autograd leaves it undefined where the loss does not depend
+on that output, and parameters behind such outputs alone get no gradient. AOTAutograd asks for zeros instead, and the
+backward graph then makes gradients of zeros:
+
+    hidden ─┬─ first head ── output 0 ── loss       tangent 0 defined     gradients of trunk and first head
+            └─ second head ─ output 1               tangent 1 undefined   gradients of the second head: not asked for
+
+So undefined tangents are kept undefined up to the backward graph (`keeps_undefined`). The joint graph says which
+gradients depend on which tangent (`find_reached`). A gradient that depends on no tangent at all is always asked for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.fx import GraphModule
+
+from chunkc._torch_compat import is_compiled_node, keep_undefined, pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Tangent:
+    """One tangent of a captured graph.
+
+    Attributes:
+        position: among the inputs of the backward graph.
+        shape, stride: in elements.
+        reached: positions, among the outputs of the backward graph, of the gradients that depend on it.
+    """
+
+    position: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    reached: frozenset[int]
+
+    def zeros(self) -> torch.Tensor:
+        """What the graph takes in its place where it is undefined."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class Tangents:
+    """All tangents of a captured graph; ``params``: for every output of backward the parameter whose gradient it is, or
+    None."""
+
+    tangents: tuple[Tangent, ...] = ()
+    params: tuple[int | None, ...] = ()
+
+    def fill(self, args: list[Any]) -> frozenset[int]:
+        """Put zeros in the place of undefined tangents among ``args``, the inputs of the backward graph.
+
+        Returns:
+            Positions of the outputs that depend on the others, or on no tangent.
+        """
+        defined, undefined = set[int](), set[int]()
+        for tangent in self.tangents:
+            if args[tangent.position] is None:
+                args[tangent.position] = tangent.zeros()
+                undefined |= tangent.reached
+            else:
+                defined |= tangent.reached
+        return frozenset(i for i in range(len(self.params)) if i in defined or i not in undefined)
+
+    def params_of(self, positions: Iterable[int]) -> frozenset[int]:
+        """Parameters whose gradients stand at ``positions``."""
+        return frozenset(p for i in positions if (p := self.params[i]) is not None)
+
+
+def find_reached(joint: GraphModule, num_forward_outputs: int) -> dict[str, frozenset[int]]:
+    """Positions of the gradients that depend on each tangent of a joint graph, by the name of its placeholder."""
+    tangents = [n for n in joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
+    masks = {node: 1 << number for number, node in enumerate(tangents)}
+    for node in joint.graph.nodes:
+        for source in node.all_input_nodes:
+            masks[node] = masks.get(node, 0) | masks.get(source, 0)
+    output = joint.graph.find_nodes(op="output")[0]
+    gradients = list(pytree.tree_leaves(output.args[0]))[num_forward_outputs:]
+    found = [masks.get(gradient, 0) for gradient in gradients]
+    return {t.name: frozenset(i for i, mask in enumerate(found) if mask & masks[t]) for t in tangents}
+
+
+def tangents_of(backward: GraphModule, reached: Mapping[str, frozenset[int]], params: Sequence[int | None]) -> Tangents:
+    """The tangents of a backward graph.
+
+    Args:
+        reached: as `find_reached` of the joint graph that it was cut from.
+        params: for every output of ``backward``, the parameter whose gradient it is, or None.
+    """
+    found = []
+    for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        if node.name in reached and isinstance(value, torch.Tensor):
+            shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+            found.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
+    return Tangents(tuple(found), tuple(params))
+
+
+def keeps_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled``, what AOTAutograd returned for a graph; its backward then takes None for an undefined tangent."""
+
+    def run(*args: Any) -> Any:
+        given = set(_nodes(args))
+        outputs = compiled(*args)
+        node = _compiled_node((*pytree.tree_leaves(outputs), *args), given)
+        if node is not None:
+            keep_undefined(node)
+        return outputs
+
+    return run
+
+
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    return [v.grad_fn for v in values if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+
+
+def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
+    """The node of a compiled graph behind the values that it returned or changed, also behind views of them; None where
+    autograd does not reach it. ``given``: nodes that made its inputs."""
+    todo = deque(_nodes(values))
+    seen = set(given)
+    while todo:
+        node = todo.popleft()
+        if node in seen:
+            continue
+        if is_compiled_node(node):
+            return node
+        seen.add(node)
+        todo.extend(n for n, _ in node.next_functions if n is not None)
+    return None

@@ -1,0 +1,76 @@
+"""Requested gradients: those of a backward that autograd asks for, on this rank and on any.
+
+A backward program makes the gradient of every parameter that its plan trains. Autograd may ask for fewer: the loss does
+not reach some outputs of the forward, or a parameter was frozen after it. The others are withheld: zeros land in their
+place, `param.grad` stays what it was, and the step leaves the parameter and its optimizer state alone, as torch's
+optimizers do.
+
+Ranks average gradients, so what one of them asks for is a gradient of all: the others contribute zeros to it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+
+from torch import nn
+
+from chunkc.runtime.ranks import Ranks, digest_lines
+
+logger = logging.getLogger("chunkc")
+
+_MAX_NAMED = 5
+
+
+class RequestedGradients:
+    """Which gradients the backwards of one model are asked for.
+
+    Args:
+        ranks: with which the model is trained.
+        params: all parameters by index.
+        name_of: of a parameter by its index.
+    """
+
+    def __init__(self, ranks: Ranks, params: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
+        self._ranks, self._params, self._name_of = ranks, params, name_of
+        self._has_warned = False
+
+    def of_rank(self, graded: Collection[int], reached: Collection[int]) -> frozenset[int]:
+        """Of the parameters ``graded`` those that this rank's loss has ``reached`` and that are not frozen now."""
+        return frozenset(i for i in graded if i in reached and self._params[i].requires_grad)
+
+    def frozen(self, graded: Collection[int]) -> list[str]:
+        """What all ranks must have alike, line by line: which of ``graded`` are frozen now."""
+        return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
+
+    def number(self, own: Collection[int]) -> int:
+        """A number for ``own``, equal where the ranks ask for the same."""
+        return digest_lines([str(i) for i in sorted(own)])
+
+    def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
+        """What some rank asks for: ``own`` where the ``numbers`` of all are equal, else the union, said once."""
+        if len(set(numbers)) == 1:
+            return own
+        texts = self._ranks.collect(",".join(map(str, sorted(own))).encode())
+        of_ranks = [frozenset(int(i) for i in text.split(b",") if i) for text in texts]
+        union = frozenset[int]().union(*of_ranks)
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn(sorted(union.difference(frozenset.intersection(*of_ranks))), of_ranks)
+        return union
+
+    def _warn(self, partial: Sequence[int], of_ranks: Sequence[frozenset[int]]) -> None:
+        first = partial[0]
+        have = [str(rank) for rank, own in enumerate(of_ranks) if first in own]
+        names = ", ".join(map(self._name_of, partial[:_MAX_NAMED]))
+        more = f" and {len(partial) - _MAX_NAMED} more" if len(partial) > _MAX_NAMED else ""
+        if self._ranks.is_first:
+            logger.warning(
+                "the losses of some ranks do not reach %s%s (%s is reached on rank %s of %d): these gradients are "
+                "means over all ranks, with zeros of those that do not, and all ranks step them (said once)",
+                names,
+                more,
+                self._name_of(first),
+                ", ".join(have),
+                len(of_ranks),
+            )
