@@ -95,7 +95,10 @@ def without_wait(plan: Plan, program: str, position: int, wait: str) -> Plan:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Random iterations: odd sizes, no bytes at all, shared reads, frozen and unused parameters, mixed dtypes."""
+    """Random iterations: odd sizes, no bytes at all, shared reads, frozen and unused parameters, mixed dtypes.
+
+    What is alive after an operator is alive during the next one, as in any captured graph.
+    """
     sizes = st.sampled_from([0, 1, 53, 91, 300, 1000, 4096]) | st.integers(1, 2000)
     dtypes = st.sampled_from(["float32", "float32", "bfloat16"])
     params = [param(f"layers.{i}.weight", draw(sizes), dtype=draw(dtypes)) for i in range(draw(st.integers(1, 8)))]
@@ -108,12 +111,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
     reads = st.lists(st.sampled_from(used), max_size=3, unique=True) if used else st.just([])
     sizes_of_ops = st.integers(0, 5000)
 
-    def operator(made: Sequence[int] = ()) -> Operator:
-        live = draw(sizes_of_ops)
-        return op(draw(reads), made, live, draw(st.integers(0, live)), draw(st.integers(0, 500)))
+    def graph(made: Sequence[Sequence[int]]) -> list[Operator]:
+        found: list[Operator] = []
+        for lands in made:
+            live = max(draw(sizes_of_ops), found[-1].live_after_nbytes if found else 0)
+            found.append(op(draw(reads), lands, live, draw(st.integers(0, live)), draw(st.integers(0, 500))))
+        return found
 
-    forward = [operator() for _ in range(draw(st.integers(1, 10)))]
-    return schedule(params, forward, [operator(made) for made in grads])
+    return schedule(params, graph([[]] * draw(st.integers(1, 10))), graph(grads))
 
 
 @st.composite
