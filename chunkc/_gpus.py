@@ -13,6 +13,7 @@ from typing import Any
 
 from chunkc.errors import HardwareError
 
+MIN_RATE, MAX_RATE = 1e-9, 1e12
 _GIB = 1024**3
 _VENDOR_PREFIX = re.compile(r"^((NVIDIA|Tesla|GeForce) )*")
 
@@ -91,9 +92,11 @@ def gpu_spellings() -> Mapping[str, str]:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse a rate that is no positive finite number."""
+    """Refuse a rate that is no number from `MIN_RATE` to `MAX_RATE`; times that follow from others overflow."""
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
         raise HardwareError(f"{name} must be a positive finite number, found {rate!r}")
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise HardwareError(f"{name} must be from {MIN_RATE:g} to {MAX_RATE:g}, found {rate!r}")
 
 
 def _row(gpu: str, entry: dict[str, Any]) -> GpuRow:

@@ -20,7 +20,7 @@ GRAMMAR: Final = "[[<nodes>x]<gpus>x]<gpu>[-<gpu_memory>]-<host_memory>, sizes <
 EMULATED: Final = "emulated"
 
 _UNIT_NBYTES: Final = {"g": 1024**3, "m": 1024**2, "k": 1024}
-_MAX_NBYTES: Final = 1024**6
+MAX_NBYTES: Final = 1024**6
 _SIZE: Final = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,10})?)([kmg])")
 _COUNT: Final = re.compile(r"([0-9]{1,6})x(?=.)")
 _ANY_GPU: Final = re.compile(r"sm([1-9][0-9]?)([0-9])")
@@ -71,8 +71,8 @@ def parse_size(text: str) -> int:
     if match is None:
         raise HardwareError(f"{text!r} is no size: write <number>(k|m|g) in powers of 1024, for example 512m or 1.5g")
     nbytes = int((Decimal(match[1]) * _UNIT_NBYTES[match[2]]).to_integral_value(ROUND_DOWN))
-    if not 0 < nbytes <= _MAX_NBYTES:
-        raise HardwareError(f"{text!r} is {nbytes} bytes: a memory has at least 1 byte and at most {_MAX_NBYTES}")
+    if not 0 < nbytes <= MAX_NBYTES:
+        raise HardwareError(f"{text!r} is {nbytes} bytes: a memory has at least 1 byte and at most {MAX_NBYTES}")
     return nbytes
 
 

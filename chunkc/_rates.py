@@ -8,11 +8,10 @@ stand in `Rates.table`, round by round. *Activities* go by the name of their str
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
 
+from chunkc._gpus import MAX_RATE, check_rate
 from chunkc.errors import HardwareError
 
 __all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates", "Slowdown"]
@@ -28,8 +27,8 @@ class Figure:
     def __post_init__(self) -> None:
         for name in ("median", "spread"):
             value = getattr(self, name)
-            if not math.isfinite(value) or value < 0:
-                raise HardwareError(f"a figure's {name} must be a finite number from 0, found {value!r}")
+            if not 0 <= value <= MAX_RATE:
+                raise HardwareError(f"a figure's {name} must be a number from 0 to {MAX_RATE:g}, found {value!r}")
 
     def agrees_with(self, other: Figure) -> bool:
         """Whether the medians differ by no more than the larger spread."""
@@ -144,40 +143,6 @@ class Rates:
                 return found.factor
         raise HardwareError(f"the slow-down of {of} by {', '.join(wanted)} was not measured; calibrate again")
 
-    @classmethod
-    def from_json(cls, data: Any) -> Rates:
-        """Rates from what ``dataclasses.asdict`` and JSON made of them.
-
-        Raises:
-            HardwareError: a field is missing, unknown or of another type; the message names it.
-        """
-        rates: Rates = _decode(cls, data, "rates")
-        return rates
-
 
 def _check_positive(name: str, figure: Figure) -> None:
-    if figure.median <= 0:
-        raise HardwareError(f"{name} must be positive, found {figure.median!r}")
-
-
-def _decode(kind: Any, data: Any, where: str) -> Any:
-    """`data` as `kind`: a dataclass, a tuple of one type, or a plain value."""
-    if get_origin(kind) is tuple:
-        if not isinstance(data, (list, tuple)):
-            raise HardwareError(f"{where} must be a list, found {data!r}")
-        return tuple(_decode(get_args(kind)[0], entry, f"{where}[{i}]") for i, entry in enumerate(data))
-    if is_dataclass(kind):
-        return _decode_fields(kind, data, where)
-    accepted = (int, float) if kind is float else (kind,)
-    if isinstance(data, bool) or not isinstance(data, accepted):
-        raise HardwareError(f"{where} must be of type {kind.__name__}, found {data!r}")
-    return kind(data)
-
-
-def _decode_fields(kind: Any, data: Any, where: str) -> Any:
-    if not isinstance(data, dict):
-        raise HardwareError(f"{where} must be an object, found {data!r}")
-    types = get_type_hints(kind)
-    if wrong := {field.name for field in fields(kind)}.symmetric_difference(data):
-        raise HardwareError(f"{where}: fields missing or unknown: {', '.join(sorted(wrong))}")
-    return kind(**{name: _decode(types[name], value, f"{where}.{name}") for name, value in data.items()})
+    check_rate(name, figure.median)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,14 +24,26 @@ import torch.distributed
 
 from chunkc._gpus import Tflops, check_rate, gpus, machines
 from chunkc._host_memory import free_host_nbytes
-from chunkc._hw_spelling import EMULATED, Spelling, any_gpu_capability, format_size, parse_size, parse_spelling
+from chunkc._hw_spelling import (
+    EMULATED,
+    MAX_NBYTES,
+    Spelling,
+    any_gpu_capability,
+    format_size,
+    parse_size,
+    parse_spelling,
+)
 from chunkc._rates import Rates
 from chunkc.errors import HardwareError
+from chunkc.files import Decoder, read_json, save_text, shown
 
 __all__ = ["Hardware", "PresentGpu", "Tflops", "format_size", "free_host_nbytes", "parse_size", "present_gpu"]
 
 PROFILE_FORMAT: Final = "chunkc-hardware"
 PROFILE_VERSION: Final = 2
+PROFILE_MAX_NBYTES: Final = 2**26
+_MAX_DEVICES: Final = 2**20
+_MAX_CORES: Final = 2**20
 _MIB: Final = 1024**2
 
 
@@ -87,6 +98,8 @@ class Hardware:
                 check_rate(field.name, value)
             elif field.name not in ("tflops", "compute_capability", "rates"):
                 _check_count(field.name, value)
+        if self.num_gpus > _MAX_DEVICES:
+            raise HardwareError(f"{self.num_gpus} devices are more than {_MAX_DEVICES}, the most of any machine")
 
     def __str__(self) -> str:
         return self.name
@@ -247,19 +260,23 @@ class Hardware:
         return {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a profile, for `load` and ``hw=``."""
-        Path(path).write_text(json.dumps(self.profile(), indent=1) + "\n", encoding="utf-8")
+        """Write a profile, for `load` and ``hw=``, whole or not at all.
+
+        Raises:
+            ChunkcError: it cannot be written; what the file held, it holds.
+        """
+        save_text(path, json.dumps(self.profile(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Hardware:
         """Read a profile that `save` wrote.
 
         Raises:
-            HardwareError: the file is missing, is no profile, or is of another format version.
+            HardwareError: the file is missing, is no profile, or is of another format version; the message names the
+                file and the place inside.
         """
         try:
-            profile = json.loads(Path(path).read_text(encoding="utf-8"))
-            return _from_profile(profile)
+            return _from_profile(read_json(os.fspath(path), max_nbytes=PROFILE_MAX_NBYTES))
         except (OSError, ValueError) as error:
             raise HardwareError(f"hw profile {os.fspath(path)!r}: {error}") from error
 
@@ -292,6 +309,9 @@ def _spelled(spelling: Spelling) -> Hardware:
 def _check_count(name: str, count: object) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise HardwareError(f"{name} must be a positive whole number, found {count!r}")
+    most = MAX_NBYTES if name.endswith("_nbytes") else _MAX_CORES
+    if count > most:
+        raise HardwareError(f"{name} must be at most {most}, found {count}")
 
 
 def _job_shape() -> tuple[int, int]:
@@ -372,22 +392,6 @@ def _from_profile(profile: Any) -> Hardware:
     if not isinstance(profile, dict) or profile.pop("format", None) != PROFILE_FORMAT:
         raise HardwareError(f"no hardware profile: it lacks 'format': {PROFILE_FORMAT!r}")
     if (version := profile.pop("version", None)) != PROFILE_VERSION:
-        raise HardwareError(f"its format version is {version!r}, this chunkc reads {PROFILE_VERSION}; save it again")
-    expected = {field.name for field in fields(Hardware)}
-    if wrong := expected.symmetric_difference(profile):
-        raise HardwareError(f"fields missing or unknown: {', '.join(sorted(wrong))}")
-    try:
-        tflops, capability = profile["tflops"], profile["compute_capability"]
-        profile["tflops"] = None if tflops is None else Tflops(**tflops)
-        profile["compute_capability"] = None if capability is None else _capability(capability)
-        profile["rates"] = None if profile["rates"] is None else Rates.from_json(profile["rates"])
-        return Hardware(**profile)
-    except TypeError as error:
-        raise HardwareError(f"a field has a wrong shape: {error}") from error
-
-
-def _capability(value: Any) -> tuple[int, int]:
-    major, minor = value
-    if not (isinstance(major, int) and isinstance(minor, int)):
-        raise HardwareError(f"compute_capability must be two whole numbers, found {value!r}")
-    return major, minor
+        found = f"its format version is {shown(version)}"
+        raise HardwareError(f"{found}, this chunkc reads {PROFILE_VERSION}; save it again")
+    return Decoder().decode(Hardware, profile)

@@ -16,6 +16,7 @@ from chunkc.compiled import compiled_of
 from chunkc.cost import simulate
 from chunkc.cost.simulate import flops_of
 from chunkc.errors import ChunkcError, HardwareError
+from chunkc.files import save_text
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
@@ -107,7 +108,8 @@ def record_timeline(
 
     Raises:
         PlanNotReadyError: before the first training forward.
-        ChunkcError: on CUDA, where torch's profiler shows each action under its text, and inside another such block.
+        ChunkcError: on CUDA, where torch's profiler shows each action under its text, inside another such block, and
+            when the file cannot be written; what it held, it holds.
     """
     plan_of(model)
     runtime = compiled_of(model).runtime
@@ -138,4 +140,4 @@ def _write(path: Path, plan: Plan, spans: list[Span], hw: Hardware | str | os.Pa
     except HardwareError as error:
         logger.info("%s holds measured times only: %s", path, error)
         found = measured
-    path.write_text(json.dumps(found), encoding="utf-8")
+    save_text(path, json.dumps(found))

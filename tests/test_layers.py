@@ -21,13 +21,14 @@ MAX_LINES = 400
 # Folder -> package it installs as.
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
-BOTTOM = {"errors"}
+BOTTOM = {"errors", "files"}
 FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_inductor", "_torch_dist", "_gloo"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "_checkout": set(),
     "errors": set(),
+    "files": {"errors"},
     "ir": BOTTOM,
     "hardware": BOTTOM,
     "_torch_compat": BOTTOM,

@@ -116,8 +116,5 @@ def write(path: str, writer: Callable[[], object]) -> None:
     Raises:
         ChunkcError: when it cannot be written.
     """
-    try:
-        writer()
-    except OSError as error:
-        raise ChunkcError(f"cannot write {path}: {error.strerror}") from error
+    writer()
     tell(f"saved {path}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from chunkc.cli.options import output_path, write
 from chunkc.cli.output import one_line, tell
 from chunkc.errors import ChunkcError
+from chunkc.files import save_text
 from chunkc.report import Plan
 from chunkc.report.html import page
 from chunkc.report.plot import MISSING, SUFFIXES, plot
@@ -54,9 +55,9 @@ def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | No
     if args.plot:
         write(args.plot, lambda: plot(plan, timeline, args.plot))
     if args.html:
-        write(args.html, lambda: Path(args.html).write_text(page(plan, timeline), encoding="utf-8"))
+        write(args.html, lambda: save_text(args.html, page(plan, timeline)))
     if args.trace and timeline is not None:
-        write(args.trace, lambda: Path(args.trace).write_text(json.dumps(trace(plan, timeline)), encoding="utf-8"))
+        write(args.trace, lambda: save_text(args.trace, json.dumps(trace(plan, timeline))))
 
 
 def _picture_path(text: str) -> str:

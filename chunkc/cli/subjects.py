@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -15,9 +14,10 @@ from typing import Final
 from chunkc.cli.functions import model_and_inputs
 from chunkc.cli.options import DTYPES, MAX_BATCH, MAX_RANKS, MAX_SEQUENCE, Planner, chunk_size, up_to
 from chunkc.errors import BudgetError, ChunkcError
+from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
-from chunkc.models import FAMILIES, Transformer, built_in, checkpoint_layers, from_config_file
+from chunkc.models import CONFIG_MAX_NBYTES, FAMILIES, Transformer, built_in, checkpoint_layers, from_config_file
 from chunkc.report import Plan
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios, policies, priced
 
@@ -145,8 +145,8 @@ def is_plan_file(path: str) -> bool:
     if not Path(path).is_file():
         return path.endswith(".json") and not path.endswith("config.json")
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        data = read_json(path, max_nbytes=CONFIG_MAX_NBYTES)
+    except (OSError, FormatError):
         return True
     return not (isinstance(data, dict) and "model_type" in data)
 

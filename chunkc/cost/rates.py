@@ -87,9 +87,18 @@ class CostRates:
     sharing: Sharing = Alone()  # noqa: RUF009 - frozen
 
     def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
-        """The entry for ``dtype``; for 16 bits that of the other kind if only that is there; else that of fp32."""
+        """The entry for ``dtype``; for 16 bits that of the other kind if only that is there; else that of fp32.
+
+        Raises:
+            HardwareError: when none of these was measured.
+        """
         other = [name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS]
-        return next(table[name] for name in (dtype, *other, "float32") if name in table)
+        found = next((table[name] for name in (dtype, *other, "float32") if name in table), None)
+        if found is None:
+            raise HardwareError(
+                f"the rates of {self.hw} have none for {dtype or 'float32'}: calibrate the machine again"
+            )
+        return found
 
 
 def update_nbytes(dtype: str) -> int:

@@ -108,19 +108,22 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
 }
 _COMPUTE_ONLY = frozenset({Stream.COMPUTE})
 
+_NUMBER = r"(?:0|[1-9][0-9]{0,17})"
+"""One spelling for each number, so that equal targets are equal texts."""
 _TEXT = re.compile(
-    r"(?P<op>[a-z]+)"
-    r"(?: (?P<target>c\d+|os\d+|g\d+|(?:fwd|bwd)\.\d+|\d+))?"
-    r"(?: of (?P<source>(?:fwd|bwd)\.\d+))?"
-    r"(?: (?P<arrow>->|<-) d(?P<slot>\d+))?"
-    r" @(?P<stream>[a-z0-9]+)"
-    r"(?: after (?P<waits>[a-z]\d+(?: [a-z]\d+)*))?"
+    rf"(?P<op>{'|'.join(Op)})"
+    rf"(?: (?P<target>(?:c|os|g|fwd\.|bwd\.)?{_NUMBER}))?"
+    rf"(?: of (?P<source>(?:fwd|bwd)\.{_NUMBER}))?"
+    rf"(?: (?P<arrow>->|<-) d(?P<slot>{_NUMBER}))?"
+    rf" @(?P<stream>{'|'.join(Stream)})"
+    rf"(?: after (?P<waits>[a-z]{_NUMBER}(?: [a-z]{_NUMBER})*))?"
 )
+_CHUNK, _GROUP_OR_CHUNK, _TRIPLE = rf"c{_NUMBER}", rf"[gc]{_NUMBER}", rf"os{_NUMBER}"
 _TARGETS: dict[Op, str] = {
-    Op.FETCH: r"c\d+", Op.OPEN: r"c\d+", Op.EVICT: r"c\d+", Op.DROP: r"c\d+", Op.GATHER: r"[gc]\d+",
-    Op.RELEASE: r"[gc]\d+", Op.REDUCE: r"[gc]\d+", Op.RUN: r"(fwd|bwd)\.\d+", Op.STASH: r"c\d+", Op.ADD: r"c\d+",
-    Op.NORM: r"c\d+", Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: r"c\d+", Op.RESTORE: r"c\d+", Op.LOAD: r"os\d+",
-    Op.STORE: r"os\d+", Op.GROW: r"\d+", Op.SHRINK: r"\d+", Op.KEEP: r"([gc]\d+)?",
+    Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP_OR_CHUNK,
+    Op.RELEASE: _GROUP_OR_CHUNK, Op.REDUCE: _GROUP_OR_CHUNK, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
+    Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: _CHUNK, Op.RESTORE: _CHUNK,
+    Op.LOAD: _TRIPLE, Op.STORE: _TRIPLE, Op.GROW: _NUMBER, Op.SHRINK: _NUMBER, Op.KEEP: rf"({_GROUP_OR_CHUNK})?",
 }  # fmt: skip
 
 

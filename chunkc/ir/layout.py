@@ -236,7 +236,7 @@ class Layout:
         total = 0
         for place in self.placements:
             info = self.params[place.param]
-            trained = self.chunks[place.chunk].list is ChunkList.TRAINED
+            trained = place.num_chunks > 0 and self.chunks[place.chunk].list is ChunkList.TRAINED
             total += info.nbytes + (info.numel * OS_NBYTES_PER_ELEMENT if trained else 0)
         return total
 

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from chunkc.files import Decoder, FormatError, save_text, shown
 from chunkc.ir.actions import Action, Op, Stream, parse
-from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
-from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, ParamInfo, digest_of
-from chunkc.ir.work import Kind, Work
+from chunkc.ir.layout import Layout
+from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, digest_of
+from chunkc.ir.work import Work
 
 FORMAT_VERSION = 5
 
@@ -271,78 +272,26 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan that ``to_json`` described.
+        """The plan that ``to_json`` described; neither its references nor its safety are checked.
 
         Raises:
-            ValueError: on another format version.
+            ValueError: on another format version, and for data that are none of a plan, with the place.
         """
         version = data.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ValueError(
-                f"plan format {version} is not supported; this release reads format {FORMAT_VERSION}: plan the model "
-                "again"
+        if version != FORMAT_VERSION or type(version) is not int:
+            raise FormatError(
+                f"plan format {shown(version)} is not supported; this release reads format {FORMAT_VERSION}: plan the "
+                "model again"
             )
-        return Plan(
-            model=data["model"],
-            hw=data["hw"],
-            schedule_digest=data["schedule_digest"],
-            layout=_layout(data["layout"]),
-            segments=tuple(_segment(s) for s in data["segments"]),
-            programs=tuple(_program(p) for p in data["programs"]),
-            memory=Memory(**data["memory"]),
-            trained_elsewhere=tuple(data["trained_elsewhere"]),
-            num_samples=data["num_samples"],
-            num_tokens=data["num_tokens"],
-            accumulate=data["accumulate"],
-            stages=tuple(StageRecord(**s) for s in data["stages"]),
-        )
+        return _DECODER.decode(Plan, {name: value for name, value in data.items() if name != "format_version"})
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        """Write the plan as JSON, whole or not at all.
 
-    @staticmethod
-    def load(path: str | Path) -> Plan:
-        """Read a plan that ``save`` wrote."""
-        return Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-
-
-def _tuples(data: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+        Raises:
+            ChunkcError: it cannot be written; what the file held, it holds.
+        """
+        save_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 
-def _layout(data: dict[str, Any]) -> Layout:
-    chunks = []
-    for chunk in data["chunks"]:
-        os_home = chunk["os_home"]
-        kinds = {"list": ChunkList(chunk["list"]), "home": Home(chunk["home"])}
-        chunks.append(Chunk(**{**chunk, **kinds, "os_home": None if os_home is None else Home(os_home)}))
-    return Layout(
-        **{
-            **data,
-            "params": tuple(ParamInfo(**_tuples(p)) for p in data["params"]),
-            "placements": tuple(Placement(**p) for p in data["placements"]),
-            "chunks": tuple(chunks),
-            "groups": tuple(Group(**g) for g in data["groups"]),
-            "slots": tuple(Slot(**s) for s in data["slots"]),
-        }
-    )
-
-
-def _segment(data: dict[str, Any]) -> Segment:
-    work = tuple(Work(**{**entry, "kind": Kind(entry["kind"])}) for entry in data["work"])
-    return Segment(**{**_tuples(data), "work": work})
-
-
-def _state(data: dict[str, Any]) -> State:
-    return State(phase=data["phase"], resident=tuple((target, slot) for target, slot in data["resident"]))
-
-
-def _program(data: dict[str, Any]) -> Program:
-    return Program(
-        name=data["name"],
-        role=data["role"],
-        entry=_state(data["entry"]),
-        exit=_state(data["exit"]),
-        actions=tuple(parse(a) for a in data["actions"]),
-    )
+_DECODER: Final = Decoder({Action: parse})

@@ -90,7 +90,7 @@ def check_structure(plan: Plan) -> None:
             _check_lengths(plan.program(twin), plan.program(name))
     segments = frozenset((s.name, s.graph) for s in plan.segments)
     for program in plan.programs:
-        lengths = {ROLE_LETTER[p.role]: len(p.actions) for p in (*plan.programs, program)}
+        lengths = _num_labels(plan, program)
         for position, action in enumerate(program.actions):
             problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(
                 program, position, action, lengths
@@ -261,6 +261,15 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
     if action.slot is not None and action.slot >= len(layout.slots):
         return f"there is no slot d{action.slot}; the arena has {len(layout.slots)} slots"
     return None
+
+
+def _num_labels(plan: Plan, own: Program) -> dict[str, int]:
+    """How many labels of each role all programs of that role have; of the role of ``own`` those of ``own`` itself."""
+    found: dict[str, int] = {}
+    for program in plan.programs:
+        letter = ROLE_LETTER[program.role]
+        found[letter] = min(found.get(letter, len(program.actions)), len(program.actions))
+    return found | {ROLE_LETTER[own.role]: len(own.actions)}
 
 
 def _wait_problem(program: Program, position: int, action: Action, lengths: dict[str, int]) -> str | None:

@@ -5,6 +5,15 @@ be planned (``transformer.py``).
 """
 
 from chunkc.models.catalogue import FAMILIES, NAMES, built_in, family
-from chunkc.models.transformer import Transformer, checkpoint_layers, from_config_file
+from chunkc.models.transformer import CONFIG_MAX_NBYTES, Transformer, checkpoint_layers, from_config_file
 
-__all__ = ["FAMILIES", "NAMES", "Transformer", "built_in", "checkpoint_layers", "family", "from_config_file"]
+__all__ = [
+    "CONFIG_MAX_NBYTES",
+    "FAMILIES",
+    "NAMES",
+    "Transformer",
+    "built_in",
+    "checkpoint_layers",
+    "family",
+    "from_config_file",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,10 +13,18 @@ import torch
 from torch import nn
 
 from chunkc.errors import ChunkcError
+from chunkc.files import FormatError, read_json, shown
 
 _DEPTH_KEYS: Final = {"gpt2": ("n_layer", "num_hidden_layers"), "bert": ("num_hidden_layers",)}
 """Of architectures whose layers are all alike, whatever the configuration says: what may hold their number."""
 
+CONFIG_MAX_NBYTES: Final = 2**24
+_COUNT_KEYS: Final = (
+    *("n_layer", "n_layers", "num_layers", "num_hidden_layers", "num_decoder_layers", "encoder_layers"),
+    *("decoder_layers", "num_experts", "num_local_experts", "n_routed_experts"),
+)
+"""What configurations call the numbers of modules that are built one by one."""
+_MAX_COUNT: Final = 4096
 _DEFAULT_SEQUENCE: Final = 1024
 _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "max_sequence_length")
 
@@ -136,11 +143,11 @@ def from_config_file(path: str) -> Transformer:
         ChunkcError: when the file is no such configuration, or its architecture is not one that can be trained here.
     """
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = read_json(path, max_nbytes=CONFIG_MAX_NBYTES)
     except OSError as error:
         raise ChunkcError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ChunkcError(f"{path} holds no JSON: {error}") from error
+    except FormatError as error:
+        raise ChunkcError(f"{path} is no configuration of a model: {error}") from error
     if not isinstance(config, dict) or "model_type" not in config:
         raise ChunkcError(f"{path} is no configuration of a model: it has no model_type")
     names = config.get("architectures")
@@ -148,10 +155,20 @@ def from_config_file(path: str) -> Transformer:
     head = next((head for suffix, head in _HEAD_BY_SUFFIX.items() if name.endswith(suffix)), None)
     if head is None:
         known = ", ".join(f"*{suffix}" for suffix in _HEAD_BY_SUFFIX)
-        raise ChunkcError(f"{path} names the architecture {name or 'none'!r}; chunkc builds {known}")
+        raise ChunkcError(f"{path} names the architecture {shown(name or 'none')}; chunkc builds {known}")
+    _check_counts(path, config)
     place = Path(path)
     label = place.parent.name if place.name == "config.json" and place.parent.name else place.stem
     return Transformer(label, config, head)
+
+
+def _check_counts(path: str, config: Mapping[str, Any]) -> None:
+    """Refuse numbers of modules and positions that would be built one by one without an end, or that none can be."""
+    for key in (*_COUNT_KEYS, *_LENGTH_KEYS):
+        count, most = config.get(key), _MAX_COUNT if key in _COUNT_KEYS else None
+        if isinstance(count, int) and not (1 <= count <= (most or count)):
+            limit = f"from 1 to {most}" if most else "1 or more"
+            raise ChunkcError(f"{path} is no configuration of a model: {key} must be {limit}, found {shown(count)}")
 
 
 def _transformers() -> Any:

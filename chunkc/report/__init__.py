@@ -5,13 +5,12 @@ The representation (``chunkc.ir``) knows nothing of reports; `Plan` adds them to
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from chunkc.errors import PlanError
 from chunkc.ir import plan as ir
+from chunkc.ir.plan_file import load_plan
 from chunkc.report.summary import summarize
 from chunkc.report.table import render
 from chunkc.report.text import full_text
@@ -67,17 +66,11 @@ class Plan(ir.Plan):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read a plan that `save` wrote, and prove it safe as planning does.
 
         Raises:
             OSError: the file cannot be read.
-            PlanError: it holds no plan, or one of a format that this release does not read.
+            PlanError: it holds no plan, one of a format that this release does not read, or one that the verifier
+                refuses; the message names the file and the place inside.
         """
-        text = Path(path).read_text(encoding="utf-8")
-        try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or "format_version" not in data:
-                raise PlanError(f"{path} holds no plan: a plan is a JSON object with a format_version")
-            return cls.from_json(data)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanError(f"{path} holds no plan that this release reads: {error}") from error
+        return cls.of(load_plan(path))

@@ -17,6 +17,7 @@ import numpy as np
 
 from chunkc.cost.timeline import Timeline
 from chunkc.errors import ChunkcError
+from chunkc.files import save_bytes
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
@@ -49,13 +50,13 @@ def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple
         size: width and height in pixels; where the form has none, their proportion.
 
     Raises:
-        ChunkcError: matplotlib is not installed, the name ends otherwise, or the timeline is one of another plan.
-        OSError: the file cannot be written.
+        ChunkcError: matplotlib is not installed, the name ends otherwise, the timeline is one of another plan, or the
+            file cannot be written; what it held, it holds.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise ChunkcError(f"a picture is one of {', '.join(SUFFIXES)}, not {Path(path).name!r}: change the file's name")
-    Path(path).write_bytes(picture(plan, timeline, suffix.removeprefix("."), size=size))
+    save_bytes(path, picture(plan, timeline, suffix.removeprefix("."), size=size))
 
 
 def picture(plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE) -> bytes:

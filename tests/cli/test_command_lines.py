@@ -51,8 +51,8 @@ BAD_OPTIONS = [
 # A model, or another command, and what is said.
 BAD_LINES = [
     (["plan", ""], "is not of the form module:function"),
-    (["plan", "binary.json"], "binary.json holds no JSON"),
-    (["plan", "deep.json"], "deep.json holds no JSON"),
+    (["plan", "binary.json"], "binary.json is no configuration of a model: byte"),
+    (["plan", "deep.json"], "deep.json is no configuration of a model: it is nested more than 64 deep"),
     (["plan", "missing.json"], "cannot read missing.json"),
     (["plan", "gpt-10b\x1b[31m"], "no built-in model 'gpt-10b\\x1b[31m'"),
     (["plan", "os:system"], "os:system raised TypeError"),

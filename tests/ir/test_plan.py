@@ -11,6 +11,7 @@ import pytest
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan, StageRecord
+from chunkc.ir.plan_file import load_plan
 
 from .plans import SPECS, evicting, streaming
 
@@ -19,7 +20,7 @@ from .plans import SPECS, evicting, streaming
 def test_saved_plan_loads_as_the_same(name: str, tmp_path: Path) -> None:
     plan = SPECS[name].build()
     plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
+    loaded = load_plan(tmp_path / "plan.json")
     assert loaded == plan
     assert loaded.stages == plan.stages
     assert loaded.digest() == plan.digest()
@@ -37,7 +38,7 @@ def test_another_format_version_is_refused(version: object) -> None:
     data = evicting().build().to_json()
     data["format_version"] = version
     with pytest.raises(
-        ValueError, match=f"plan format {version} is not supported; this release reads format 5: plan the"
+        ValueError, match=f"plan format {version!r} is not supported; this release reads format 5: plan the"
     ):
         Plan.from_json(data)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutations import check_mutations, num_mutations
 from torch import nn
 
 from chunkc.errors import ChunkcError
@@ -68,11 +71,32 @@ def test_the_architecture_says_what_is_trained(architecture: str, head: Head, tm
         ({"architectures": ["LlamaForCausalLM"]}, "has no model_type"),
         ({**LLAMA, "architectures": ["LlamaModel"]}, "'LlamaModel'"),
         ({**LLAMA, "architectures": None}, "'none'"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers must be from 1 to 4096, found 1000000000"),
+        ({**LLAMA, "num_hidden_layers": -1}, "num_hidden_layers must be from 1 to 4096, found -1"),
+        ({**LLAMA, "max_position_embeddings": 0}, "max_position_embeddings must be 1 or more, found 0"),
     ],
 )
 def test_a_file_that_is_no_such_configuration_is_refused(config: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ChunkcError, match=message):
         from_config_file(write(tmp_path, config))
+
+
+def test_mutations_are_refused_or_describe_a_model(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """One in fifty is built, since that takes most of the time."""
+    numbers = itertools.count()
+
+    def use(path: Path) -> None:
+        model = from_config_file(str(path))
+        assert model.num_layers is None or model.num_layers >= 1
+        assert 1 <= model.inputs(1, model.default_sequence)["input_ids"].numel() <= 1024
+        if next(numbers) % 50 == 0:
+            with contextlib.suppress(ChunkcError):
+                model.build()
+
+    data, path = Path(write(tmp_path, LLAMA)).read_bytes(), tmp_path / "mutated.json"
+    refused, read = check_mutations(data, path, use, range(num_mutations(pytestconfig)), ChunkcError)
+    print(f"configurations: {refused} refused, {read} read")
+    assert refused > 0 and read > 0
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,24 @@
+"""Files: read strictly, decoded by type, written whole or not at all.
+
+`reading` turns a file into plain data within bounds, `decoding` plain data into dataclasses, and `writing` replaces a
+file in one piece. All documents that chunkc keeps (plans, profiles, checkpoints) and those of others that it reads
+(indexes of weights, configurations) go through them, since any of these may come from a stranger.
+"""
+
+from __future__ import annotations
+
+from chunkc.files.decoding import Decoder, shown
+from chunkc.files.reading import FormatError, read_json
+from chunkc.files.writing import flush_folder, replace_file, save_bytes, save_text, synced_file
+
+__all__ = [
+    "Decoder",
+    "FormatError",
+    "flush_folder",
+    "read_json",
+    "replace_file",
+    "save_bytes",
+    "save_text",
+    "shown",
+    "synced_file",
+]

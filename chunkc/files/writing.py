@@ -1,0 +1,93 @@
+"""Write a file whole or not at all, however the disk or the process fails meanwhile.
+
+The data go to a temporary file beside the one that is wanted, are flushed to disk (fsync), and the temporary file takes
+the name. So at whatever moment the process or the machine stops, the name has all of the new content or what it had
+before. What is no regular file (a pipe, ``/dev/stdout``) has no content to keep: it is written to directly.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from chunkc.errors import ChunkcError
+
+
+def save_text(path: str | os.PathLike[str], text: str) -> None:
+    """`save_bytes` of a text in UTF-8."""
+    save_bytes(path, text.encode("utf-8"))
+
+
+def save_bytes(path: str | os.PathLike[str], data: bytes) -> None:
+    """Make ``data`` the content of a file that a user named.
+
+    Raises:
+        ChunkcError: it cannot be written; what the file held, it holds.
+    """
+    try:
+        replace_file(Path(path), data)
+    except OSError as error:
+        raise ChunkcError(
+            f"cannot write {os.fspath(path)}: {error.strerror or error}. Nothing has changed there; give another place"
+        ) from error
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make ``data`` the content of ``path``, in one piece; permissions of a file that was there are kept.
+
+    Raises:
+        OSError: it cannot be written; what the file held, it holds.
+    """
+    before = _mode(path)
+    if before is not None and not stat.S_ISREG(before) and not stat.S_ISDIR(before):
+        with path.open("wb") as file:
+            file.write(data)
+        return
+    target = Path(os.path.realpath(path))  # a link stays a link
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.partial")
+    try:
+        with synced_file(temporary, exclusive=True) as file:
+            if before is not None:
+                os.fchmod(file.fileno(), stat.S_IMODE(before))
+            file.write(data)
+        temporary.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    flush_folder(target.parent)
+
+
+@contextmanager
+def synced_file(path: Path, *, exclusive: bool = False) -> Iterator[BinaryIO]:
+    """``path``, opened to be written from its beginning; when the block ends, all of it is on disk.
+
+    Args:
+        exclusive: whether it must not exist yet.
+    """
+    with path.open("xb" if exclusive else "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mode(path: Path) -> int | None:
+    """What ``path`` is, through links; None where nothing is."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,42 @@
+"""Read a plan from a file that anybody may have written: bounded, strict, and proved safe before it is handed out.
+
+Four steps, each of which relies on the one before: plain data (`chunkc.files.reading`), typed data
+(`chunkc.files.decoding`), references that exist (`references`), and the verifier's proof.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from chunkc.errors import PlanError
+from chunkc.files import FormatError, read_json
+from chunkc.ir.plan import Plan
+from chunkc.ir.references import check_references
+from chunkc.ir.verify import verify
+
+MAX_NBYTES: Final = 2**30
+"""Of a file: ten times the plan of a model with 1,000 layers."""
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan that ``Plan.save`` wrote to ``path``; it passes the verifier.
+
+    Raises:
+        OSError: the file cannot be read.
+        PlanError: it holds no plan of this format, or one that the verifier refuses; the message names the file and
+            the place inside.
+    """
+    try:
+        data = read_json(path, max_nbytes=MAX_NBYTES)
+        if not isinstance(data, dict) or "format_version" not in data:
+            raise FormatError("a plan is a JSON object with a format_version")
+        plan = Plan.from_json(data)
+        check_references(plan)
+    except FormatError as error:
+        raise PlanError(f"{path} holds no plan that this release reads: {error}") from error
+    try:
+        verify(plan)
+    except PlanError as error:
+        raise PlanError(f"{path} holds a plan that the verifier refuses: {error}") from error
+    return plan

@@ -1,0 +1,151 @@
+"""Check that every index in a plan names something that is there, and that sizes agree with what the plan lists.
+
+A plan from a file may say that a parameter reaches over 10**9 chunks. Whoever walks through these is lost, the verifier
+too. So references are checked first, in time and memory that are linear in the size of the plan, and every fault has
+its place in the file. What the actions do with what they name is the business of the verifier.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sized
+from typing import Final
+
+from chunkc.files import FormatError
+from chunkc.ir.layout import Chunk, Layout
+from chunkc.ir.plan import MAX_MICRO_BATCHES, Plan, Program, State
+from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+
+MAX_RANKS: Final = 2**20
+MAX_NUMEL: Final = 2**53
+"""Elements of a parameter or a chunk: sums of their bytes stay exact even as floats."""
+_MAX_DIMS: Final = 64
+_RESIDENT: Final = re.compile(r"(c|os)(0|[1-9][0-9]{0,17})")
+
+
+def check_references(plan: Plan) -> None:
+    """Refuse a plan that names what it does not have, or sizes that cannot be.
+
+    Raises:
+        FormatError: with the place in the plan's file.
+    """
+    layout = plan.layout
+    for name, value, most in (
+        ("layout.world_size", layout.world_size, MAX_RANKS),
+        ("layout.num_replicas", layout.num_replicas, MAX_RANKS),
+        ("layout.chunk_numel", layout.chunk_numel, MAX_NUMEL),
+        ("accumulate", plan.accumulate, MAX_MICRO_BATCHES),
+    ):
+        if not 1 <= value <= most:
+            raise FormatError(f"must be from 1 to {most}, found {value}", name)
+    _check_params(layout.params)
+    _check_chunks(layout)
+    _check_placements(layout)
+    _check_segments(plan)
+    for position, program in enumerate(plan.programs):
+        _check_program(plan, program, f"programs[{position}]")
+
+
+def _check_params(params: tuple[ParamInfo, ...]) -> None:
+    for position, info in enumerate(params):
+        place = f"layout.params[{position}]"
+        if len(info.shape) > _MAX_DIMS or len(info.shape) != len(info.stride):
+            dims = f"{len(info.shape)} dimensions and {len(info.stride)} strides"
+            raise FormatError(
+                f"a parameter has at most {_MAX_DIMS} dimensions with one stride each, found {dims}", place
+            )
+        if info.numel > MAX_NUMEL:
+            raise FormatError(f"a parameter has at most {MAX_NUMEL} elements, found {info.numel}", f"{place}.shape")
+
+
+def _check_chunks(layout: Layout) -> None:
+    partners: dict[int, int] = {}
+    for position, chunk in enumerate(layout.chunks):
+        place = f"layout.chunks[{position}]"
+        if chunk.dtype not in DTYPE_NBYTES:
+            raise FormatError(f"must be one of {', '.join(DTYPE_NBYTES)}, found {chunk.dtype!r:.60}", f"{place}.dtype")
+        if not 1 <= chunk.numel <= MAX_NUMEL:
+            raise FormatError(f"must be from 1 to {MAX_NUMEL}, found {chunk.numel}", f"{place}.numel")
+        if chunk.used_numel > chunk.numel:
+            raise FormatError(f"{chunk.used_numel} of {chunk.numel} elements are used", f"{place}.used_numel")
+        if chunk.partner is not None:
+            _index(chunk.partner, layout.chunks, "chunk", f"{place}.partner")
+            other = partners.setdefault(chunk.partner, position)
+            if other != position:
+                raise FormatError(f"c{other} holds the gradients of c{chunk.partner} already", f"{place}.partner")
+
+
+def _check_placements(layout: Layout) -> None:
+    """Parameters that span chunks fill them, so that all placements together reach over few more than there are."""
+    if len(layout.placements) != len(layout.params):
+        raise FormatError(f"{len(layout.placements)} entries for {len(layout.params)} parameters", "layout.placements")
+    spanned = 0
+    for position, (placed, info) in enumerate(zip(layout.placements, layout.params, strict=True)):
+        place = f"layout.placements[{position}]"
+        if not info.numel:
+            if placed.num_chunks:
+                raise FormatError("a parameter without elements is in no chunk", f"{place}.num_chunks")
+            continue
+        _index(placed.chunk, layout.chunks, "chunk", f"{place}.chunk")
+        left = len(layout.chunks) - placed.chunk
+        if not 1 <= placed.num_chunks <= left:
+            raise FormatError(f"must be from 1 to {left}, found {placed.num_chunks}", f"{place}.num_chunks")
+        spanned += placed.num_chunks
+        if spanned > len(layout.params) + len(layout.chunks):
+            raise FormatError("parameters up to here reach over more chunks than hold them", f"{place}.num_chunks")
+        _check_offset(layout.chunks[placed.chunk], placed.offset, f"{place}.offset")
+
+
+def _check_offset(chunk: Chunk, offset: int, place: str) -> None:
+    if offset >= chunk.numel:
+        raise FormatError(f"c{chunk.index} has {chunk.numel} elements, found {offset}", place)
+
+
+def _check_segments(plan: Plan) -> None:
+    params = plan.layout.params
+    for position, segment in enumerate(plan.segments):
+        place = f"segments[{position}]"
+        if segment.first_op > segment.end_op:
+            raise FormatError(f"{segment.first_op} operators precede, found {segment.end_op}", f"{place}.end_op")
+        _check_params_named(segment.reads, params, f"{place}.reads")
+        _check_params_named(segment.lands, params, f"{place}.lands")
+    _check_params_named(plan.trained_elsewhere, params, "trained_elsewhere")
+    named = plan.memory.nonmodel_segment
+    if named and named not in {segment.name for segment in plan.segments}:
+        raise FormatError(f"the plan has no segment {named!r:.60}", "memory.nonmodel_segment")
+
+
+def _check_params_named(indexes: tuple[int, ...], params: tuple[ParamInfo, ...], place: str) -> None:
+    for position, index in enumerate(indexes):
+        _index(index, params, "parameter", f"{place}[{position}]")
+    if len(set(indexes)) < len(indexes):
+        raise FormatError("a parameter stands in it twice", place)
+
+
+def _check_program(plan: Plan, program: Program, place: str) -> None:
+    _check_state(plan.layout, program.entry, f"{place}.entry.resident")
+    _check_state(plan.layout, program.exit, f"{place}.exit.resident")
+    for position, action in enumerate(program.actions):
+        if action.slot is not None:
+            _index(action.slot, plan.layout.slots, "slot", f"{place}.actions[{position}]")
+
+
+def _check_state(layout: Layout, state: State, place: str) -> None:
+    seen = set[str]()
+    for position, (target, slot) in enumerate(state.resident):
+        here = f"{place}[{position}]"
+        found = _RESIDENT.fullmatch(target)
+        if found is None:
+            raise FormatError(f"must be a chunk (c3) or a triple (os3), found {target!r:.60}", here)
+        _index(int(found[2]), layout.chunks, "chunk", here)
+        _index(slot, layout.slots, "slot", here)
+        if found[1] == "os" and layout.chunks[int(found[2])].os_home is None:
+            raise FormatError(f"c{found[2]} has no optimizer state", here)
+        if target in seen:
+            raise FormatError(f"{target} stands in it twice", here)
+        seen.add(target)
+
+
+def _index(index: int, items: Sized, what: str, place: str) -> None:
+    if not 0 <= index < len(items):
+        raise FormatError(f"names {what} {index}, and the plan has {len(items)}", place)
