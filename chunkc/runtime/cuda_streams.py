@@ -209,9 +209,11 @@ class CudaStreams:
         self.num_synchronizes += 1
         self._is_followed = False
         self._join_worker()
-        for key in self._held:
-            self._enqueue_held(key)
-        self._api.synchronize()
+        try:
+            for key in self._held:
+                self._enqueue_held(key)
+        finally:  # whoever recovers from what raises there works on memory that nothing else may touch meanwhile
+            self._api.synchronize()
         self.failures.raise_untold()
 
     def enqueue_exchanges(self) -> None:

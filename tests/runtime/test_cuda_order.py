@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from awaiting import once
-from cuda_order import LaunchRecorder, faults
+from cuda_order import found_faults, record
 from fake_cuda import GIB, FakeCuda
 from torch import nn
 
@@ -92,29 +92,6 @@ def trained_on_host(nbytes: int, dtype: torch.dtype = torch.float32, micro_batch
     model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype, accumulate=micro_batches)
     iterate(model, optimizer, STEPS, micro_batches)
     return states(model, optimizer)
-
-
-def record(device: CudaDevice, api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
-    """Record from here on; no work of the worker is seen to be done when something is launched behind it."""
-    monkeypatch.setattr(HostCompletion, "done", lambda self: False)
-    device.synchronize()
-    api.calls.clear()
-    recorder, launcher, join = LaunchRecorder(device, api), threading.current_thread(), HostCompletion.join
-    monkeypatch.setattr(device, "launch", recorder)
-
-    def noted(self: HostCompletion) -> object:
-        failure = join(self)
-        if threading.current_thread() is launcher:  # autograd calls backwards of host tensors on it too
-            recorder.joined(self)
-        return failure
-
-    monkeypatch.setattr(HostCompletion, "join", noted)
-    return recorder
-
-
-def found_faults(recorder: LaunchRecorder, device: CudaDevice, api: FakeCuda) -> list[str]:
-    device.synchronize()
-    return faults(recorder.launches, list(api.calls))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -85,6 +85,7 @@ class Cuda:
         self._ledger = MemoryLedger(self._api)
         _, self._held = self.device_for(self.named(gpu.memory_nbytes, GIB))  # with it lives what has been measured
         self.overhead_nbytes = self._held.overhead_nbytes
+        self.context_nbytes = self._ledger.context_nbytes  # of it what stands outside of torch's allocator
 
     def find_gpu(self) -> PresentGpu | None:
         return present_gpu()

@@ -9,9 +9,11 @@ one list for all of them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 from fake_cuda import Call, FakeCuda
 
 from chunkc.ir.actions import Stream
@@ -120,3 +122,27 @@ def faults(launches: Sequence[Launch], calls: Sequence[Call]) -> list[str]:
         for wait in launch.waits
         if wait not in behind[number]
     ]
+
+
+def record(device: CudaDevice, api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
+    """Record from here on; no work of the worker is seen to be done when something is launched behind it."""
+    monkeypatch.setattr(HostCompletion, "done", lambda self: False)
+    device.synchronize()
+    api.calls.clear()
+    recorder, launcher, join = LaunchRecorder(device, api), threading.current_thread(), HostCompletion.join
+    monkeypatch.setattr(device, "launch", recorder)
+
+    def noted(self: HostCompletion) -> object:
+        failure = join(self)
+        if threading.current_thread() is launcher:  # autograd calls backwards of host tensors on it too
+            recorder.joined(self)
+        return failure
+
+    monkeypatch.setattr(HostCompletion, "join", noted)
+    return recorder
+
+
+def found_faults(recorder: LaunchRecorder, device: CudaDevice, api: FakeCuda) -> list[str]:
+    """`faults` of what was recorded, once all of it has run."""
+    device.synchronize()
+    return faults(recorder.launches, list(api.calls))
