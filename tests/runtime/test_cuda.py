@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 import torch
 from awaiting import once
-from fake_cuda import GIB, FakeCuda, FakeStream
+from fake_cuda import GIB, FakeCuda
 from layouts import layout_of
 
 from chunkc.errors import ChunkcError, HardwareError
@@ -135,44 +134,6 @@ def test_work_of_one_stream_needs_no_event() -> None:
     first = device.launch(Stream.H2D, "fetch", [], nothing)
     device.launch(Stream.H2D, "fetch again", [first], nothing)
     assert not [c for c in api.calls if c.kind == "wait event"]
-
-
-def test_the_first_launch_after_a_synchronize_puts_the_side_streams_behind_the_caller() -> None:
-    api = FakeCuda()
-    device = device_on(api)
-    for _ in range(2):
-        device.synchronize()
-        begin = len(api.calls)
-        device.launch(Stream.COMM, "gather", [], nothing)
-        device.launch(Stream.COMM, "gather", [], nothing)
-        sides = [stream.key for stream in device._streams._side.values()]
-        gather = [("run", sides[-1]), ("record", sides[-1])]
-        assert kinds(api, begin) == [("record", 0), *[("wait event", key) for key in sides], *gather * 2]
-
-
-def test_a_launch_that_fails_leaves_nothing_under_way_when_the_host_has_waited() -> None:
-    api, hold, ran = FakeCuda(), threading.Event(), list[str]()
-    device = device_on(api)
-    update = device.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
-
-    def fetch() -> None:
-        time.sleep(0.05)
-        ran.append("fetch")
-
-    device.launch(Stream.H2D, "fetch", [update], fetch)
-    device.launch(Stream.COMM, "gather", [update], nothing)
-    comm, run = device._streams._side[Stream.COMM], api.run
-
-    def failing(stream: FakeStream, work: Callable[[], None]) -> None:
-        if stream is comm:
-            raise ValueError("on purpose")
-        run(stream, work)
-
-    api.run = failing  # type: ignore[method-assign]
-    hold.set()
-    with pytest.raises(ValueError, match="on purpose"):
-        device.synchronize()
-    assert ran == ["fetch"]
 
 
 def test_another_current_stream_waits_for_the_one_before() -> None:
