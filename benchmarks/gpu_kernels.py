@@ -1,10 +1,17 @@
-"""Bandwidth of chunkc's kernels against a copy on the device that moves as many bytes, paired, median of the ratios."""
+"""Bandwidth of chunkc's kernels against a copy on the device that moves as many bytes, paired, median of the ratios.
+
+python benchmarks/gpu_kernels.py -o kernels.json [--quick]
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +26,18 @@ from chunkc.triton_kernels.launch import make_tiles
 Work = Callable[[], object]
 AHEAD_CYCLES = 2_000_000  # a millisecond
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, write the result, and return the exit code."""
+    parser = argparse.ArgumentParser(description="chunkc's kernels against copies on the device.")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="file of the result, JSON")
+    parser.add_argument("--quick", action="store_true", help="small chunks, few pairs")
+    args = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = measure(1 << 14 if args.quick else 1 << 28, 5 if args.quick else 41, device)
+    args.output.write_text(json.dumps(found) + "\n")
+    return 0
 
 
 def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
@@ -85,3 +104,7 @@ def milliseconds(work: Work, device: torch.device) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

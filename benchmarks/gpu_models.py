@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Tokens, and the ones that follow them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -46,8 +49,11 @@ class Shape:
         (Chowdhery et al., "PaLM", appendix B). What is computed again does not count.
         """
         matmul_params = self.num_params() - self.length * self.hidden
-        attention = 12 * self.layers * self.hidden * self.length
-        return float((6 * matmul_params + attention) * self.tokens)
+        return float(6 * matmul_params * self.tokens) + self.attention_flops()
+
+    def attention_flops(self) -> float:
+        """The second term of `step_flops`."""
+        return float(12 * self.layers * self.hidden * self.length * self.tokens)
 
 
 class Block(nn.Module):
@@ -101,7 +107,7 @@ def initialise(model: nn.Module) -> None:
                 nn.init.normal_(param, std=0.02)
 
 
-def batches(shape: Shape, num: int, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(shape: Shape, num: int, device: torch.device) -> list[Batch]:
     """Random tokens with the next ones as labels, the same for every system."""
     generator = torch.Generator().manual_seed(1)
     found = []

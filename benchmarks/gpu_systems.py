@@ -1,7 +1,8 @@
 """The systems that train the benchmark's models: chunkc, plain PyTorch, and what others offer for models too large.
 
 Each makes a step over one batch and something that waits until everything it has launched is done. All compute in bf16
-with parameters, gradients of the update and moments as its users run it; ``settings`` says how, in the result.
+with parameters, gradients of the update and moments as its users run it; ``settings`` says how, in the result. Each is
+made by ``SYSTEMS[name](shape, device, hw)``, where ``hw`` is the machine that chunkc is told and nobody else needs.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_models import Gpt, Shape, initialise
+from gpu_models import Batch, Gpt, Shape, initialise
+from gpu_zero_offload import ZeroOffload, buckets_of
 
 import chunkc
+from chunkc.cost.rates import known_rates
+from chunkc.cost.timeline import Timeline
 
 LEARNING_RATE = 1e-4
-Batch = tuple[torch.Tensor, torch.Tensor]
+COMPILED_BLOCKS = "torch.compile(fullgraph=True, dynamic=False) of every block"
 
 
 @dataclass(slots=True)
@@ -53,6 +57,12 @@ def stepping(
     return step
 
 
+def compile_blocks(model: Gpt) -> None:
+    """Each by itself, in place."""
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, fullgraph=True, dynamic=False)
+
+
 def name_only_rank() -> None:
     """What torch.distributed and DeepSpeed want to be told, for a job of one process that talks to itself."""
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
@@ -60,24 +70,33 @@ def name_only_rank() -> None:
         os.environ.setdefault(name, value)
 
 
-def chunkc_system(shape: Shape, device: torch.device, hw: str, backend: str = "inductor") -> System:
-    """chunkc within the memory that ``hw`` names."""
-    model = chunkc.compile(shape.build(), hw, dtype=torch.bfloat16, backend=backend, fullgraph=True)
+def chunkc_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
+    """chunkc within the memory that ``hw`` names, by a plan for its rates."""
+    model = chunkc.compile(shape.build(), hw, dtype=torch.bfloat16, fullgraph=True)
     initialise(model)
     optimizer = chunkc.AdamW(model.parameters(), lr=LEARNING_RATE)
-    settings = {"hw": hw, "dtype": "bf16, fp32 master", "backend": backend, "optimizer": "chunkc.AdamW"}
+    settings = {"hw": str(hw), "dtype": "bf16, fp32 master", "optimizer": "chunkc.AdamW"}
     settings["compiled"] = "chunkc.compile(fullgraph=True), everything else by default"
 
     def facts() -> dict[str, Any]:
         plan = chunkc.plan_of(model)
         segments = {kind: len(plan.graph_segments(kind)) for kind in ("forward", "backward")}
-        return {"stats": chunkc.stats(model), "plan": plan.digest(), "num_segments": segments, "summary": str(plan)}
+        found = {"stats": chunkc.stats(model), "plan": plan.digest(), "num_segments": segments, "summary": str(plan)}
+        if known_rates(hw) is not None:
+            found["simulated"] = simulated(chunkc.simulate(plan, hw))
+        return found
 
     step = stepping(model, optimizer, device, autocast=False)
     return System(step, lambda: chunkc.stats(model), settings, facts)
 
 
-def plain_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool) -> System:
+def simulated(timeline: Timeline) -> dict[str, Any]:
+    """The simulated step, and the share of it in which each stream is busy."""
+    busy = {str(stream.stream): round(stream.busy_ms / timeline.step_ms, 4) for stream in timeline.streams}
+    return {"step_ms": round(timeline.step_ms, 3), "busy_shares": busy, "overhead_ms": round(timeline.overhead_ms, 3)}
+
+
+def plain_system(shape: Shape, device: torch.device, hw: chunkc.Hardware, *, compiled: bool) -> System:
     """PyTorch with everything on the device: fp32 parameters under autocast, fused AdamW."""
     model = shape.build().to_empty(device=device)
     model.head.weight = model.embed.weight
@@ -89,8 +108,8 @@ def plain_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
     return System(stepping(forward, optimizer, device, autocast=True), lambda: synchronize(device), settings)
 
 
-def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool) -> System:
-    """FSDP2 on one rank with everything offloaded to pinned host memory between uses."""
+def fsdp2_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
+    """FSDP2 on one rank with everything offloaded to pinned host memory between uses, blocks compiled."""
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -103,10 +122,9 @@ def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda"),
     }
     model = shape.build()
-    for number, block in enumerate(model.blocks):
-        if compiled:  # as a module around it, so that the hooks of fully_shard stay outside of the graph
-            model.blocks[number] = torch.compile(block, fullgraph=True, dynamic=False)
-        fully_shard(model.blocks[number], **options)
+    compile_blocks(model)  # modules around them, so that the hooks of fully_shard stay outside of the graphs
+    for block in model.blocks:
+        fully_shard(block, **options)
     fully_shard(model, **options)
     model.to_empty(device="cpu")
     initialise(model)
@@ -115,12 +133,36 @@ def fsdp2_system(shape: Shape, device: torch.device, hw: str, *, compiled: bool)
         "sharding": "fully_shard of every block and the model, world size 1, CPUOffloadPolicy(pin_memory=True)",
         "precision": "MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=fp32), fp32 parameters",
         "optimizer": "torch.optim.AdamW(fused=True) on the CPU",
-        "compiled": "torch.compile(fullgraph=True, dynamic=False) of every block" if compiled else "no",
+        "compiled": COMPILED_BLOCKS,
     }
     return System(stepping(model, optimizer, device, autocast=False), lambda: synchronize(device), settings)
 
 
-def torchao_system(shape: Shape, device: torch.device, hw: str) -> System:
+def zero_offload_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
+    """`gpu_zero_offload`; blocks are compiled one by one, so that gradients land while backward goes on."""
+    model = shape.build().to_empty(device=device)
+    model.head.weight = model.embed.weight
+    initialise(model)
+    model.bfloat16()
+    optimizer = ZeroOffload(buckets_of(model, model.blocks), device, LEARNING_RATE)
+    compile_blocks(model)
+    settings = {
+        "parameters": "bf16 on the device, fp32 on the host",
+        "gradients": "bf16, copied to pinned host memory as they land",
+        "optimizer": "torch.optim.AdamW(fused=True) on the host by blocks, after backward; copies back overlap",
+        "compiled": COMPILED_BLOCKS,
+    }
+
+    def step(batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = model(*batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return System(step, lambda: synchronize(device), settings)
+
+
+def torchao_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
     """torchao's optimizer whose states and step are on the CPU; parameters stay on the device."""
     from torchao.optim import CPUOffloadOptimizer
 
@@ -138,7 +180,7 @@ def torchao_system(shape: Shape, device: torch.device, hw: str) -> System:
     return System(stepping(forward, optimizer, device, autocast=True), lambda: synchronize(device), settings)
 
 
-def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
+def deepspeed_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> System:
     """DeepSpeed's ZeRO stage 3 with parameters and optimizer in pinned host memory."""
     import deepspeed
 
@@ -170,12 +212,12 @@ def deepspeed_system(shape: Shape, device: torch.device, hw: str) -> System:
     return System(step, lambda: synchronize(device), {"config": config, "compiled": "no"})
 
 
-SYSTEMS: dict[str, Callable[[Shape, torch.device, str], System]] = {
+SYSTEMS: dict[str, Callable[[Shape, torch.device, chunkc.Hardware], System]] = {
     "chunkc": chunkc_system,
     "eager": partial(plain_system, compiled=False),
     "compile": partial(plain_system, compiled=True),
-    "fsdp2": partial(fsdp2_system, compiled=False),
-    "fsdp2_compile": partial(fsdp2_system, compiled=True),
+    "zero_offload": zero_offload_system,
+    "fsdp2": fsdp2_system,
     "torchao": torchao_system,
     "deepspeed": deepspeed_system,
 }

@@ -7,6 +7,7 @@ that a warning is an error, which holds for the versions in constraints.txt only
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 
@@ -26,16 +27,23 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     import torch
-    from hypothesis import settings
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
-    settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
-    settings.register_profile("soak", deadline=None, max_examples=2000)
-    settings.load_profile("soak" if config.getoption("--soak") else "test")
+    if importlib.util.find_spec("hypothesis") is not None:  # tests of the GPU take none of it
+        _choose_profile("soak" if config.getoption("--soak") else "test")
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout: without effect, as pytest-timeout is not installed")
     if torch.cuda.is_available():
         config.addinivalue_line("filterwarnings", "default")
+
+
+def _choose_profile(name: str) -> None:
+    """How many cases hypothesis tries."""
+    from hypothesis import settings
+
+    settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
+    settings.register_profile("soak", deadline=None, max_examples=2000)
+    settings.load_profile(name)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,18 +1,25 @@
 """The tests of the GPU, where there is none: that they start with what such a machine has, and that they are right.
 
 They run in a process of their own on a stand-in (see ``tests/gpu/conftest.py``), and once without plugins of pytest,
-whose options in ``pyproject.toml`` must then not stop them.
+whose options in ``pyproject.toml`` must then not stop them. ``tests/gpu/run.py`` runs them file by file; what it keeps
+when a test, a process or itself is killed is shown on files of a few lines.
 """
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RUN = ROOT / "tests" / "gpu" / "run.py"
 WITHOUT_PLUGINS = ("-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider")
 
 
@@ -40,5 +47,136 @@ def test_without_a_gpu_they_are_skipped_with_a_reason() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("stand_in", ["emulated", "double"])
-def test_all_run_on_a_stand_in(stand_in: str) -> None:
-    assert " failed" not in run("tests/gpu", "--stand-in", stand_in, timeout_s=7000.0)
+def test_all_run_on_a_stand_in(stand_in: str, tmp_path: Path) -> None:
+    """By the runner, with as much time as a busy machine takes."""
+    files = [path.stem.removeprefix("test_").removesuffix("_gpu") for path in RUN.parent.glob("test_*_gpu.py")]
+    options = ["--out", str(tmp_path), "--stand-in", stand_in, "--limit-s", "6000", "--file-s", "2000"]
+    done = subprocess.run([sys.executable, str(RUN), *options], capture_output=True, text=True, timeout=7000)
+    assert done.returncode == 0, done.stdout[-4000:]
+    found = journal_of(tmp_path)
+    assert {r["file"] for r in found if r["kind"] == "file"} == set(files)
+    assert {r["outcome"] for r in found if r["kind"] == "test"} == {"passed", "skipped"}
+
+
+CONFTEST = """
+def pytest_addoption(parser):
+    parser.addini("timeout", "")
+    parser.addoption("--stand-in")
+"""
+HEADER = "import os, signal, time, pytest\npytestmark = pytest.mark.gpu\n"
+FILES = {
+    "fails": """
+def test_passes(record_property): record_property("rate", 3)
+def test_fails(): assert 1 == 2, "a reason"
+@pytest.mark.skip(reason="not here")
+def test_skipped(): pass
+""",
+    "dies": """
+def test_before(): pass
+def test_dies(): os.kill(os.getpid(), signal.SIGSEGV)
+def test_behind(): pass
+""",
+    "stands": """
+def test_stands():
+    while True: time.sleep(0.1)
+def test_behind(): pass
+""",
+    "broken": "import nothing_of_this_name\n",
+    "many": "".join(f"def test_{n}(): time.sleep(0.02)\n" for n in range(200)),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files as ``tests/gpu`` has them, which need nothing but pytest."""
+    found = tmp_path / "files"
+    found.mkdir()
+    (found / "conftest.py").write_text(CONFTEST)
+    for stem, text in FILES.items():
+        (found / f"test_{stem}_gpu.py").write_text(HEADER + text)
+    return found
+
+
+def start(folder: Path, out: Path, stems: str, **options: Any) -> subprocess.Popen[str]:
+    """The runner on some of the files."""
+    command = [sys.executable, str(RUN), "--tests", str(folder), "--out", str(out), "--only", stems]
+    command += [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def journal_of(out: Path) -> list[dict[str, Any]]:
+    """The runner's records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        from journal import records
+
+        return records(out / "suite.jsonl")
+
+
+def outcomes(out: Path) -> dict[str, dict[str, Any]]:
+    """Records of tests that have ended, by file and name."""
+    found = [record for record in journal_of(out) if record["kind"] == "test"]
+    return {record["test"]: record for record in found}
+
+
+def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: Path) -> None:
+    runner = start(folder, tmp_path, "fails,dies,stands,broken", still_s=4)
+    said, _ = runner.communicate(timeout=120)
+    found = {name.replace("_gpu.py", ""): record for name, record in outcomes(tmp_path).items()}
+    assert {name: record["outcome"] for name, record in found.items()} == {
+        "test_fails::test_passes": "passed",
+        "test_fails::test_fails": "failed",
+        "test_fails::test_skipped": "skipped",
+        "test_dies::test_before": "passed",
+        "test_dies::test_dies": "crashed",
+        "test_dies::test_behind": "passed",
+        "test_stands::test_stands": "stood still",
+        "test_stands::test_behind": "passed",
+        "test_broken": "failed",
+    }
+    assert runner.returncode == 1
+    assert found["test_fails::test_passes"]["readings"] == {"rate": 3}
+    assert "a reason" in found["test_fails::test_fails"]["text"] and "a reason" in said
+    assert found["test_fails::test_skipped"]["text"].endswith("not here")
+    assert "in test_dies" in found["test_dies::test_dies"]["text"] and "in test_dies" in said
+    assert "in test_stands" in found["test_stands::test_stands"]["text"]
+    assert "nothing_of_this_name" in found["test_broken"]["text"]
+    first, *_, last = journal_of(tmp_path)
+    assert {"date", "command", "commit", "hardware", "versions"} <= first.keys() and last["kind"] == "end"
+
+
+def test_files_without_time_are_not_run(folder: Path, tmp_path: Path) -> None:
+    """A test that is cut off is named, those behind it are, and so is a file that was not begun."""
+    runner = start(folder, tmp_path, "stands,fails", limit_s=7)
+    said, _ = runner.communicate(timeout=120)
+    assert runner.returncode == 1 and "2 not run" in said
+    assert [record["outcome"] for record in outcomes(tmp_path).values()] == ["out of time"]
+    missing = {r["file"]: r["tests"] for r in journal_of(tmp_path) if r["kind"] == "not run"}
+    assert [name.split("::")[-1] for name in missing["stands"]] == ["test_behind"] and missing["fails"] == []
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_a_runner_that_is_killed_keeps_what_it_found(seed: int, folder: Path, tmp_path: Path) -> None:
+    """Every line parses, and tests that had ended when it was killed are there."""
+    runner = start(folder, tmp_path, "fails,many")
+    deadline_s = time.monotonic() + 100
+    while len(outcomes(tmp_path)) < 4 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    time.sleep(random.Random(seed).uniform(0, 1.5))
+    ended = outcomes(tmp_path)
+    runner.kill()
+    runner.communicate()
+    kept = outcomes(tmp_path)
+    for record in journal_of(tmp_path):
+        if record["kind"] == "process":
+            end_group(record["pid"])
+    assert len(ended) >= 4 and ended.items() <= kept.items()
+    assert kept["test_fails_gpu.py::test_fails"]["outcome"] == "failed"
+
+
+def end_group(pid: int) -> None:
+    """What a killed runner left."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return

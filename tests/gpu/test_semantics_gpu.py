@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from equalities import check_semantics, check_sixteen_bits, train_same_partition
 from machines import Machine
-from models import CASES
+from models import CASES, loss_of
 from placements import coarse, smallest
 from rig import GetRig, Setup
+from steady import options, smallest_hw
 from torch import nn
 from training import SEMANTICS, GetPlain, assert_same_semantics, train_measured
 
@@ -101,3 +103,45 @@ def test_masks_are_those_of_torch_compile(name: str, backend: str, rig_of: GetRi
     assert_same_semantics(found, wanted)
     if backend == "eager":
         assert found.losses[0] == wanted.losses[0]
+
+
+class MaskedRun:
+    """Dropout whose masks backward computes again, trained step by step within the least memory."""
+
+    def __init__(self, hw: chunkc.Hardware, backend: str, machine: Machine) -> None:
+        case = CASES["gpt2_checkpointed"]
+        self.model = chunkc.compile(case.build(), hw, **options(backend))
+        self.optimizer = chunkc.AdamW(self.model.parameters(), lr=1e-3)
+        self.batches = machine.put(case.batches())
+
+    def train(self, first: int, last: int) -> list[float]:
+        """Losses of steps ``first`` to ``last``."""
+        losses = []
+        for step in range(first, last):
+            loss = loss_of(self.model(**self.batches[step % len(self.batches)]))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_masks_that_are_computed_again_go_on_after_a_resume(backend: str, machine: Machine, tmp_path: Path) -> None:
+    """Two steps, a checkpoint and two more in a new model are four steps to the bit, whatever was drawn meanwhile."""
+    hw = smallest_hw(machine, "gpt2_checkpointed", backend)
+    torch.manual_seed(21)
+    whole = MaskedRun(hw, backend, machine)
+    losses = whole.train(0, 2)
+    path = chunkc.save_checkpoint(tmp_path, whole.model, whole.optimizer).result()
+    losses += whole.train(2, 4)
+    wanted = {name: value.cpu() for name, value in whole.model.state_dict().items()}
+    assert len(set(losses)) == 4
+    del whole
+    torch.manual_seed(22)
+    resumed = MaskedRun(hw, backend, machine)
+    resumed.train(3, 4)  # what is compiled now has seeded hidden generators, if there are any
+    chunkc.load_checkpoint(path, resumed.model, resumed.optimizer)
+    assert resumed.train(2, 4) == losses[2:]
+    for name, value in resumed.model.state_dict().items():
+        assert torch.equal(value.cpu(), wanted[name]), name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import psutil
@@ -16,10 +18,14 @@ from machines import Machine
 from models import Case
 from placements import smallest
 from rig import GetRig, Rig
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import PLACEMENT, train_plain, train_plain_16
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
+from chunkc.calibrate import activities
+from chunkc.calibrate.memory import Shares, regions, scale_for
+from chunkc.calibrate.timing import Timer
 from chunkc.ir.actions import Stream
 from chunkc.runtime.debug_settings import DebugSettings
 
@@ -135,19 +141,42 @@ def attended_batches() -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": batch, "labels": batch} for batch in ids]
 
 
-def test_segments_hold_fused_attention(machine: Machine, note: Note) -> None:
+OTHER_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+KERNELS = {
+    "flash": [SDPBackend.FLASH_ATTENTION, *OTHER_KERNELS],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *OTHER_KERNELS],
+}
+"""Kernels of attention by preference; the CPU has flash attention only."""
+
+
+@contextmanager
+def attention_by(kernel: str) -> Iterator[None]:
+    """Prefer a kernel of attention. cuDNN's, which a Hopper GPU takes by default, is none of the deterministic ones."""
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(is_deterministic and kernel != "cudnn")
+    try:
+        with sdpa_kernel(KERNELS[kernel], set_priority=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(is_deterministic)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_segments_hold_fused_attention(kernel: str, machine: Machine, note: Note) -> None:
     """The operator in the captured graphs is the fused one, and what it trains is as good as plain bf16."""
     case = Case("attending", attending, attended_batches)
-    rig = Rig(case, torch.bfloat16, "eager", machine)
-    targets = {o.target for graph in rig.captured.schedule.graphs for o in graph.operators}
-    fused = sorted(t for t in targets if "scaled_dot_product" in t)
-    note("attention operators", fused)
-    assert any("backward" in t for t in fused) and any("backward" not in t for t in fused), sorted(targets)
-    check_sixteen_bits(
-        rig,
-        lambda _, recipe: train_plain(case, recipe, machine),
-        lambda _, recipe: train_plain_16(case, recipe, machine=machine),
-    )
+    with attention_by(kernel):
+        rig = Rig(case, torch.bfloat16, "eager", machine)
+        targets = {o.target for graph in rig.captured.schedule.graphs for o in graph.operators}
+        fused = sorted(t for t in targets if "scaled_dot_product" in t)
+        note("attention operators", fused)
+        assert any("backward" in t for t in fused) and any("backward" not in t for t in fused), sorted(targets)
+        assert all((kernel if machine.kind == "cuda" else "flash") in t for t in fused)
+        check_sixteen_bits(
+            rig,
+            lambda _, recipe: train_plain(case, recipe, machine),
+            lambda _, recipe: train_plain_16(case, recipe, machine=machine),
+        )
 
 
 def test_copies_both_ways(machine: Machine, note: Note) -> None:
@@ -184,4 +213,51 @@ def test_copies_both_ways(machine: Machine, note: Note) -> None:
     assert torch.equal(up.cpu(), homes[0]) and torch.equal(down.cpu(), homes[1])
     if machine.kind == "cuda":
         assert together_s < 0.9 * sum(alone.values()), "copies do not overlap"
+    device.close()
+
+
+@contextmanager
+def launching(machine: Machine) -> Iterator[list[int]]:
+    """A thread that launches a compiled function again and again; the list's element counts its calls."""
+    weight, num_calls, is_over = machine.put(torch.zeros(64, 64)), [0], threading.Event()
+
+    @torch.compile(dynamic=False)
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = torch.relu(x @ weight + 1)
+        return x
+
+    def keep_launching() -> None:
+        while not is_over.is_set():
+            chain(weight)
+            num_calls[0] += 1
+
+    chain(weight)
+    thread = threading.Thread(target=keep_launching, daemon=True)
+    thread.start()
+    try:
+        yield num_calls
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_host_updates_beside_a_thread_that_launches(machine: Machine, note: Note) -> None:
+    """Rates alone and beside a thread that needs the interpreter all the time, as the training loop does."""
+    hw = machine.hw(64 * MIB, 256 * MIB)
+    device = machine.make_device(64 * MIB, 256 * MIB, DebugSettings())
+    scale = scale_for(device, hw)
+    timer, rates = Timer(device, batch_ms=10.0, num_batches=3), {}
+    with regions(device, Shares.of(device, scale)) as memory:
+        update, numel = activities.update(device, memory, scale, Stream.CPU, torch.bfloat16)
+        length = timer.length(update)
+        for name in ("alone", "beside launches", "alone again"):
+            if name == "beside launches":
+                with launching(machine) as num_calls:
+                    rates[name] = numel / timer.time_us(update, length) / 1e3
+            else:
+                rates[name] = numel / timer.time_us(update, length) / 1e3
+            note(f"host update {name}, Gparam/s", round(rates[name], 3))
+    note("launches beside it", num_calls[0])
+    assert num_calls[0] > 0 and all(rate > 0 for rate in rates.values())
     device.close()
