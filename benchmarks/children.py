@@ -71,12 +71,15 @@ class Child:
                 self.process.stdin.close()
 
     def last_words(self, num_chars: int = 4000) -> str:
-        """Part of what it wrote into its log: the beginning of its threads' stacks, or the end if there are none."""
+        """Part of what it wrote into its log: the stack of the thread that failed or was interrupted, or the end."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             text = file.read().decode(errors="replace")
         start = text.rfind("Fatal Python error")
-        return text[-num_chars:] if start < 0 else text[start : start + num_chars]
+        if start < 0:
+            return text[-num_chars:]
+        error, stacks = text[start:].split("\n", 1)
+        return f"{error}\n{stacks[max(0, stacks.find('Current thread')) :]}"[:num_chars]
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # nothing of it is left

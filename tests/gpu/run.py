@@ -32,7 +32,7 @@ from journal import Journal, Record, records  # noqa: E402
 
 FILES: dict[str, float] = {
     "unknowns": 90, "kernels": 90, "semantics": 180, "steady_state": 60, "races": 90, "placement": 120, "memory": 120,
-    "real_size": 150, "clipping": 45, "managed": 60, "calibrate": 60,
+    "real_size": 180, "clipping": 45, "managed": 60, "calibrate": 60,
 }  # fmt: skip
 """Stems of files, most telling first, and the seconds that each may take."""
 OTHER_FILE_S = 60.0
@@ -128,7 +128,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help=f"files, by commas: {', '.join(FILES)}")
     parser.add_argument("--tests", type=Path, default=Path(__file__).parent, help="folder of test_..._gpu.py")
     parser.add_argument("--file-s", type=float, help="seconds for each file, in place of those of FILES")
-    parser.add_argument("--still-s", type=float, default=100.0, help="seconds that a test may stand still")
+    parser.add_argument("--still-s", type=float, default=140.0, help="seconds that a test may stand still")
     parser.add_argument("--commit", help="of this checkout, where it came without git's data")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -6,16 +6,17 @@ with a small model.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import psutil
 import pytest
 import torch
 from machines import Machine
-from models import Batch, Case
+from models import Batch, Case, loss_of
 from torch import nn
-from training import Recipe, assert_close_elements, assert_same_gradients, train, train_plain_16
+from training import Recipe, Trained, assert_close_elements, assert_same_gradients, to_host, train_plain_16
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
@@ -77,19 +78,48 @@ def size_for(machine: Machine) -> Size:
     return REAL
 
 
+@contextmanager
+def refusing_beyond(nbytes: int, machine: Machine) -> Iterator[None]:
+    """On a GPU torch's allocator gives no more than ``nbytes`` less what stands outside of it."""
+    if machine.kind != "cuda":
+        yield
+        return
+    torch.cuda.empty_cache()
+    share = (nbytes - machine.overhead_nbytes) / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def train(model: nn.Module, batches: list[Batch]) -> Trained:
+    """Losses, first gradients and parameters; moments of this size would take minutes to read."""
+    found = Trained()
+    optimizer = chunkc.AdamW(model.parameters(), **RECIPE.options)
+    for step in range(RECIPE.num_steps):
+        loss = loss_of(model(**batches[step % len(batches)]))
+        loss.backward()
+        if step == 0:
+            found.gradients = {n: to_host(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        found.losses.append(loss.item())
+    found.params = model.state_dict()
+    return found
+
+
 def test_five_steps_are_those_of_plain_pytorch(machine: Machine, note: Note) -> None:
     size = size_for(machine)
     case = Case("real size", size.build, size.batches)
     wanted = train_plain_16(case, RECIPE, machine=machine)
-    if machine.kind == "cuda":
-        torch.cuda.empty_cache()
     make_hw = machine.named if size is REAL else machine.hw
     hw = make_hw(size.device_nbytes, size.host_nbytes)
-    model = chunkc.compile(size.build(), hw, dtype=torch.bfloat16, backend="eager")
-    initial = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = chunkc.AdamW(model.parameters(), **RECIPE.options)
-    found = train(model, machine.put(case.batches()), optimizer, RECIPE)
-    stats = chunkc.stats(model)
+    with refusing_beyond(size.device_nbytes, machine):
+        model = chunkc.compile(size.build(), hw, dtype=torch.bfloat16, backend="eager")
+        initial = {name: value.clone() for name, value in model.state_dict().items()}
+        found = train(model, machine.put(case.batches()))
+        stats = chunkc.stats(model)
     note("losses and those of plain PyTorch", [found.losses, wanted.losses])
     note("stats", {name: value for name, value in stats.items() if "nbytes" in name})
     assert stats["model_data_nbytes"] > stats["budget_nbytes"] and stats["h2d_nbytes"] > 0
