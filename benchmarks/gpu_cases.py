@@ -49,7 +49,7 @@ CONTESTS = (
         16 * GIB, 64 * GIB, block=8, num_rounds=3, limit_s=250, least_s=90, is_trace_kept=True,
     ),
     Contest(
-        "5B in 24 GiB", Shape(layers=32, hidden=3584, heads=28, batch=4), ("chunkc",),
+        "5B in 24 GiB", Shape(layers=32, hidden=3584, heads=28, batch=2), ("chunkc",),
         24 * GIB, 100 * GIB, block=8, num_rounds=2, limit_s=180, least_s=75, is_trace_kept=True,
     ),
     Contest(
