@@ -256,7 +256,7 @@ class ModelRuntime(Transitions):
     def _check_backward(self, executor: Executor | UnplannedGraph, requested: Set[int]) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
         self._check_hooks()
-        refuse_partial(self, left_out(self._accumulators, executor.graded_params))
+        refuse_partial(self, left_out(self._accumulators, sorted(requested)))
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
             return True

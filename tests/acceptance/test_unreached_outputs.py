@@ -98,6 +98,32 @@ def test_micro_batches_that_use_other_heads(make: Callable[[], nn.Module]) -> No
     check_states(pair)
 
 
+def test_one_backward_through_forwards_that_use_other_heads() -> None:
+    pair = Pair(PLACES["resident"], Heads(), accumulate=2)
+    for step, heads in enumerate((("a", "b"), ("a", "a"), ("b", "ab"))):
+        for model in (pair.model, pair.plain):
+            losses = [loss_of(used)(model(rows(2 * step + part))) for part, used in enumerate(heads)]
+            torch.stack(losses).sum().backward()
+        check_gradients(pair)
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+    check_states(pair)
+
+
+def test_backward_to_all_that_the_loss_reaches() -> None:
+    """Naming exactly these leaves nothing out; naming fewer is refused."""
+    pair = Pair(PLACES["resident"], Heads())
+    for model in (pair.model, pair.plain):
+        loss_of("a")(model(rows(0))).backward(inputs=[*model.trunk.parameters(), *model.first.parameters()])
+    check_gradients(pair)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    loss = loss_of("a")(pair.model(rows(1)))
+    with pytest.raises(chunkc.ChunkcError, match=r"leaves out the gradients of first\.bias"):
+        loss.backward(inputs=[*pair.model.trunk.parameters(), pair.model.first.weight])
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_clipping_measures_what_the_loss_reaches(accumulate: int) -> None:
     """Without waiting for the device; the norm is that of the gradients that there are."""
