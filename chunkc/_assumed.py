@@ -1,4 +1,4 @@
-"""What the catalogue assumes where a data sheet says nothing: efficiencies, latencies, and the host around a GPU.
+"""Assumptions of the catalogue where a data sheet says nothing: efficiencies, latencies, hosts, kept memory.
 
 Each value has its source or derivation in ``hardware.toml``. A calibrated profile replaces what it has measured.
 """
@@ -16,7 +16,8 @@ __all__ = ["Assumed", "Host", "assumed", "host_of"]
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Efficiencies (shares of the data sheet's figure that large work reaches), latencies, and Adam on a host.
+    """Efficiencies (shares of the data sheet's figure that large work reaches), latencies, Adam on a host, and memory
+    that training does not get.
 
     Attributes:
         matmul_efficiency, attention_efficiency, device_memory_efficiency: of one device.
@@ -29,6 +30,9 @@ class Assumed:
         cpu_update_gparam_per_s_per_core: Adam by one core, 1e9 parameters per second.
         dram_update_efficiency: share of host memory's bandwidth that Adam by many cores reaches.
         dram_efficiency: the same for copies and updates together.
+        cuda_context_mib: of a GPU's memory, what CUDA and its libraries keep for a process.
+        system_host_mib: of a node's memory, what the operating system and its services keep.
+        process_host_mib: of a node's memory, what Python and its libraries keep in the process of each rank.
     """
 
     matmul_efficiency: float
@@ -44,6 +48,9 @@ class Assumed:
     cpu_update_gparam_per_s_per_core: float
     dram_update_efficiency: float
     dram_efficiency: float
+    cuda_context_mib: int
+    system_host_mib: int
+    process_host_mib: int
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkc import job
+from chunkc._usable_memory import UsableMemory
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
@@ -127,7 +128,9 @@ def compile(  # the name that torch.compile taught users
         hw=str(machine),
         device_budget_nbytes=device.device_budget_nbytes - reserve,
         reserved_nbytes=reserve + device.overhead_nbytes,
+        slack_parts=device.slack_parts,
         host_budget_nbytes=device.host_budget_nbytes,
+        reserved_host_nbytes=device.kept_host_nbytes,
         world_size=world_size,
         rank=job.rank() % world_size,
         num_replicas=num_replicas,
@@ -205,12 +208,15 @@ def plan(
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
     reserve += reduction_nbytes(reduce_dtype, machine, num_sharing * num_replicas, num_replicas)
+    memory = UsableMemory.of(machine)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
-        device_budget_nbytes=machine.gpu_memory_nbytes - reserve,
-        reserved_nbytes=reserve,
-        host_budget_nbytes=machine.host_nbytes_per_rank,
+        device_budget_nbytes=memory.device_nbytes - reserve,
+        reserved_nbytes=reserve + memory.context_nbytes,
+        slack_parts=memory.slack_parts,
+        host_budget_nbytes=memory.host_nbytes,
+        reserved_host_nbytes=memory.kept_host_nbytes,
         world_size=num_sharing,
         num_replicas=num_replicas,
         rates=known_rates(machine) if machine.num_gpus == num_sharing * num_replicas else None,

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Callable
 
 from chunkc._host_memory import HOST_MEMORY
+from chunkc._usable_memory import UsableMemory
 from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
@@ -45,8 +46,10 @@ class SharedEmulated(EmulatedDevice):
     """An emulated device that remembers the ``Hardware`` object it belongs to, so that the object's id stays taken."""
 
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
-        law = Throttle(cost_rates(hw)) if settings.throttle else None
-        super().__init__(str(hw), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings, law)
+        law, memory = Throttle(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
+        super().__init__(str(hw), memory.device_nbytes, memory.host_nbytes, settings, law)
+        self.overhead_nbytes, self.slack_parts = memory.context_nbytes, memory.slack_parts
+        self.kept_host_nbytes = memory.kept_host_nbytes
         self.hardware = hw
 
 
@@ -55,6 +58,7 @@ class SharedCuda(CudaDevice):
 
     def __init__(self, hw: Hardware, api: CudaApi, ledger: MemoryLedger, settings: DebugSettings) -> None:
         super().__init__(str(hw), api, ledger, hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
+        self.slack_parts, self.kept_host_nbytes = 0, 0  # slack and free host memory are measured here
         self.hardware = hw
 
 

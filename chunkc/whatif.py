@@ -23,6 +23,7 @@ from typing import Final
 
 import torch
 
+from chunkc._usable_memory import UsableMemory
 from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
 from chunkc.cost.rates import known_rates
 from chunkc.errors import BudgetError, HardwareError
@@ -194,13 +195,17 @@ def policies() -> tuple[str, ...]:
 def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
     hw = scenario.hw
     world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
+    memory = UsableMemory.of(hw)
     target = Target(
         model=scenario.model.label,
         hw=str(hw),
-        device_budget_nbytes=hw.gpu_memory_nbytes,
-        host_budget_nbytes=hw.host_nbytes_per_rank,
+        device_budget_nbytes=memory.device_nbytes,
+        host_budget_nbytes=memory.host_nbytes,
         world_size=world_size,
         rank=scenario.rank % world_size,
+        reserved_nbytes=memory.context_nbytes,
+        slack_parts=memory.slack_parts,
+        reserved_host_nbytes=memory.kept_host_nbytes,
         num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
     )

@@ -159,14 +159,16 @@ def available_places(layout: Layout, demand: Demand, target: Target, options: Op
 def needed_nbytes(sizes: Sizes, target: Target, options: Options) -> tuple[int, int]:
     """``(device, host)`` budgets with which the mapping works.
 
-    Where host memory does not even hold the payloads, it is the least for the device memory that there is.
+    Where the device has room for the segments and what ``options`` wish there, host memory is what misses: the least
+    with which the device's is enough, as many triples as fit standing there. Else, and unless host memory does not even
+    hold the payloads, device memory misses: the least with which the host's is enough.
     """
     if options.os_home == "device":
         return sizes.resident_nbytes, sizes.resident_host_nbytes
-    triples = resident_triples(sizes, target, options)
-    if triples is None:
-        margin_nbytes = target.device_budget_nbytes - sizes.evicted_nbytes
-        triples = max(_wished(sizes, options), most_within(sizes.triples_nbytes, margin_nbytes))
+    triples, wished = resident_triples(sizes, target, options), _wished(sizes, options)
+    margin_nbytes = target.device_budget_nbytes - sizes.evicted_nbytes
+    if triples is None or sizes.triples_nbytes[wished] <= margin_nbytes < sizes.triples_nbytes[triples]:
+        triples = max(wished, most_within(sizes.triples_nbytes, margin_nbytes))
     moved_nbytes = sizes.triples_nbytes[triples]
     return sizes.evicted_nbytes + moved_nbytes, sizes.evicted_host_nbytes - moved_nbytes
 
@@ -226,12 +228,13 @@ def _error(
     missing_nbytes: int,
     needs: tuple[int, int],
 ) -> BudgetError:
-    device_nbytes = needs[0] + target.reserved_nbytes
-    reserved = f" ({target.reserved_nbytes} of them reserved)" if target.reserved_nbytes else ""
+    device_nbytes, host_nbytes = target.device_memory_nbytes(needs[0]), target.host_memory_nbytes(needs[1])
+    more = (device_nbytes - needs[0], host_nbytes - needs[1])
+    reserved, kept = (f" ({nbytes} of them reserved)" if nbytes else "" for nbytes in more)
     message = (
         f"{target.model} cannot be trained: {text}. At {moment}: {reason} ({_listed(names)}), in chunks of "
-        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory{reserved} and {needs[1]} bytes "
-        "of host memory; or use a smaller batch, shorter sequences"
+        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory{reserved} and {host_nbytes} "
+        f"bytes of host memory{kept}; or use a smaller batch, shorter sequences"
         + (", or optimizer states on the host" if options.os_home == "device" else "")
         + (", or another chunk_size" if options.chunk_numel is not None else "")
         + "."
@@ -242,7 +245,7 @@ def _error(
         tensors=names,
         missing_nbytes=missing_nbytes,
         min_device_nbytes=device_nbytes,
-        min_host_nbytes=needs[1],
+        min_host_nbytes=host_nbytes,
     )
 
 

@@ -164,10 +164,10 @@ def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError
 
     def order(c: Candidate) -> tuple[int, int, int]:
         device_nbytes, host_nbytes = needed_nbytes(c.sizes, target, options)
-        if host_nbytes <= target.host_budget_nbytes:
-            return 0, device_nbytes, host_nbytes
         if device_nbytes <= target.device_budget_nbytes:
-            return 1, host_nbytes, device_nbytes
+            return 0, host_nbytes, device_nbytes
+        if host_nbytes <= target.host_budget_nbytes:
+            return 1, device_nbytes, host_nbytes
         return 2, device_nbytes, host_nbytes
 
     best = min(tried, key=order)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from chunkc._usable_memory import named_nbytes
 from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
@@ -27,9 +28,10 @@ T = TypeVar("T")
 class Target:
     """What the plan is made for: budgets are bytes of one rank.
 
-    ``reserved_nbytes`` of the device's memory are not in its budget (``reserve=``, other models). ``rates`` are the
-    machine's where they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and
-    ``num_replicas`` times as many train it, as in a `Layout`.
+    Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other models, CUDA's context), nor
+    is one part in ``slack_parts``; of the host's, ``reserved_host_nbytes`` are not. ``rates`` are the machine's where
+    they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and ``num_replicas``
+    times as many train it, as in a `Layout`.
     """
 
     model: str
@@ -41,6 +43,16 @@ class Target:
     reserved_nbytes: int = 0
     rates: CostRates | None = None
     num_replicas: int = 1
+    slack_parts: int = 0
+    reserved_host_nbytes: int = 0
+
+    def device_memory_nbytes(self, budget_nbytes: int) -> int:
+        """The least memory of a device that has this budget."""
+        return named_nbytes(budget_nbytes + self.reserved_nbytes, self.slack_parts)
+
+    def host_memory_nbytes(self, budget_nbytes: int) -> int:
+        """The least host memory of a rank that has this budget."""
+        return budget_nbytes + self.reserved_host_nbytes
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:

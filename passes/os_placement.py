@@ -107,6 +107,6 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
         moment=error.moment,
         tensors=error.tensors,
         missing_nbytes=max(0, need_nbytes - target.device_budget_nbytes),
-        min_device_nbytes=need_nbytes + target.reserved_nbytes,
-        min_host_nbytes=layout.host_nbytes(),
+        min_device_nbytes=target.device_memory_nbytes(need_nbytes),
+        min_host_nbytes=target.host_memory_nbytes(layout.host_nbytes()),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,25 @@ def test_what_misses_is_in_the_first_line_and_below_zero_in_the_table(moment: st
     )  # fmt: skip
     lines = render_answer(Answer(None, shortage=error), hw, (), "a model", "").splitlines()
     assert lines[0] == f"a model on 8xv100-32g-240g: does not fit: 8.00 GiB of {kind} memory missing"
-    (row,) = [line.split() for line in lines if line.startswith(kind)]
-    there = {"device": 32.0, "host": 30.0}[kind]
-    assert [float(cell) for cell in row[1:4]] == [40.0, there, there - 40.0]
+    (row,) = [line for line in lines if line.startswith(kind)]
+    needed, there = {"device": (38.875, 31.0), "host": (37.75, 27.75)}[kind]  # less what the system and CUDA keep
+    cells = [f"{amount:.2f} GiB" for amount in (needed, there, there - needed)]
+    assert re.split(r"\s{2,}", row)[1:4] == cells
+    assert "kept (assumed): 1.00 GiB for CUDA and fragments, 2.25 GiB for the system" in lines
+    assert "tight" not in row
+
+
+@pytest.mark.parametrize(("nbytes", "is_tight"), [(97, False), (98, True), (100, True)])
+def test_a_plan_that_takes_nearly_all_there_is_is_tight(nbytes: int, is_tight: bool) -> None:
+    """Each figure in the unit of its own value: 20 MiB are not 0.02 GiB."""
+    hw, plan = Hardware.parse("emulated-20m-1g"), gpt_plan()
+    peak = 20 * 1024**2 * nbytes // 100
+    memory = replace(plan.memory, nonmodel_nbytes=peak - plan.layout.arena_nbytes)
+    answer = Answer(None, Plan.of(replace(plan, memory=memory)))
+    assert answer.plan is not None and answer.plan.memory.device_peak_nbytes == peak
+    rows = [line for line in render_answer(answer, hw, (), "a model", "").splitlines() if line.startswith("device")]
+    assert rows[0].split()[1:5] == [f"{nbytes / 5:.2f}", "MiB", "20.00", "MiB"]
+    assert rows[0].endswith("tight") == is_tight
 
 
 def test_json_of_a_machine_without_rates(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

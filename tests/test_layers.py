@@ -55,7 +55,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 }
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
-    **dict.fromkeys(("_assumed", "_gpus", "_host_memory", "_hw_spelling", "_rates"), "hardware"),
+    **dict.fromkeys(("_assumed", "_gpus", "_host_memory", "_hw_spelling", "_rates", "_usable_memory"), "hardware"),
     **dict.fromkeys(
         (
             *(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chunkc._usable_memory import UsableMemory
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.hardware import Hardware
 
@@ -33,10 +34,11 @@ class Machine:
         Raises:
             HardwareError: when the machine's rates are not known.
         """
+        memory = UsableMemory.of(hw)
         return cls(
             name=str(hw),
             rates=cost_rates(hw),
-            device_nbytes=hw.gpu_memory_nbytes - reserved_nbytes,
-            host_nbytes=hw.host_nbytes_per_rank,
+            device_nbytes=memory.device_nbytes - reserved_nbytes,
+            host_nbytes=memory.host_nbytes,
             world_size=hw.num_gpus,
         )

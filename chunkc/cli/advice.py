@@ -2,8 +2,8 @@
 
 A model that fits is tried with the least device memory that works, with twice the batch, and again as long as that
 pays, and with layers computed again where they are not. One that does not fit is tried with the memory that is missing
-and, where that is device memory, with layers computed again and with smaller batches. Trying costs seconds, so nothing
-is begun that might not end within the time limit; what was left out is said.
+and, where that could be the device's, with layers computed again and with smaller batches. Trying costs seconds, so
+nothing is begun that might not end within the time limit; what was left out is said.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import duration
-from chunkc.report.units import unit_for
+from chunkc.report.units import size
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 TIME_LIMIT_S: Final = 26.0
@@ -95,7 +95,7 @@ class Adviser:
         found = self._try(replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=1)))
         if found is not None and found.shortage is not None:
             device_nbytes, host_nbytes = found.shortage.min_device_nbytes, found.shortage.min_host_nbytes
-            change = f"{_size(device_nbytes)} of device memory"
+            change = f"{size(device_nbytes)} of device memory"
             node_nbytes = host_nbytes * scenario.hw.gpus_per_node
             effect = f"fits, with {_host_memory(node_nbytes, scenario.hw)}: the least for this batch"
             yield Advice(change, effect, None, min_device_nbytes=device_nbytes, min_host_nbytes=host_nbytes)
@@ -109,7 +109,7 @@ class Adviser:
         host_nbytes = max(hw.host_nbytes_per_rank, shortage.min_host_nbytes) * hw.gpus_per_node
         changes = []
         if device_nbytes > hw.gpu_memory_nbytes:
-            changes.append(f"{_size(device_nbytes)} of device memory")
+            changes.append(f"{size(device_nbytes)} of device memory")
         if host_nbytes > hw.host_memory_nbytes:
             changes.append(_host_memory(host_nbytes, hw))
         larger = replace(hw, gpu_memory_nbytes=device_nbytes, host_memory_nbytes=host_nbytes)
@@ -117,8 +117,11 @@ class Adviser:
         yield replace(advice, min_device_nbytes=shortage.min_device_nbytes, min_host_nbytes=shortage.min_host_nbytes)
 
     def _smaller(self, scenario: Scenario) -> Iterator[Advice]:
-        if self.answer.shortage is None or self.answer.shortage.moment == "host":
+        shortage = self.answer.shortage
+        if shortage is None:
             return
+        if shortage.moment == "host" and shortage.missing_nbytes > scenario.hw.gpu_memory_nbytes:
+            return  # smaller activations leave no more than that for optimizer states
         if scenario.recompute is Recompute.NONE:
             yield self._compared("recompute full", self._try(replace(scenario, recompute=Recompute.FULL)))
         batch = scenario.batch
@@ -163,7 +166,7 @@ class Adviser:
 def missing(shortage: BudgetError) -> str:
     """What memory misses, in words."""
     kind = "host" if shortage.moment == "host" else "device"
-    return f"{_size(shortage.missing_nbytes)} of {kind} memory missing"
+    return f"{size(shortage.missing_nbytes)} of {kind} memory missing"
 
 
 def _told(answer: Answer) -> Iterator[Advice]:
@@ -177,8 +180,4 @@ def _tokens_per_s(answer: Answer) -> float:
 
 def _host_memory(node_nbytes: int, hw: Hardware) -> str:
     """Shared by the ranks of a node, where there are several."""
-    return f"{_size(node_nbytes)} of host memory" + (" a node" if hw.gpus_per_node > 1 else "")
-
-
-def _size(nbytes: int) -> str:
-    return unit_for(nbytes).named(nbytes)
+    return f"{size(node_nbytes)} of host memory" + (" a node" if hw.gpus_per_node > 1 else "")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 from tabulate import tabulate
 
+from chunkc._usable_memory import UsableMemory
 from chunkc.cli.advice import Advice, missing
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import Timeline, bounds, duration
-from chunkc.report.units import percent, unit_for
+from chunkc.report.units import percent, size
 from chunkc.whatif import Answer
+
+TIGHT_SHARE: Final = 0.97
+"""Of the memory that is there: a plan that needs more is tight, since bytes of activations are estimates."""
 
 
 def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title: str, where: str) -> str:
@@ -31,26 +36,36 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
 
 
 def _memory(answer: Answer, hw: Hardware) -> str:
-    needs = _needs(answer)
-    budgets = (hw.gpu_memory_nbytes, hw.host_nbytes_per_rank)
-    unit = unit_for(max(budgets))
-    rows = []
-    for kind, needed, budget in zip(("device", "host"), needs, budgets, strict=True):
-        left = budget - needed
-        told = unit.of(left) if left >= 0 else f"-{unit.of(-left)}"
-        rows.append((kind, unit.of(needed), unit.of(budget), told, percent(needed, budget)))
-    align = ("left", "right", "right", "right", "right")
-    names = (f"memory, {unit.name}", "needed", "there", "left", "share")
-    return tabulate(rows, headers=names, tablefmt="simple", colalign=align, disable_numparse=True)
+    """What one rank needs of what training may take, and what is kept from it."""
+    rows, usable = [], UsableMemory.of(hw)
+    for kind, needed, there in zip(
+        ("device", "host"), _needs(answer, hw), (usable.device_nbytes, usable.host_nbytes), strict=True
+    ):
+        tight = "tight" if answer.fits and needed > TIGHT_SHARE * there else ""
+        rows.append((kind, size(needed), size(there), size(there - needed), percent(needed, there), tight))
+    align = ("left", "right", "right", "right", "right", "left")
+    names = ("memory", "needed", "there", "left", "share", "")
+    table = tabulate(rows, headers=names, tablefmt="simple", colalign=align, disable_numparse=True)
+    return "\n".join((table, *_kept(hw, usable)))
 
 
-def _needs(answer: Answer) -> tuple[int, int]:
-    """Device and host bytes of one rank: of the plan, or the least with which there would be one."""
+def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
+    """What is not there, although the machine has it."""
+    if not hw.emulated:
+        of_device, of_host = hw.gpu_memory_nbytes - usable.device_nbytes, hw.host_nbytes_per_rank - usable.host_nbytes
+        yield f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system"
+
+
+def _needs(answer: Answer, hw: Hardware) -> tuple[int, int]:
+    """Device and host bytes of one rank: of the plan, or the least of which training may take enough for one."""
     if answer.plan is not None:
         return answer.plan.memory.device_peak_nbytes, answer.plan.memory.host_nbytes
     if answer.shortage is None:
         raise ValueError("an answer has a plan or a shortage")
-    return answer.shortage.min_device_nbytes, answer.shortage.min_host_nbytes
+    host_nbytes = answer.shortage.min_host_nbytes * hw.gpus_per_node
+    least = replace(hw, gpu_memory_nbytes=answer.shortage.min_device_nbytes, host_memory_nbytes=host_nbytes)
+    usable = UsableMemory.of(least)
+    return usable.device_nbytes, usable.host_nbytes
 
 
 def _speed(answer: Answer) -> Iterator[str]:

@@ -41,6 +41,11 @@ def unit_for(nbytes: int) -> Unit:
     return Unit(*_UNITS[-1])
 
 
+def size(nbytes: int) -> str:
+    """``nbytes`` in the unit of its own value, for example ``20.00 MiB``; with its sign where it is negative."""
+    return f"{'-' if nbytes < 0 else ''}{unit_for(abs(nbytes)).named(abs(nbytes))}"
+
+
 def unit_of(plan: Plan) -> Unit:
     """The unit in which a report of ``plan`` gives sizes: that of its planned device peak."""
     return unit_for(plan.memory.device_peak_nbytes)

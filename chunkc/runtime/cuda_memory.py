@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Final
 
+from chunkc._usable_memory import SLACK_PARTS
 from chunkc.runtime.cuda_api import CudaApi
 
-_SLACK_SHARE: Final = 64
 _SLACK_NBYTES: Final = 128 * 2**20
 
 
@@ -30,7 +30,7 @@ class MemoryLedger:
         self.base_nbytes = api.allocator_nbytes("allocated", "current")
         unused = reserved - self.base_nbytes
         self.context_nbytes = total - free - reserved
-        self.capacity_nbytes = max(0, free + unused - max(_SLACK_NBYTES, (free + unused) // _SLACK_SHARE))
+        self.capacity_nbytes = max(0, free + unused - max(_SLACK_NBYTES, (free + unused) // SLACK_PARTS))
         self.reserved_nbytes = 0
         self.lock = threading.Lock()
 

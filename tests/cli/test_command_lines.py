@@ -22,6 +22,12 @@ CONFIG = {
 }
 DIGITS = "9" * 30
 
+
+def name(value: list[str] | str) -> str:
+    """Of a row, by what is typed."""
+    return " ".join(value)[:40] if isinstance(value, list) else ""
+
+
 # What follows `chunkc plan MODEL`, and what is said.
 BAD_OPTIONS = [
     (["--accumulate", "999999999999"], "--accumulate: '999999999999' is not a whole number from 1 to 4,096"),
@@ -118,14 +124,14 @@ def check(line: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert told in err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("options", "told"), BAD_OPTIONS, ids=lambda value: " ".join(value)[:30])
+@pytest.mark.parametrize(("options", "told"), BAD_OPTIONS, ids=name)
 def test_a_bad_option_is_refused(
     options: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(["plan", "module_for_lines:build", *options], told, capsys)
 
 
-@pytest.mark.parametrize(("line", "told"), BAD_LINES, ids=lambda value: " ".join(value)[:30])
+@pytest.mark.parametrize(("line", "told"), BAD_LINES, ids=name)
 def test_a_bad_line_is_refused(line: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(line, told, capsys)
 

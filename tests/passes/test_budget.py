@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, schedule, target
 
 from chunkc.errors import BudgetError
@@ -80,6 +81,36 @@ def test_a_host_too_small_is_refused_unless_everything_is_resident() -> None:
         make_plan(chain(4), target(1000, host=100), Options(chunk_numel=64))
     assert caught.value.min_host_nbytes == 4 * (256 + 768)
     assert planned(chain(4), target(host=0)).plan.memory.host_nbytes == 0
+
+
+@pytest.mark.parametrize("host", [500, 2000, 3072])
+def test_host_memory_is_what_misses_where_the_device_has_room_for_the_segments(host: int) -> None:
+    """Four triples of 768 bytes and four payloads of 256: 2000 bytes of device hold two payloads and one triple."""
+    options = Options(chunk_numel=64)
+    with pytest.raises(BudgetError, match=r"too few\. At host") as caught:
+        make_plan(chain(4), target(2000, host=host), options)
+    error = caught.value
+    assert error.min_device_nbytes == 2 * 256 + 768 and error.min_host_nbytes == 4 * 256 + 3 * 768
+    assert error.missing_nbytes == error.min_host_nbytes - host
+    assert planned(chain(4), target(2000, host=error.min_host_nbytes), options)
+    with pytest.raises(BudgetError):
+        make_plan(chain(4), target(2000, host=error.min_host_nbytes - 1), options)
+
+
+def test_device_memory_is_what_misses_where_segments_have_no_room() -> None:
+    with pytest.raises(BudgetError, match=r"too few\. At bwd") as caught:
+        make_plan(chain(4), target(500, host=3072), Options(chunk_numel=64))
+    assert caught.value.min_device_nbytes > 500 and caught.value.min_host_nbytes <= 3072
+
+
+@given(st.integers(0, 2**40), st.integers(0, 2**30))
+def test_the_memory_that_an_error_names_is_the_least_that_leaves_the_budget(budget: int, reserved: int) -> None:
+    """Where one part in 64 of it is left free, too."""
+    where = replace(target(), reserved_nbytes=reserved, slack_parts=64)
+    memory = where.device_memory_nbytes(budget)
+    assert memory - memory // 64 - reserved >= budget
+    assert not memory or (memory - 1) - (memory - 1) // 64 - reserved < budget
+    assert replace(where, reserved_host_nbytes=7).host_memory_nbytes(budget) == budget + 7
 
 
 @pytest.mark.parametrize("size", [(6, 128, 1000), (24, 512, 2000)])

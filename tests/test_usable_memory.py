@@ -1,0 +1,51 @@
+"""What training may take of a machine's memory: the planner and a run that stands in for the machine say the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import chunkc
+from chunkc._assumed import assumed
+from chunkc._usable_memory import UsableMemory
+from chunkc.devices import device_for
+from chunkc.hardware import Hardware
+
+MIB, GIB = 2**20, 2**30
+
+
+def test_context_slack_and_the_system_are_off() -> None:
+    memory = UsableMemory.of(Hardware.parse("8xv100-240g"))
+    assert memory.device_nbytes == 32 * GIB - GIB // 2 - 512 * MIB
+    assert memory.host_nbytes == 30 * GIB - 2 * GIB - 256 * MIB
+
+
+def test_an_emulated_device_keeps_nothing_back() -> None:
+    assert UsableMemory.of(Hardware.parse("emulated-1m-2m")) == UsableMemory(MIB, 2 * MIB)
+
+
+def test_less_than_nothing_is_nothing() -> None:
+    memory = UsableMemory.of(Hardware.parse("rtx2060-100m-1g"))
+    assert (memory.device_nbytes, memory.host_nbytes) == (0, 0)
+
+
+@pytest.mark.parametrize("hw", ["v100-240g", "sm86-10g-32g", "emulated-64m-64m"])
+def test_a_plan_ahead_has_the_budgets_of_a_run(hw: str) -> None:
+    model = torch.nn.Linear(8, 8)
+    inputs = (torch.zeros(2, 8),)
+    memory = chunkc.plan(model, hw, example_inputs=inputs).memory
+    machine, device = device_for(hw, find_gpu=lambda: None)
+    assert memory.device_budget_nbytes == device.device_budget_nbytes == UsableMemory.of(machine).device_nbytes
+    assert memory.host_budget_nbytes == device.host_budget_nbytes == UsableMemory.of(machine).host_nbytes
+
+
+def test_the_memory_that_a_refusal_names_is_enough() -> None:
+    """Of a machine that keeps some of it back; a MiB less, and 4 GiB of the host are the system's."""
+    model, inputs = torch.nn.Linear(1024, 4096, bias=False), (torch.zeros(2, 1024),)
+    with pytest.raises(chunkc.BudgetError) as caught:
+        chunkc.plan(model, "sm86-16m-1g", example_inputs=inputs)
+    device, host = (-(-n // MIB) for n in (caught.value.min_device_nbytes, caught.value.min_host_nbytes))
+    assert device > assumed("sm86").cuda_context_mib and host > 4 * 1024
+    assert chunkc.plan(model, f"sm86-{device}m-{host}m", example_inputs=inputs)
+    with pytest.raises(chunkc.BudgetError):
+        chunkc.plan(model, f"sm86-{device - 1}m-{host}m", example_inputs=inputs)
