@@ -1,5 +1,5 @@
 """Every private torch API that chunkc uses, in one place, with the versions on which it was seen to work; those of
-Inductor stand in ``_torch_inductor``.
+Inductor stand in ``_torch_inductor``, those that free memory in ``_torch_release``.
 
 Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
 without a leading promise from torch; the rest of the package imports only from here.
@@ -25,6 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
+
+from chunkc._torch_release import compilations_forgotten
 
 CaptureFailed = torch._dynamo.exc.TorchDynamoException
 RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
@@ -289,7 +291,8 @@ def capture_settings() -> Iterator[None]:
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
-    with torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False):
+    settings = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
+    with compilations_forgotten(), settings:
         yield
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from chunkc._torch_release import compilations_forgotten
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.capture.joined import beside, join, saved_nbytes
@@ -126,7 +127,8 @@ class BrokenForwards:
         """
         if not self._recorded or self._runtime.layout is not None:
             return
-        built = build_together([r.beside_others for r in self._recorded], self._request(), self._compiler)
+        with compilations_forgotten():
+            built = build_together([r.beside_others for r in self._recorded], self._request(), self._compiler)
         for record, one in zip(self._recorded, built, strict=True):
             self._planned(record.slot, one)
         executors = [install(self._runtime, r.slot) for r in self._recorded]

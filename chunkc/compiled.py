@@ -355,7 +355,7 @@ def compiled_of(model: nn.Module) -> CompiledModel:
 
 
 def _weakly(method: Callable[P, R]) -> Callable[P, R]:
-    """``method`` without holding on to its object: Dynamo keeps backends for as long as the process lives."""
+    """``method`` without holding on to its object: Dynamo holds backends until the object is deleted."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

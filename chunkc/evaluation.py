@@ -94,7 +94,7 @@ class Evaluator:
         self._refused = _Memory()
         self._last: Signature | None = None
         by_id = {id(p): i for i, p in enumerate(owner.runtime.params)}
-        on_evaluation = weakref.WeakMethod(self._on_evaluation)  # Dynamo keeps backends as long as the process lives
+        on_evaluation = weakref.WeakMethod(self._on_evaluation)  # Dynamo holds backends until the model is deleted
 
         def captured(forward: Captured) -> BoxedCallable:
             method = on_evaluation()

@@ -29,6 +29,7 @@ from chunkc._torch_compat import (
     fresh_code,
     pytree,
 )
+from chunkc._torch_release import ReleasableBackend
 from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.errors import CaptureError, ChunkcError
@@ -180,7 +181,8 @@ def capture_ahead(
             is_buffer=buffer_test(model),
             **backend_options(backend),
         )
-        run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=capture, fullgraph=True, dynamic=False)
+        releasable = ReleasableBackend(capture)
+        run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=releasable, fullgraph=True, dynamic=False)
         try:
             with capture_settings(), torch.enable_grad():
                 run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
@@ -192,6 +194,8 @@ def capture_ahead(
             raise
         except CaptureFailed as error:
             raise CaptureError(f"{type(model).__name__} breaks into several graphs:\n{error}") from error
+        finally:
+            releasable.release()
     raise CaptureError(f"{type(model).__name__} was not captured: its forward has nothing to train")
 
 

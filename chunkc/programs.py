@@ -1,7 +1,7 @@
 """Callables that stand for captured graphs in compiled code, and the executors behind them.
 
-Executors take memory, so they are made at the first call and not while torch is tracing. The callables live as long as
-the process, in Dynamo's tables, so they hold on to no memory of the model.
+Executors take memory, so they are made at the first call and not while torch is tracing. The callables stand in
+Dynamo's tables until the model is deleted, so they must not hold on to the model.
 """
 
 from __future__ import annotations

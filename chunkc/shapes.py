@@ -10,6 +10,7 @@ A signature holds no tensor and no object of the user's, only what describes the
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat import RecompileLimitHit, call_plain, fresh_code
+from chunkc._torch_release import ReleasableBackend
 from chunkc.errors import ShapeLimitError
 
 MAX_PROGRAMS = 64
@@ -121,17 +123,22 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def entry_maker(
     model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True
 ) -> Callable[[], Callable[..., Any]]:
-    """A function that makes entries to ``model``'s forward by torch.compile, each over a code object of its own."""
+    """A function that makes entries to ``model``'s forward by torch.compile, each over a code object of its own.
+
+    What was compiled for the entries goes when that function does.
+    """
+    releasable = ReleasableBackend(backend)
 
     def make_run() -> Callable[..., Any]:
         def enter(*args: Any, **kwargs: Any) -> Any:
             return call_plain(model, args, kwargs)
 
         compiled: Callable[..., Any] = torch.compile(
-            fresh_code(enter), backend=backend, fullgraph=fullgraph, dynamic=False
+            fresh_code(enter), backend=releasable, fullgraph=fullgraph, dynamic=False
         )
         return compiled
 
+    weakref.finalize(make_run, releasable.release).atexit = False
     return make_run
 
 

@@ -22,7 +22,7 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors", "files"}
-FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_inductor", "_torch_dist", "_gloo"}
+FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_inductor", "_torch_release", "_torch_dist", "_gloo"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -31,13 +31,14 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "files": {"errors"},
     "ir": BOTTOM,
     "hardware": BOTTOM,
-    "_torch_compat": BOTTOM,
+    "_torch_compat": BOTTOM | {"_torch_release"},
     "_torch_inductor": BOTTOM,
+    "_torch_release": set(),
     "_rendezvous": set(),
     "_torch_dist": {"_rendezvous"},
     "_gloo": {"_torch_dist"},
     "triton_kernels": set(),
-    "capture": BOTTOM | {"ir", "_torch_compat"},
+    "capture": BOTTOM | {"ir", "_torch_compat", "_torch_release"},
     "cost": FOUNDATION,
     "baselines": FOUNDATION | {"cost"},
     "runtime": FOUNDATION | {"triton_kernels"},
@@ -185,7 +186,7 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
     """Uses of ``torch._something`` outside the files that are checked against every torch version."""
     faults = []
     for module in modules:
-        if module in ("chunkc._torch_compat", "chunkc._torch_inductor"):
+        if module in ("chunkc._torch_compat", "chunkc._torch_inductor", "chunkc._torch_release"):
             continue
         lines = {found.line for found in imports_of(module, modules) if _is_private_torch(found.target)}
         for node in ast.walk(ast.parse(modules[module])):

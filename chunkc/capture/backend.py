@@ -24,6 +24,7 @@ from chunkc._torch_compat import (
     num_forward_outputs,
     outputs_aliasing_inputs,
 )
+from chunkc._torch_release import forget_source
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
 from chunkc.capture.tangents import find_reached, keeps_undefined, tangents_of
@@ -168,6 +169,7 @@ class _GraphCapture:
         return boxed(self._compiled.forward)
 
     def compile_backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
+        forget_source(module)
         names = [n.name for n in module.graph.nodes if n.op == "call_function"]
         if self._compiled is None or names != self._node_names:
             raise CaptureError("the backward graph differs from the one that was planned; please report this")
