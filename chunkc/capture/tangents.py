@@ -68,7 +68,7 @@ class Tangents:
                 undefined |= tangent.reached
             else:
                 defined |= tangent.reached
-        return frozenset(i for i in range(len(self.params)) if i in defined or i not in undefined)
+        return frozenset(range(len(self.params))) - (undefined - defined)
 
     def params_of(self, positions: Iterable[int]) -> frozenset[int]:
         """Parameters whose gradients stand at ``positions``."""

@@ -45,7 +45,7 @@ class RequestedGradients:
 
     def number(self, own: Collection[int]) -> int:
         """A number for ``own``, equal where the ranks ask for the same."""
-        return digest_lines([str(i) for i in sorted(own)])
+        return digest_lines([str(i) for i in sorted(own)]) if self._ranks.size > 1 else 0
 
     def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
         """What some rank asks for: ``own`` where the ``numbers`` of all are equal, else the union, said once."""
