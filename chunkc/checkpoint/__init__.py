@@ -28,22 +28,21 @@ from torch import nn
 
 from chunkc.checkpoint import directory as folders
 from chunkc.checkpoint.contents import (
-    OBJECTS_NAME,
     Contents,
     Optimizer,
     Stateful,
     check_optimizer,
-    decode_all,
     gather,
-    is_object,
-    read_objects,
     runtime_of,
 )
 from chunkc.checkpoint.directory import Manifest
-from chunkc.checkpoint.planners import load_whole, save
-from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, resume, stored_shapes, write_model
+from chunkc.checkpoint.index import INDEX_NAME
+from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
+from chunkc.checkpoint.planners import save
+from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, load_states, resume, write_model
 from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
 from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.files import FormatError
 from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
@@ -96,7 +95,7 @@ def save_checkpoint(
     Args:
         scheduler: whatever has ``state_dict`` and ``load_state_dict`` over plain values and tensors.
         extra: what else the run needs, for example the position in the data: numbers, strings, bytes, lists, tuples,
-            dicts, tensors and NumPy arrays, nested as you like.
+            dicts, tensors and NumPy arrays, nested up to 64 deep.
         asynchronous: return when the moment is fixed, and write while training goes on. Each chunk is read before the
             next update of it, or copied aside by that update; the checkpoint is that of this call, to the bit. A model
             that has not been trained yet is written before this returns. A save under way is waited for by the next.
@@ -182,28 +181,41 @@ def load_checkpoint(
     ranks = runtime.ranks
     path = of_first(ranks, lambda: _find(Path(directory)))
     manifest = folders.verify(path, ranks)
-    fit, objects, groups = all_do(ranks, lambda: _compare(path, model, runtime, optimizer, scheduler))
-    all_do(ranks, lambda: write_model(fit, objects, model, with_moments=optimizer is not None))
+    fit, objects, groups = all_do(ranks, lambda: _compare(path, manifest, model, runtime, optimizer, scheduler))
+    resumed = None if optimizer is None else scheduler
+    all_do(ranks, lambda: load_states(fit, objects, model, resumed))
+    all_do(ranks, lambda: write_model(fit, objects, with_moments=optimizer is not None))
     if optimizer is not None:
-        resume(fit, objects, check_optimizer(optimizer, runtime), scheduler, groups)
+        resume(fit, objects, check_optimizer(optimizer, runtime), groups)
     if ranks.is_first:
         logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
     return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)
 
 
 def _compare(
-    path: Path, model: nn.Module, runtime: ModelRuntime, optimizer: Optimizer | None, scheduler: Stateful | None
+    path: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    runtime: ModelRuntime,
+    optimizer: Optimizer | None,
+    scheduler: Stateful | None,
 ) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
     """What a checkpoint holds besides the tensors of the model, and how it fits; the optimizer's groups, for one.
 
     Raises:
         CheckpointError, ChunkcError: when it does not; nothing has changed.
     """
-    encoded, tensors = read_objects(path), dict[str, torch.Tensor]()
-    shapes = {key: shape for key, shape in stored_shapes(path).items() if is_object(key)}
-    load_whole(SafetensorsReader(path), shapes, tensors.__setitem__)
-    objects = decode_all(encoded, tensors)
-    fit = fit_model(path, model, runtime, objects)
+    omitted = {INDEX_NAME, OBJECTS_NAME} - manifest.files.keys()
+    if omitted:
+        raise folders.damaged(path, {folders.MANIFEST_NAME: f"without {', '.join(sorted(omitted))}"})
+    reader = SafetensorsReader(path, manifest.files.keys())
+    try:
+        objects = read_objects(path, reader)
+    except OSError as error:
+        raise folders.damaged(path, {OBJECTS_NAME: f"not readable ({error.strerror})"}) from error
+    except FormatError as error:
+        raise folders.damaged(path, {OBJECTS_NAME: f"not what a checkpoint holds: {error}"}) from error
+    fit = fit_model(path, reader, model, runtime, objects)
     if optimizer is None:
         return fit, objects, []
     groups = check_optimizer_fits(fit, check_optimizer(optimizer, runtime), objects["optimizer"])
@@ -214,11 +226,22 @@ def _compare(
 
 
 def _find(directory: Path) -> Path:
-    if folders.is_checkpoint(directory):
-        return directory
-    path = folders.newest(directory)
+    """The checkpoint that ``directory`` is, or the newest in it.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    try:
+        if folders.is_checkpoint(directory):
+            return directory
+        path = folders.newest(directory)
+        misnamed = [] if path is not None else folders.misnamed(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error}", path=directory) from error
     if path is None:
-        raise CheckpointError(f"{directory} holds no complete checkpoint", path=directory)
+        renamed = ", ".join(str(found) for found in misnamed[:5])
+        hint = f"; these were renamed, so give the one that you mean: {renamed}" if misnamed else ""
+        raise CheckpointError(f"{directory} holds no complete checkpoint{hint}", path=directory)
     return path
 
 

@@ -19,18 +19,17 @@ rank's own, and rank 0 keeps their states for all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
 
-from chunkc.checkpoint.encode import Encoder, decode
+from chunkc.checkpoint.encode import Encoder
 from chunkc.checkpoint.generators import read_generators
+from chunkc.checkpoint.objects import PREFIX
 from chunkc.checkpoint.planners import Flats, Kept
 from chunkc.checkpoint.shares import Share
 from chunkc.errors import ChunkcError
@@ -42,10 +41,8 @@ from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.together import exchange
 from chunkc.weights.tensors import ModelTensors, memory_of
 
-OBJECTS_NAME: Final = "objects.json"
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 MASTER: Final = "master_param"
-_PREFIX: Final = "object"
 Optimizer = Adam | AdamW
 
 
@@ -143,7 +140,7 @@ def gather(
     """
     runtime.staging.check_complete()
     runtime.drain()
-    tensors, encoder, steps = ModelTensors(model), Encoder(_PREFIX), optimizer.step_counts
+    tensors, encoder, steps = ModelTensors(model), Encoder(PREFIX), optimizer.step_counts
     scale = runtime.loss_scale
     held = model.state_dict(keep_vars=True)
     objects = {
@@ -189,7 +186,7 @@ def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
 
 def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The states of all ranks by rank, encoded, and their tensors."""
-    encoder = Encoder(f"{_PREFIX}.rank{ranks.rank}")
+    encoder = Encoder(f"{PREFIX}.rank{ranks.rank}")
     encoded = encoder.encode(read_generators(), "generators")
     arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
     found = exchange(ranks, lambda: (encoded, arrays))
@@ -257,20 +254,3 @@ def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str,
         names = [runtime.name_of(managed(param)[1]) for param in group["params"]]
         named.append({**group, "params": names})
     return named
-
-
-def read_objects(path: Path) -> dict[str, Any]:
-    """The objects of a checkpoint, still encoded."""
-    found: dict[str, Any] = json.loads((path / OBJECTS_NAME).read_text(encoding="utf-8"))
-    return found
-
-
-def is_object(key: str) -> bool:
-    """Whether a key is that of a tensor of the objects."""
-    return key.startswith(f"{_PREFIX}.")
-
-
-def decode_all(objects: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The objects as they were."""
-    found: dict[str, Any] = decode(objects, tensors)
-    return found

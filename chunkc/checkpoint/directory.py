@@ -20,15 +20,16 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
 from chunkc.errors import CheckpointError
+from chunkc.files import Decoder, FormatError, flush_folder, read_json, synced_file
 from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.together import exchange
 
@@ -37,6 +38,8 @@ logger = logging.getLogger("chunkc")
 FORMAT: Final = 1
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
+_MANIFEST_MAX_NBYTES: Final = 2**28
+_LATEST_MAX_NBYTES: Final = 256
 _NAME: Final = re.compile(r"(\d{8,})-step-(\d+)")
 _SAVING: Final = re.compile(r"\.(?:saving|removing)-(?P<host>.*)-(?P<pid>\d+)-[^-]*-step-\d+")
 
@@ -58,6 +61,14 @@ class Manifest:
     files: Mapping[str, FileDigest]
 
 
+@dataclass(frozen=True, slots=True)
+class _SignedManifest:
+    """The file: a manifest, and the checksum of its canonical JSON."""
+
+    manifest: dict[str, Any]
+    sha256: str
+
+
 def checkpoints(root: Path) -> list[Path]:
     """The complete checkpoints in ``root``, in the order of saving: those whose files all have their sizes."""
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
@@ -70,20 +81,39 @@ def newest(root: Path) -> Path | None:
     Where it names none that is there, since it was damaged or the checkpoint was removed by hand, a log line says so.
     """
     found = max(checkpoints(root), key=_number, default=None)
-    with suppress(FileNotFoundError, NotADirectoryError):
-        name = (root / LATEST_NAME).read_text(encoding="utf-8", errors="replace").strip()
-        if _NAME.fullmatch(name) and (root / name).is_dir():
-            return root / name
-        if found is not None:
-            logger.warning(
-                "%s names no checkpoint (%.80r); the newest complete one is %s", root / LATEST_NAME, name, found
-            )
+    name = _pointed_to(root / LATEST_NAME)
+    if name is not None and _NAME.fullmatch(name) and (root / name).is_dir():
+        return root / name
+    if name is not None and found is not None:
+        logger.warning("%s names no checkpoint (%.80r); the newest complete one is %s", root / LATEST_NAME, name, found)
     return found
+
+
+def _pointed_to(pointer: Path) -> str | None:
+    """What ``latest`` says; nothing where it is no file (a folder, a loop of links), None where there is none."""
+    if not pointer.is_file():
+        return "" if os.path.lexists(pointer) else None
+    with pointer.open("rb") as file:
+        return file.read(_LATEST_MAX_NBYTES).decode("utf-8", errors="replace").strip()
+
+
+def misnamed(root: Path) -> list[Path]:
+    """Folders of ``root`` that are checkpoints and have been given other names than the steps they are of."""
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = [(path, _parse_manifest(path)[0]) for path in folders if not path.name.startswith(".")]
+    return sorted(path for path, manifest in found if manifest is not None and not _is_named(path, manifest.step))
+
+
+def _is_named(path: Path, step: int) -> bool:
+    """Whether the name of a checkpoint's folder says ``step``."""
+    found = _NAME.fullmatch(path.name)
+    return found is not None and int(found[2]) == step
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a checkpoint itself, whole or not, and no directory of checkpoints."""
-    return (path / MANIFEST_NAME).is_file() or (path.is_dir() and _NAME.fullmatch(path.resolve().name) is not None)
+    name = os.path.basename(os.path.realpath(path))
+    return (path / MANIFEST_NAME).is_file() or (path.is_dir() and _NAME.fullmatch(name) is not None)
 
 
 def before(path: Path) -> Path | None:
@@ -92,8 +122,20 @@ def before(path: Path) -> Path | None:
 
 
 def begin(root: Path, step: int) -> Path:
-    """A new folder to write a checkpoint into; what killed saves have left is removed."""
+    """A new folder to write a checkpoint into; what killed saves have left is removed.
+
+    Raises:
+        OSError: it cannot be made.
+        CheckpointError: a folder has the name by which the newest checkpoint is found.
+    """
     _make(root)
+    pointer = root / LATEST_NAME
+    if pointer.is_dir() and not pointer.is_symlink():
+        raise CheckpointError(
+            f"{pointer} is a folder, where a file is to name the newest checkpoint: give it another name, or save into "
+            "another directory",
+            path=root,
+        )
     _remove_leftovers(root)
     taken = [_number(path) for path in root.iterdir() if _NAME.fullmatch(path.name)]
     path = _hidden(root, "saving", f"{max(taken, default=0) + 1:08d}-step-{step}")
@@ -102,13 +144,23 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(path: Path, manifest: Manifest) -> Path:
-    """The folder of ``begin``, whose files are all on disk, becomes the newest checkpoint; its final path."""
+    """The folder of ``begin``, whose files are all on disk, becomes the newest checkpoint; its final path.
+
+    Raises:
+        OSError: it cannot; the folder has its old name then, and ``latest`` names what it named.
+    """
     write_json(path / MANIFEST_NAME, _signed(asdict(manifest)))
-    _flush(path)
+    flush_folder(path)
     final = path.parent / "-".join(path.name.rsplit("-", 3)[1:])
-    path.rename(final)
-    _flush(path.parent)
-    _point_to(final)
+    with _pointer_to(final) as pointer:
+        path.rename(final)
+        try:
+            flush_folder(path.parent)
+            pointer.replace(final.parent / LATEST_NAME)
+        except OSError:
+            final.rename(path)
+            raise
+    flush_folder(final.parent)
     return final
 
 
@@ -119,7 +171,12 @@ def give_up(path: Path) -> None:
 
 def prune(root: Path, keep: int) -> None:
     """Remove all complete checkpoints but the last ``keep``."""
-    for path in checkpoints(root)[:-keep]:
+    try:
+        old = checkpoints(root)[:-keep]
+    except OSError as error:
+        logger.warning("old checkpoints could not be removed: %s", error)
+        return
+    for path in old:
         hidden = _hidden(root, "removing", path.name)
         try:
             path.rename(hidden)  # first, so that a checkpoint that is half removed is none
@@ -139,8 +196,14 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path, {MANIFEST_NAME: fault})
     if found.format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {found.format}, and this chunkc ({found.versions['chunkc']} saved it) reads up to "
+            f"{path} has format {found.format}, and this chunkc ({found.versions.get('chunkc')} saved it) reads up to "
             f"{FORMAT}: load it with that version or a later one",
+            path=path,
+        )
+    if _NAME.fullmatch(path.name) and not _is_named(path, found.step):
+        raise CheckpointError(
+            f"{path} was renamed: its manifest says that it is of step {found.step}. Give it back that step, or a name "
+            "that says none",
             path=path,
         )
     return found
@@ -149,16 +212,28 @@ def read_manifest(path: Path) -> Manifest:
 def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
     """The manifest of any format, or what is wrong with it."""
     try:
-        found = json.loads((path / MANIFEST_NAME).read_text(encoding="utf-8"))
-        body, signature = found["manifest"], found["sha256"]
-        if _signed(body)["sha256"] != signature:
+        found = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
+        if _signed(found.manifest)["sha256"] != found.sha256:
             return None, "changed since it was written"
-        files = {name: FileDigest(**digest) for name, digest in body["files"].items()}
-        return Manifest(body["format"], body["step"], body["versions"], files), ""
+        manifest = Decoder().decode(Manifest, _known_of(found.manifest))
+        for name in manifest.files:
+            if Path(name).name != name or name == MANIFEST_NAME:
+                raise FormatError(f"{name!r:.80} is no name of another file", "manifest.files")
+        return manifest, ""
     except FileNotFoundError:
         return None, "missing"
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, f"not readable ({type(error).__name__})"
+    except OSError as error:
+        return None, f"not readable ({error.strerror})"
+    except FormatError as error:
+        return None, f"not readable ({error})"
+
+
+def _known_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A manifest without what a later format has added."""
+    number = body.get("format")
+    if type(number) is int and number > FORMAT:
+        return {field.name: body[field.name] for field in fields(Manifest) if field.name in body}
+    return body
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
@@ -192,15 +267,18 @@ def damaged(path: Path, faults: Mapping[str, str]) -> CheckpointError:
 def _fault(path: Path, wanted: FileDigest) -> str | None:
     if not path.is_file():
         return "missing"
-    nbytes = path.stat().st_size
-    if nbytes != wanted.nbytes:
-        return f"{nbytes} bytes long instead of {wanted.nbytes}"
-    return None if digest_of(path) == wanted else "changed since it was written (its checksum differs)"
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != wanted.nbytes:
+            return f"{nbytes} bytes long instead of {wanted.nbytes}"
+        return None if digest_of(path) == wanted else "changed since it was written (its checksum differs)"
+    except OSError as error:
+        return f"not readable ({error.strerror})"
 
 
 def _is_complete(path: Path) -> bool:
     manifest, _ = _parse_manifest(path)
-    if manifest is None:
+    if manifest is None or not _is_named(path, manifest.step):
         return False
     files = manifest.files.items()
     return all((path / name).is_file() and (path / name).stat().st_size == d.nbytes for name, d in files)
@@ -211,24 +289,17 @@ def _signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {"manifest": manifest, "sha256": sha256(text.encode()).hexdigest()}
 
 
-def _point_to(final: Path) -> None:
-    """``latest`` names ``final``, in one piece."""
+@contextmanager
+def _pointer_to(final: Path) -> Iterator[Path]:
+    """A file, on disk, that takes the name ``latest`` to name ``final``; it goes where it was not taken."""
     temporary = final.parent / f".{LATEST_NAME}"
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(final.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(final.parent / LATEST_NAME)
-    _flush(final.parent)
-
-
-def _flush(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with synced_file(temporary) as file:
+            file.write(f"{final.name}\n".encode())
+        yield temporary
     finally:
-        os.close(descriptor)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _make(root: Path) -> None:
@@ -236,7 +307,7 @@ def _make(root: Path) -> None:
     missing = [path for path in (root, *root.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
-        _flush(path.parent)
+        flush_folder(path.parent)
     root.mkdir(exist_ok=True)
 
 

@@ -18,9 +18,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from chunkc.checkpoint.storage import DTYPE_NAMES
+from chunkc.checkpoint.index import DTYPE_NAMES
 from chunkc.errors import ChunkcError
+from chunkc.files import FormatError, shown
 
+MAX_DEPTH: Final = 64
+"""Containers inside each other; each takes at most three of JSON's."""
+_MAX_BITS: Final = 2**13
 _KIND: Final = "#"
 _AS_THEY_ARE: Final = (bool, int, float, str, type(None))
 _ARRAY_DTYPES: Final = frozenset(str(dtype).removeprefix("torch.") for dtype in DTYPE_NAMES)
@@ -39,6 +43,7 @@ class Encoder:
         """Keys of tensors begin with ``prefix``."""
         self.tensors: dict[str, torch.Tensor] = {}
         self._prefix = prefix
+        self._outer: list[int] = []  # identities of the containers around the value that is encoded
 
     def encode(self, value: Any, path: str) -> Any:
         """``value`` for ``json.dumps``; what changes it later changes nothing.
@@ -47,20 +52,37 @@ class Encoder:
             ChunkcError: for what cannot be held; ``path`` tells how users call the value.
         """
         kind = type(value)
+        if kind is int and value.bit_length() > _MAX_BITS:
+            raise ChunkcError(f"{path} is a whole number of {value.bit_length()} bits; a checkpoint holds {_MAX_BITS}")
         if kind in _AS_THEY_ARE:
             return value
+        if kind is not list and kind not in _SEQUENCES and kind not in _MAPPINGS:
+            return self._encode_leaf(value, path)
+        if id(value) in self._outer:
+            raise ChunkcError(f"{path} contains itself, which a checkpoint does not hold: leave it out")
+        if len(self._outer) == MAX_DEPTH:
+            raise ChunkcError(f"{path:.200} is nested more than {MAX_DEPTH} deep, which a checkpoint does not hold")
+        self._outer.append(id(value))
+        try:
+            return self._encode_container(value, path)
+        finally:
+            self._outer.pop()
+
+    def _encode_container(self, value: Any, path: str) -> Any:
+        kind = type(value)
         if kind is list:
             return [self.encode(v, f"{path}[{i}]") for i, v in enumerate(value)]
         if kind is dict and all(type(k) is str and k != _KIND for k in value):
             return {k: self.encode(v, f"{path}[{k!r}]") for k, v in value.items()}
         if kind in _SEQUENCES:
             return {_KIND: _SEQUENCES[kind], "items": [self.encode(v, f"{path}[{i}]") for i, v in enumerate(value)]}
-        if kind in _MAPPINGS:
-            pairs = [[self.encode(k, f"{path} key"), self.encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
-            return {_KIND: _MAPPINGS[kind], "items": pairs}
-        if kind is bytes:
+        pairs = [[self.encode(k, f"{path} key"), self.encode(v, f"{path}[{k!r}]")] for k, v in value.items()]
+        return {_KIND: _MAPPINGS[kind], "items": pairs}
+
+    def _encode_leaf(self, value: Any, path: str) -> Any:
+        if type(value) is bytes:
             return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
-        if kind is torch.dtype:
+        if type(value) is torch.dtype:
             return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
         return self._encode_array(value, path)
 
@@ -88,44 +110,73 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """What `Encoder.encode` was given; tensors come in host memory.
 
     Raises:
-        KeyError: for a kind, or a tensor, that does not exist.
+        FormatError: for what `Encoder.encode` does not make, with its place.
     """
     if isinstance(value, list):
-        return [decode(v, tensors) for v in value]
+        return _items(value, tensors)
     if not isinstance(value, dict):
         return value
     if _KIND not in value:
-        return {k: decode(v, tensors) for k, v in value.items()}
-    return _DECODERS[value[_KIND]](value, tensors)
+        return _entries(value, tensors)
+    kind = value[_KIND]
+    decoder = _DECODERS.get(kind) if isinstance(kind, str) else None
+    if decoder is None:
+        raise FormatError(f"must be one of {', '.join(_DECODERS)}, found {shown(kind)}", _KIND)
+    try:
+        return decoder(value, tensors)
+    except FormatError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise FormatError(f"is no {kind} as a checkpoint holds it ({type(error).__name__}: {error!s:.200})") from error
 
 
 Decoder = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Any]
 
 
-def _sequence(make: Callable[[list[Any]], Any]) -> Decoder:
-    return lambda value, tensors: make([decode(v, tensors) for v in value["items"]])
-
-
-def _mapping(make: Callable[[Any], Any]) -> Decoder:
-    return lambda value, tensors: make({decode(k, tensors): decode(v, tensors) for k, v in value["items"]})
-
-
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise KeyError(name)
+def _items(values: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    found: list[Any] = []
+    if not isinstance(values, list):
+        raise FormatError(f"must be a list, found {shown(values)}", "items")
+    try:
+        for value in values:
+            found.append(decode(value, tensors))
+    except FormatError as error:
+        raise error.within(f"[{len(found)}]") from None
     return found
 
 
+def _entries(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    found, key = {}, ""
+    try:
+        for key, value in values.items():
+            found[key] = decode(value, tensors)
+    except FormatError as error:
+        raise error.within(shown(key)) from None
+    return found
+
+
+def _sequence(make: Callable[[list[Any]], Any]) -> Decoder:
+    return lambda value, tensors: make(_items(value["items"], tensors))
+
+
+def _mapping(make: Callable[[Any], Any]) -> Decoder:
+    return lambda value, tensors: make({key: item for key, item in _items(value["items"], tensors)})
+
+
+def _array(value: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
+    return tensors[value["key"]].numpy()
+
+
+_DTYPES: Final = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if type(kind) is torch.dtype}
 _DECODERS: Final[Mapping[str, Decoder]] = {
     "tuple": _sequence(tuple),
     "size": _sequence(torch.Size),
     "dict": _mapping(dict),
     "ordered": _mapping(OrderedDict),
     "counter": _mapping(Counter),
-    "bytes": lambda value, _: base64.b64decode(value["base64"]),
-    "dtype": lambda value, _: _dtype(value["name"]),
+    "bytes": lambda value, _: base64.b64decode(value["base64"], validate=True),
+    "dtype": lambda value, _: _DTYPES[value["name"]],
     "tensor": lambda value, tensors: tensors[value["key"]],
-    "array": lambda value, tensors: tensors[value["key"]].numpy(),
-    "scalar": lambda value, tensors: tensors[value["key"]].numpy()[()],
+    "array": _array,
+    "scalar": lambda value, tensors: _array(value, tensors)[()],
 }

@@ -6,23 +6,24 @@ are read by rank 0, which keeps them until they have.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from chunkc.checkpoint.contents import MASTER, MOMENTS, Optimizer, Stateful
 from chunkc.checkpoint.generators import write_generators_of
+from chunkc.checkpoint.objects import stored_shapes
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
-from chunkc.errors import CheckpointError
+from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.optimizer_state import check_options, managed
+from chunkc.runtime.optimizer_state import check_options, check_range, managed
 from chunkc.runtime.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
@@ -35,12 +36,14 @@ class Fit:
     """How the tensors of a checkpoint belong to a model.
 
     Attributes:
-        shapes: of the stored tensors by key, as stand-ins.
+        reader: of the stored tensors.
+        shapes: of these by key, as stand-ins.
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
     """
 
     path: Path
+    reader: SafetensorsReader
     runtime: ModelRuntime
     tensors: ModelTensors
     shapes: Mapping[str, torch.Tensor]
@@ -52,20 +55,15 @@ class Fit:
         return CheckpointError(f"{self.path} does not fit the model: {what}", path=self.path)
 
 
-def stored_shapes(path: Path) -> dict[str, torch.Tensor]:
-    """Stand-ins of all tensors of a checkpoint, in the order of its index."""
-    found = SafetensorsReader(path).read_metadata().state_dict_metadata
-    tensors = {key: m for key, m in found.items() if isinstance(m, TensorStorageMetadata)}
-    return {key: stand_in(m.properties.dtype, m.size) for key, m in tensors.items()}
-
-
-def fit_model(path: Path, model: nn.Module, runtime: ModelRuntime, objects: Mapping[str, Any]) -> Fit:
+def fit_model(
+    path: Path, reader: SafetensorsReader, model: nn.Module, runtime: ModelRuntime, objects: Mapping[str, Any]
+) -> Fit:
     """Compare names, tying and shapes.
 
     Raises:
         CheckpointError: naming what differs.
     """
-    fit = Fit(path, runtime, ModelTensors(model), stored_shapes(path))
+    fit = Fit(path, reader, runtime, ModelTensors(model), stored_shapes(reader))
     ours = {info.name: (info.name, *info.aliases) for info in runtime.infos}
     indexes = {frozenset(names): index for index, names in enumerate(ours.values())}
     fit.params = _matched(fit, objects["model"]["params"], indexes, "parameters")
@@ -74,12 +72,24 @@ def fit_model(path: Path, model: nn.Module, runtime: ModelRuntime, objects: Mapp
     others = set(objects["model"]["others"]).symmetric_difference(fit.tensors.others)
     if others:
         raise fit.refuse(f"the extra states of {_listed(others)} are in one of the two only")
-    shapes = {f"model.{name}": runtime.infos[index].shape for name, index in fit.params.items()}
-    shapes |= {f"model.{name}": fit.tensors.entry(ours).shape for name, ours in fit.buffers.items()}
-    for key, shape in shapes.items():
-        if tuple(fit.shapes[key].shape) != tuple(shape):
-            raise fit.refuse(f"{key} is {tuple(fit.shapes[key].shape)} there and {tuple(shape)} here")
+    steps = objects["optimizer"]["steps"]
+    unknown = steps.keys() - fit.params.keys()
+    if unknown:
+        raise fit.refuse(f"it counts steps of {_listed(unknown)}, which are none of its parameters")
+    for name, index in fit.params.items():
+        for key in _keys_of(fit, name, name in steps):
+            _check_shape(fit, key, runtime.infos[index].shape)
+    for name, own in fit.buffers.items():
+        _check_shape(fit, f"model.{name}", fit.tensors.entry(own).shape)
     return fit
+
+
+def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
+    if key not in fit.shapes:
+        raise fit.refuse(f"it has no {key}")
+    found = tuple(fit.shapes[key].shape)
+    if found != tuple(shape):
+        raise fit.refuse(f"{key} is {found} there and {tuple(shape)} here")
 
 
 def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], what: str) -> dict[str, T]:
@@ -107,6 +117,9 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
     """
     runtime, groups, first = fit.runtime, [], 0
     ours = [[runtime.name_of(managed(p)[1]) for p in group["params"]] for group in optimizer.param_groups]
+    unknown = {name for group in saved["groups"] for name in group["params"]} - fit.params.keys()
+    if unknown:
+        raise fit.refuse(f"its optimizer has {_listed(unknown)}, which are none of its parameters")
     theirs = [[runtime.name_of(fit.params[name]) for name in group["params"]] for group in saved["groups"]]
     if [set(names) for names in ours] != [set(names) for names in theirs]:
         raise fit.refuse(
@@ -114,7 +127,7 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
             f"{[len(names) for names in ours]}, or other ones in a group: make the optimizer as when it was saved"
         )
     for names, group in zip(ours, saved["groups"], strict=True):
-        check_options(group, bool(optimizer.defaults["decoupled_weight_decay"]))
+        _check_group(fit, group, bool(optimizer.defaults["decoupled_weight_decay"]))
         groups.append({**group, "params": list(range(first, first + len(names)))})
         first += len(names)
     untrained = [name for name in saved["steps"] if not runtime.is_trained(fit.params[name])]
@@ -123,14 +136,45 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
     return groups
 
 
-def write_model(fit: Fit, objects: Mapping[str, Any], model: nn.Module, *, with_moments: bool) -> None:
+def _check_group(fit: Fit, group: Mapping[str, Any], decoupled: bool) -> None:
+    try:
+        check_range(group)
+        check_options(group, decoupled)
+    except ChunkcError:
+        raise
+    except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
+        raise fit.refuse(f"its optimizer has a group without usable options ({error!s:.200})") from error
+
+
+def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, scheduler: Stateful | None) -> None:
+    """Hand modules with extra states, and the scheduler, what was saved of them, before any tensor is written.
+
+    Raises:
+        CheckpointError: one does not take its state; all have their own again, as far as they take these.
+    """
+    others = objects["model"]["others"]
+    taken: list[Callable[[], object]] = []
+    try:
+        if others:
+            held = model.state_dict(keep_vars=True)
+            before = {name: held[name] for name in others}
+            taken.append(lambda: model.load_state_dict(before, strict=False))
+            model.load_state_dict(others, strict=False)
+        if scheduler is not None:
+            taken.append(partial(scheduler.load_state_dict, scheduler.state_dict()))
+            scheduler.load_state_dict(objects["scheduler"])
+    except Exception as error:  # modules and schedulers are the user's: each fails in its own way
+        for give_back in taken:
+            give_back()
+        what = "the scheduler" if len(taken) == bool(others) + 1 else "a module with an extra state"
+        raise fit.refuse(f"{what} does not take its state ({type(error).__name__}: {error!s:.200})") from error
+
+
+def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> None:
     """Write parameters, moments and buffers, one parameter at a time; on every rank its own part."""
     steps = objects["optimizer"]["steps"] if with_moments else {}
     writer = _Writer(fit, {name: set(_keys_of(fit, name, name in steps)) for name in fit.params})
-    load(SafetensorsReader(fit.path), writer.wanted(), writer.take)
-    others = objects["model"]["others"]
-    if others:
-        model.load_state_dict(others, strict=False)
+    load(fit.reader, writer.wanted(), writer.take)
 
 
 def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
@@ -215,19 +259,11 @@ def _stage(
     runtime.write_state(index, exp_avg, exp_avg_sq, whole.float())
 
 
-def resume(
-    fit: Fit,
-    objects: Mapping[str, Any],
-    optimizer: Optimizer,
-    scheduler: Stateful | None,
-    groups: list[dict[str, Any]],
-) -> None:
-    """What is not the model: step counts, hyperparameters, the scheduler, the loss scale where it is dynamic on both
-    sides, and generators, which come last."""
+def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """What is neither the model nor the scheduler: step counts, hyperparameters, the loss scale where it is dynamic on
+    both sides, and generators, which come last."""
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
-    if scheduler is not None:
-        scheduler.load_state_dict(objects["scheduler"])
     scale, saved = fit.runtime.loss_scale, objects["loss_scale"]
     if scale is not None and scale.is_dynamic and saved is not None:
         scale.load_state_dict(saved)

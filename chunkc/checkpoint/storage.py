@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,27 +36,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from chunkc.errors import ChunkcError
-
-INDEX_NAME: Final = "index.json"
-DTYPE_NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls each dtype that can be stored."""
-
-_DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+from chunkc.checkpoint.index import DTYPE_NAMES, DTYPES, INDEX_NAME, StoredTensor, read_index
+from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.files import FormatError, synced_file
 
 _PIECE_NBYTES: Final = 2**24
 
@@ -158,28 +140,53 @@ class SafetensorsWriter(StorageWriter):
 
 
 class SafetensorsReader(StorageReader):
-    """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks."""
+    """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the folder.
+        files: names of files that may be read; None allows every file of the folder.
+    """
+
+    def __init__(self, path: Path, files: Collection[str] | None = None) -> None:
         self._path = path
+        self._files = files
+        self._index: Mapping[str, StoredTensor] | None = None
         self._places: dict[MetadataIndex, Place] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load; ``checkpoint_id`` may name another folder."""
         self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
+        self._index = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, from the index."""
-        index = json.loads((self._path / INDEX_NAME).read_text(encoding="utf-8"))
-        outside = [p["file"] for found in index.values() for p in found["parts"] if Path(p["file"]).name != p["file"]]
-        if outside:
-            raise ChunkcError(f"{self._path / INDEX_NAME} names {outside[0]!r}, which is no file of the checkpoint")
+        index = self.index()
         self._places = {
-            MetadataIndex(fqn, part["offsets"]): Place(part["file"], part["name"])
-            for fqn, found in index.items()
-            for part in found["parts"]
+            MetadataIndex(fqn, part.offsets): Place(part.file, part.name)
+            for fqn, stored in index.items()
+            for part in stored.parts
         }
-        return Metadata({fqn: _tensor_metadata(found) for fqn, found in index.items()})
+        return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
+
+    def index(self) -> Mapping[str, StoredTensor]:
+        """What is stored, by key, as the files confirm it; read once.
+
+        Raises:
+            CheckpointError: when the index is missing, damaged or not that of the files; with the place in it.
+        """
+        if self._index is None:
+            try:
+                self._index = read_index(self._path, self._files)
+            except OSError as error:
+                raise self._damaged(f"not readable ({error.strerror})") from error
+            except FormatError as error:
+                raise self._damaged(f"no index of its files: {error}") from error
+        return self._index
+
+    def _damaged(self, fault: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} is damaged: {INDEX_NAME} is {fault}", path=self._path, damaged=(INDEX_NAME,)
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing to add to what `read_metadata` read."""
@@ -238,10 +245,10 @@ class DigestedFile:
 
 def write_json(path: Path, value: object) -> FileDigest:
     """Write a file of JSON and wait until it is on disk."""
-    with path.open("wb") as file:
-        digested = DigestedFile(path, file)
-        digested.write(memoryview(json.dumps(value, separators=(",", ":")).encode()))
-        return digested.finish()
+    data = json.dumps(value, separators=(",", ":")).encode()
+    with synced_file(path) as file:
+        file.write(data)
+    return FileDigest(len(data), hashlib.sha256(data).hexdigest())
 
 
 def digest_of(path: Path) -> FileDigest:
@@ -305,9 +312,9 @@ def _bytes_of(value: torch.Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _tensor_metadata(found: Mapping[str, Any]) -> TensorStorageMetadata:
-    parts = [ChunkStorageMetadata(torch.Size(p["offsets"]), torch.Size(p["sizes"])) for p in found["parts"]]
-    return TensorStorageMetadata(TensorProperties(_DTYPES[found["dtype"]]), torch.Size(found["shape"]), parts)
+def _tensor_metadata(stored: StoredTensor) -> TensorStorageMetadata:
+    parts = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
+    return TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), torch.Size(stored.shape), parts)
 
 
 def _part(stored: torch.Tensor, item: ReadItem) -> torch.Tensor:

@@ -8,12 +8,13 @@ file in one piece. All documents that chunkc keeps (plans, profiles, checkpoints
 from __future__ import annotations
 
 from chunkc.files.decoding import Decoder, shown
-from chunkc.files.reading import FormatError, read_json
+from chunkc.files.reading import FormatError, fault_at, read_json
 from chunkc.files.writing import flush_folder, replace_file, save_bytes, save_text, synced_file
 
 __all__ = [
     "Decoder",
     "FormatError",
+    "fault_at",
     "flush_folder",
     "read_json",
     "replace_file",

@@ -8,6 +8,8 @@ values may be is the business of `chunkc.files.decoding`.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,6 +35,15 @@ class FormatError(ValueError):
         """The same fault, seen from a document that holds this one at ``outer``: a key, or an index ``[3]``."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         return FormatError(self.problem, f"{outer}{dot}{self.place}")
+
+
+@contextmanager
+def fault_at(place: str) -> Iterator[None]:
+    """A fault of the block is one of the document that holds at ``place`` what the block looks at."""
+    try:
+        yield
+    except FormatError as error:
+        raise error.within(place) from None
 
 
 def read_json(path: str | Path, *, max_nbytes: int, max_depth: int = MAX_DEPTH) -> Any:

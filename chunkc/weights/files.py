@@ -6,19 +6,20 @@ headers only; safetensors then maps a file, so that the data of a tensor is page
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from chunkc.errors import ChunkcError
+from chunkc.files import Decoder, FormatError, fault_at, read_json, shown
 
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
+_INDEX_MAX_NBYTES: Final = 2**28
 
 DTYPES: Final = {
     "F64": torch.float64,
@@ -129,23 +130,35 @@ def _nothing_found(path: Path, several: list[Path]) -> str:
 def _read_index(path: Path) -> dict[str, Path]:
     """The file of each tensor, all of which exist."""
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(name): path.parent / str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        index = Decoder().decode(dict[str, Any], read_json(path, max_nbytes=_INDEX_MAX_NBYTES))
+        if "weight_map" not in index:
+            raise FormatError("fields missing: weight_map")
+        with fault_at("weight_map"):
+            weight_map = Decoder().decode(dict[str, str], index["weight_map"])
+    except (OSError, FormatError) as error:
         raise ChunkcError(
-            f"{path} is no index of safetensors shards ({type(error).__name__}: {error}); it must be JSON with a "
-            "`weight_map` from names to files. Copy or download it again"
+            f"{path} is no index of safetensors shards ({error}); it must be JSON with a `weight_map` from names to "
+            "files. Copy or download it again"
         ) from error
-    outside = [file for file in map(Path, map(str, weight_map.values())) if file.is_absolute() or ".." in file.parts]
+    outside = [name for name in weight_map.values() if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise ChunkcError(
-            f"{path} names {str(outside[0])!r}, which is outside of its folder; shards stand beside their index. These "
+            f"{path} names {shown(outside[0])}, which is outside of its folder; shards stand beside their index. These "
             "files are not to be trusted: download the model from where it was published"
         )
-    missing = sorted({str(file) for file in found.values() if not file.is_file()})
+    found = {name: path.parent / file for name, file in weight_map.items()}
+    missing = sorted({str(file) for file in found.values() if not _is_file(file)})
     if missing:
         raise ChunkcError(f"{path} names {missing[0]}, which is missing ({len(missing)} in all); copy or download it")
     return found
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a text that no file can be called by names none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _read_header(file: Path) -> list[Stored]:

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from chunkc.errors import ChunkcError
+from chunkc.files import flush_folder, synced_file
 from chunkc.runtime.ranks import Kind
 from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME
 from chunkc.weights.tensors import Entry, ModelTensors, memory_of
@@ -186,14 +187,12 @@ def _bytes_of(value: torch.Tensor) -> memoryview:
 
 def _write_whole(path: Path, head: Iterable[bytes], values: Iterable[memoryview] = ()) -> None:
     """Write and wait until it is on disk."""
-    with path.open("wb") as file:
+    with synced_file(path) as file:
         for part in head:
             file.write(part)
         for value in values:
             file.write(value)
             del value  # before the next is gathered
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _temporary(path: Path, cleanup: ExitStack) -> Path:
@@ -211,21 +210,12 @@ def _put_in_place(folder: Path, written: Mapping[str, Path]) -> None:
     """
     if len(written) > 1 and any((folder / name).exists() for name in written if name != INDEX_NAME):
         (folder / INDEX_NAME).unlink(missing_ok=True)
-        _flush(folder)
+        flush_folder(folder)
     for name, file in written.items():
         if name == INDEX_NAME:
-            _flush(folder)
+            flush_folder(folder)
         os.replace(file, folder / name)
-    _flush(folder)
-
-
-def _flush(folder: Path) -> None:
-    """Wait until the names in a folder are on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush_folder(folder)
 
 
 def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:

@@ -208,3 +208,104 @@ def test_one_bit_anywhere_is_found_and_the_file_named(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json is missing") as error:
         chunkc.load_checkpoint(newest, model, optimizer)
     assert error.value.previous == before
+
+
+def make_folder(pointer: Path) -> None:
+    pointer.unlink()
+    pointer.mkdir()
+
+
+def make_loop(pointer: Path) -> None:
+    pointer.unlink()
+    pointer.symlink_to(pointer)
+
+
+def test_a_pointer_that_is_a_folder_is_refused_and_nothing_is_written(saved: Path) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    make_folder(saved / folders.LATEST_NAME)
+    before = sorted(saved.rglob("*"))
+    with pytest.raises(CheckpointError, match="latest is a folder, where a file is to name the newest checkpoint"):
+        chunkc.save_checkpoint(saved, model, optimizer)
+    assert sorted(saved.rglob("*")) == before
+    assert chunkc.load_checkpoint(saved, model, optimizer).step == 2
+
+
+def test_a_pointer_that_is_a_loop_of_links_is_replaced(saved: Path) -> None:
+    model, optimizer = run_of(Net())
+    make_loop(saved / folders.LATEST_NAME)
+    assert chunkc.load_checkpoint(saved, model, optimizer).step == 2
+    step(model, optimizer)
+    path = chunkc.save_checkpoint(saved, model, optimizer).result()
+    assert (saved / folders.LATEST_NAME).read_text().strip() == path.name
+    assert chunkc.load_checkpoint(saved, model, optimizer).step == 3
+
+
+@pytest.mark.parametrize("make", (Path.touch, make_loop), ids=["file", "loop"])
+def test_a_directory_that_is_none_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    root = tmp_path / "root"
+    root.touch()
+    make(root)
+    with pytest.raises(CheckpointError, match="no checkpoint of step 1 was written into"):
+        chunkc.save_checkpoint(root, model, optimizer)
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
+        chunkc.load_checkpoint(root, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+
+
+def test_an_extra_that_contains_itself_is_refused_and_nothing_is_written(saved: Path) -> None:
+    model, optimizer = run_of(Net())
+    step(model, optimizer)
+    extra: dict[str, Any] = {"position": 3}
+    extra["all"] = [extra]
+    before = sorted(saved.rglob("*"))
+    with pytest.raises(ChunkcError, match=r"extra\['all'\]\[0\] contains itself"):
+        chunkc.save_checkpoint(saved, model, optimizer, extra=extra)
+    assert sorted(saved.rglob("*")) == before
+
+
+class Counting(Net):
+    """Keeps a number that is neither parameter nor buffer, and takes none that is negative."""
+
+    count = 1
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: int) -> None:
+        if state < 0:
+            raise KeyError(state)
+        self.count = state
+
+
+class Scheduler:
+    """Takes no state but its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["name"] != self.name:
+            raise ValueError(state)
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "said"), [(-1, "a", "a module with an extra state"), (5, "b", "the scheduler")]
+)
+def test_states_that_are_not_taken_leave_the_model_as_it_was(tmp_path: Path, count: int, name: str, said: str) -> None:
+    model, optimizer = run_of(Counting())
+    step(model, optimizer)
+    model.count = count
+    chunkc.save_checkpoint(tmp_path, model, optimizer, Scheduler(name))
+    model.count = 3
+    step(model, optimizer)
+    before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(CheckpointError, match=f"{said} does not take its state"):
+        chunkc.load_checkpoint(tmp_path, model, optimizer, Scheduler("a"))
+    assert model.count == 3
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())

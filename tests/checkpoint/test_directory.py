@@ -151,3 +151,96 @@ def test_what_killed_saves_left_goes_and_what_others_do_stays(tmp_path: Path) ->
     add(tmp_path, 1)
     assert not left.exists() and not half_removed.exists()
     assert at_work.exists() and elsewhere.exists()
+
+
+def test_a_folder_in_place_of_the_pointer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    first = add(tmp_path, 1)
+    pointer = tmp_path / folders.LATEST_NAME
+    pointer.unlink()
+    pointer.mkdir()
+    with pytest.raises(CheckpointError, match="latest is a folder, where a file is to name the newest checkpoint"):
+        folders.begin(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [first.name, "latest"]
+    assert folders.newest(tmp_path) == first, "and it is found without one"
+
+
+def make_loop(pointer: Path) -> None:
+    pointer.symlink_to(pointer)
+
+
+def make_pipe(pointer: Path) -> None:
+    os.mkfifo(pointer)
+
+
+def make_endless(pointer: Path) -> None:
+    pointer.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("make", [make_loop, make_pipe, make_endless, Path.mkdir])
+def test_a_pointer_that_is_no_file_leads_to_the_newest_complete_one(
+    tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = add(tmp_path, 1), add(tmp_path, 2)
+    pointer = tmp_path / folders.LATEST_NAME
+    pointer.unlink()
+    make(pointer)
+    assert folders.newest(tmp_path) == second
+    assert "latest names no checkpoint" in caplog.text
+    if make is not Path.mkdir:
+        third = add(tmp_path, 3)
+        assert folders.newest(tmp_path) == third and pointer.is_file() and not pointer.is_symlink()
+    assert folders.before(second) == first
+
+
+def test_a_checkpoint_that_cannot_be_named_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thing that a save does fails: what was the newest is, and the numbers go on."""
+    first = add(tmp_path, 1)
+
+    def refuse(self: Path, target: Path) -> Path:
+        raise OSError(28, os.strerror(28))
+
+    path = folders.begin(tmp_path, 2)
+    files = {"a.json": write_json(path / "a.json", [])}
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        folders.commit(path, Manifest(folders.FORMAT, 2, VERSIONS, files))
+    monkeypatch.undo()
+    assert path.is_dir() and folders.checkpoints(tmp_path) == [first] and folders.newest(tmp_path) == first
+    folders.give_up(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [first.name, "latest"]
+    assert add(tmp_path, 2).name == "00000002-step-2"
+
+
+def test_a_renamed_folder_is_named_and_not_taken_for_the_newest(tmp_path: Path) -> None:
+    first, second = add(tmp_path, 1), add(tmp_path, 2)
+    renamed = second.rename(tmp_path / "00000009-step-7")
+    best = add(tmp_path, 3).rename(tmp_path / "best")
+    assert folders.checkpoints(tmp_path) == [first] and folders.newest(tmp_path) == first
+    assert folders.misnamed(tmp_path) == [renamed, best]
+    with pytest.raises(CheckpointError, match="was renamed: its manifest says that it is of step 2"):
+        folders.verify(renamed)
+    assert folders.verify(best).step == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" * 10**5, "nested more than 64 deep"),
+        ('{"manifest": {}, "manifest": {}}', "the key 'manifest' stands twice"),
+        ("[]", "must be an object, found"),
+        ('{"manifest": {"format": 1}, "sha256": 3}', "sha256: must be a text, found 3"),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    path = add(tmp_path, 1)
+    (path / folders.MANIFEST_NAME).write_text(content)
+    with pytest.raises(CheckpointError, match=rf"manifest\.json is not readable \(.*{said}"):
+        folders.verify(path)
+
+
+def test_a_manifest_that_is_a_folder_is_refused(tmp_path: Path) -> None:
+    path = add(tmp_path, 1)
+    (path / folders.MANIFEST_NAME).unlink()
+    (path / folders.MANIFEST_NAME).mkdir()
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not readable \(Is a directory\)"):
+        folders.verify(path)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from chunkc import ChunkcError
 from chunkc.checkpoint.encode import Encoder, decode
+from chunkc.files import FormatError
 
 
 def through_json(value: Any) -> Any:
@@ -112,7 +113,39 @@ def test_other_kinds_are_refused_by_their_place(value: Any, where: str) -> None:
         Encoder("object").encode(value, "extra")
 
 
-@pytest.mark.parametrize("made_up", [{"#": "eval", "items": []}, {"#": "dtype", "name": "load"}])
-def test_reading_makes_nothing_else(made_up: dict[str, Any]) -> None:
-    with pytest.raises(KeyError):
+def test_what_contains_itself_or_is_too_deep_is_refused() -> None:
+    extra: dict[str, Any] = {"at": [1, 2]}
+    extra["at"].append(extra)
+    with pytest.raises(ChunkcError, match=r"extra\['at'\]\[2\] contains itself"):
+        Encoder("object").encode(extra, "extra")
+    twice = [1]
+    assert through_json([twice, twice]) == [[1], [1]], "the same value in two places is none that contains itself"
+    deep: Any = 0
+    for _ in range(63):
+        deep = {(1, 2): deep}
+    assert through_json(deep) == deep
+    with pytest.raises(ChunkcError, match=r"is nested more than 64 deep"):
+        Encoder("object").encode([[deep]], "extra")
+    with pytest.raises(ChunkcError, match=r"extra\[0\] is a whole number of 20001 bits; a checkpoint holds 8192"):
+        Encoder("object").encode([2**20000], "extra")
+
+
+@pytest.mark.parametrize(
+    ("made_up", "said"),
+    [
+        ({"#": "eval", "items": []}, "#: must be one of tuple, .*, found 'eval'"),
+        ({"#": ["tuple"]}, "#: must be one of"),
+        ({"#": "dtype", "name": "load"}, "is no dtype"),
+        ([{"a": {"#": "tuple"}}], r"\[0\]\.'a': is no tuple as a checkpoint holds it \(KeyError: 'items'\)"),
+        ({"#": "tuple", "items": {"a": 1}}, "items: must be a list"),
+        ({"#": "dict", "items": [1]}, "is no dict"),
+        ({"#": "dict", "items": [[[], 1]]}, "is no dict"),
+        ({"#": "size", "items": ["a"]}, "is no size"),
+        ({"#": "bytes", "base64": "?"}, "is no bytes"),
+        ({"#": "tensor", "key": "object.7"}, "is no tensor"),
+        ({"#": "tensor", "key": []}, "is no tensor"),
+    ],
+)
+def test_reading_makes_nothing_else(made_up: Any, said: str) -> None:
+    with pytest.raises(FormatError, match=said):
         decode(made_up, {})

@@ -171,7 +171,7 @@ def test_an_index_without_a_part_is_refused(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     index["weight"]["parts"][0]["sizes"] = [3]
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(ChunkcError, match="does not have all elements of weight"):
+    with pytest.raises(ChunkcError, match=r"index\.json is .*weight'\.parts: they have 3 elements and the tensor 4"):
         read_all(tmp_path, wanted)
 
 
@@ -188,5 +188,5 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     index["weight"]["parts"][0]["file"] = "../other.safetensors"
     (tmp_path / INDEX_NAME).write_text(json.dumps(index))
-    with pytest.raises(ChunkcError, match="which is no file of the checkpoint"):
+    with pytest.raises(ChunkcError, match="is no file of the checkpoint that its manifest knows"):
         SafetensorsReader(tmp_path).read_metadata()
