@@ -7,6 +7,7 @@ without a leading promise from torch; the rest of the package imports only from 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -53,6 +54,7 @@ __all__ = [
     "dynamo_example",
     "engine_runs",
     "fresh_code",
+    "graph_break",
     "hidden_from_dynamo",
     "is_capturing",
     "is_compiled_node",
@@ -66,8 +68,9 @@ __all__ = [
     "profiler_range",
     "pytree",
     "recomputed_region",
+    "refuses_shared_inputs",
     "shared_frames",
-    "skipped_by_dynamo",
+    "storage_address",
     "swap_tensors",
     "tag_must_recompute",
     "tag_must_save",
@@ -125,6 +128,19 @@ def outlives(storage: torch.UntypedStorage) -> Callable[[], bool]:
     """A function that says whether the memory behind tensors is still alive, without keeping it so."""
     reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
     return lambda: not reference.expired()  # type: ignore[no-untyped-call]
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the memory behind ``tensor`` begins; 0 where it has none or a function transform hides it."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return 0
+    return int(tensor.untyped_storage().data_ptr())
+
+
+def refuses_shared_inputs(error: RuntimeError) -> bool:
+    """Whether AOTAutograd says that an input shares memory with one that the graph changes in place, which it does not
+    capture beside tensor subclasses."""
+    return "aliased inputs that are mutated" in str(error)
 
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
@@ -210,6 +226,16 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
     return None if grapharg is None else grapharg.example
 
 
+def graph_break(reason: str) -> Exception:
+    """What to raise while Dynamo traces so that its graph ends before the call under way, which then runs as it is.
+
+    With ``fullgraph=True`` the user sees it.
+    """
+    kind = torch._dynamo.exc.Unsupported
+    named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
+    return kind(reason, **named)
+
+
 def break_reason(module: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before its frame returned, with the source line; None where it did not."""
     found = getattr(module, "compile_subgraph_reason", None)
@@ -252,13 +278,8 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
 
 
-def skipped_by_dynamo(function: F) -> F:
-    """Dynamo neither traces nor inlines ``function``; what it calls is compiled as usual."""
-    return torch.compiler.disable(function, recursive=False)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def hidden_from_dynamo(function: F) -> F:
-    """Dynamo traces neither ``function`` nor anything that it calls."""
+    """Dynamo traces neither ``function`` nor anything that it calls, unless that is compiled by itself."""
     return torch.compiler.disable(function, recursive=True)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -22,9 +22,9 @@ from chunkc._torch_compat import (
     CaptureFailed,
     call_plain,
     capture_settings,
+    hidden_from_dynamo,
     pytree,
     shared_frames,
-    skipped_by_dynamo,
 )
 from chunkc.breaks import BrokenForwards
 from chunkc.capture.backend import CaptureBackend, Compiled
@@ -142,7 +142,7 @@ class CompiledModel:
             self._model, self, settings.compiler, lambda value: id(value) in cast_ids, settings.backend_options
         )
 
-    @skipped_by_dynamo
+    @hidden_from_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. An outer torch.compile breaks its graph here and calls it as it is.
 

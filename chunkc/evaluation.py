@@ -56,6 +56,7 @@ _STAGED = "no training step has laid the model out yet"
 _WAITING = "gradients wait in the chunks to be stepped or discarded"
 _FIRST = "its shapes are new; a program is made when they come again"
 _GROWING = "inputs grow by one from call to call, as in generation"
+_LIMIT = "as many programs are made as a model may have"
 
 
 class Owner(Protocol):
@@ -126,7 +127,8 @@ class Evaluator:
                 return self._run_program(signature, args, kwargs)
             except (CaptureFailed, ShapeLimitError) as error:  # raised in place of running
                 self._refused.add(signature)
-                self._tell(_cause(error), logging.WARNING)
+                is_limit = isinstance(getattr(error, "inner_exception", error), ShapeLimitError)
+                self._tell(_cause(error), logging.WARNING, kind=_LIMIT if is_limit else "")
         elif reason:
             self._tell(reason, logging.INFO)
         return self._gathered(args, kwargs)
@@ -158,9 +160,11 @@ class Evaluator:
             return _GROWING
         return None if signature in self._seen else _FIRST
 
-    def _tell(self, reason: str, level: int) -> None:
-        if reason not in self._told:
-            self._told.add(reason)
+    def _tell(self, reason: str, level: int, kind: str = "") -> None:
+        """Log ``reason`` once, or once for all of a kind."""
+        kind = kind or reason
+        if kind not in self._told:
+            self._told.add(kind)
             logger.log(
                 level,
                 "a forward without gradients gathers its parameters operator by operator, outside the plan: %s",

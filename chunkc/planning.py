@@ -22,9 +22,9 @@ from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.cost.rates import CostRates
 from chunkc.devices import check_free_memory
-from chunkc.errors import BudgetError
+from chunkc.errors import BudgetError, ChunkcError
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import Layout
+from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
@@ -89,10 +89,13 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     """Plan ``captured``, check the plan, and compile its segments.
 
     Raises:
+        ChunkcError: when the layout has no room for what the graphs train or read.
         BudgetError: when the budgets do not suffice; the ones that it names do.
         HardwareError: when this machine's free memory does not.
         PlanError: when the verifier refuses the plan.
     """
+    if request.layout is not None:
+        check_layout(captured.schedule, request.layout)
     search = _Search(captured, request, compiler)
     found = search.best() if compiler.fuses else search.attempt(search.plan(captured.schedule))
     plan = found.planned.plan
@@ -110,6 +113,38 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
     code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
     return Built(found.planned, graphs, code)
+
+
+def check_layout(schedule: Schedule, layout: Layout) -> None:
+    """Check that parameters which ``schedule`` trains or uses stand where ``layout`` lets them.
+
+    Raises:
+        ChunkcError: naming those that were frozen, or used nowhere, when the layout was made.
+    """
+    trained, used = schedule.trained_params(), schedule.used_params()
+    frozen, unused = list[str](), list[str]()
+    for place in layout.placements:
+        kind, name = layout.chunks[place.chunk].list, repr(schedule.params[place.param].name)
+        if place.num_chunks and kind is ChunkList.UNUSED and place.param in used:
+            (unused if schedule.params[place.param].trainable else frozen).append(name)
+        elif place.num_chunks and kind is not ChunkList.TRAINED and place.param in trained:
+            frozen.append(name)
+    if not frozen and not unused:
+        return
+    found = [f"{_first(frozen)} frozen"] if frozen else []
+    found += [f"{_first(unused)} used nowhere"] if unused else []
+    raise ChunkcError(
+        f"the first training forward laid the model out for good, and {' and '.join(found)} then; this forward needs "
+        "them otherwise. Let the first forward train every parameter and take every branch that is ever to be trained "
+        "(to add `0 * param.sum()` to the loss is enough; what is to rest may be frozen later). To go on with this "
+        "model, save its state_dict() and its optimizer's, and load both into one that is compiled anew"
+    )
+
+
+def _first(names: Sequence[str]) -> str:
+    """The first names, how many more there are, and the verb."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'}"
 
 
 def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:

@@ -5,7 +5,8 @@ an entry sees few guards fail, so that the bound on programs is ours, per model,
 Dynamo's guards stay in charge inside an entry: what a signature does not know of (attributes of the model, contents of
 arguments of other kinds) makes a further program there.
 
-A signature holds no tensor and no object of the user's, only what describes them.
+A signature holds no tensor and no object of the user's, only what describes them. How tensors overlap in memory is part
+of it: a graph that changes an input in place is made for inputs that lie so.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import RecompileLimitHit, call_plain, fresh_code
+from chunkc._torch_compat import RecompileLimitHit, call_plain, fresh_code, storage_address
 from chunkc._torch_release import ReleasableBackend
 from chunkc.errors import ShapeLimitError
 
@@ -71,6 +72,7 @@ class _Reader:
         self.shapes: list[Shape] = []
         self.is_plain = True
         self._seen: dict[int, int] = {}
+        self._spans: dict[int, list[tuple[int, int, int]]] = {}
 
     def read(self, value: Any) -> None:
         kind = type(value)
@@ -95,12 +97,27 @@ class _Reader:
 
     def _tensor(self, tensor: torch.Tensor) -> None:
         first = self._seen.setdefault(id(tensor), len(self._seen))
+        overlaps = self._overlaps(tensor, first)
         self.frame.append(
-            (first, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference())
+            (first, overlaps, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference())
         )
         shape = tuple(tensor.shape)
         self.shapes.append(shape)
         self.sizes.append((shape, tensor.stride()))
+
+    def _overlaps(self, tensor: torch.Tensor, number: int) -> tuple[tuple[int, int], ...]:
+        """Earlier tensors that reach into the bytes from the first to the last of ``tensor``, and how far behind their
+        start it begins."""
+        storage, numel = storage_address(tensor), tensor.numel()
+        if not storage or not numel:
+            return ()
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = tensor.data_ptr()
+        end = start + (last + 1) * tensor.element_size()
+        spans = self._spans.setdefault(storage, [])
+        found = tuple((n, start - begin) for n, begin, until in spans if n != number and start < until and begin < end)
+        spans.append((number, start, end))
+        return found
 
 
 def _name(kind: type) -> str:

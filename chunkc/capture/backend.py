@@ -9,11 +9,13 @@ one graph, for ``on_evaluation``.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.fx import GraphModule, Node
 
 from chunkc._torch_compat import (
@@ -23,6 +25,8 @@ from chunkc._torch_compat import (
     mutated_inputs,
     num_forward_outputs,
     outputs_aliasing_inputs,
+    refuses_shared_inputs,
+    storage_address,
 )
 from chunkc._torch_release import forget_source
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
@@ -84,13 +88,19 @@ class CaptureBackend:
         params = [self.index_of(e) for e in examples]
         handed_in = [e for e, p in zip(examples, params, strict=True) if p is None and not self.is_buffer(e)]
         capture = _GraphCapture(self, params, [self.is_cast(e) for e in examples], BatchSizes.of(handed_in))
-        compiled: Callable[..., Any] = aot_backend(
+        compile_with_aot = aot_backend(
             fw_compiler=capture.compile_forward,
             bw_compiler=capture.compile_backward,
             inference_compiler=capture.compile_inference,
             partition_fn=capture.partition,
             **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
-        )(module, example_inputs)
+        )
+        try:
+            compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
+        except RuntimeError as error:
+            if refuses_shared_inputs(error):
+                raise _shared_inputs_error(handed_in) from error
+            raise
         return keeps_undefined(compiled)
 
 
@@ -206,6 +216,17 @@ class _GraphCapture:
                     f"forward {rule} its own parameters {', '.join(names)} (or a view of them); parameters move "
                     "between devices while it runs. Keep such state in a buffer, or return a clone"
                 )
+
+
+def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
+    """What to say of a forward that changes one of ``inputs`` in place although others are over the same memory."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    uses = Counter(map(storage_address, tensors))
+    shared = [str(tuple(t.shape)) for t in tensors if uses[storage_address(t)] > 1]
+    return CaptureError(
+        f"forward changes an input in place that shares memory with another one (inputs of shapes {', '.join(shared)} "
+        "do), and what the other then holds is not captured; hand over a clone of one of them, or clone it in the model"
+    )
 
 
 def boxed(function: BoxedCallable) -> BoxedCallable:

@@ -10,7 +10,7 @@ step; inside a backward, gradients since then are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.step_inputs import Hyper, step_lines
 from chunkc.runtime.transitions import Transitions
-from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared
+from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared, refuse_unplanned
 from chunkc.runtime.unplanned import UnplannedGraph
 
 
@@ -105,14 +105,6 @@ class ModelRuntime(Transitions):
         self._num_calls += 1
         self.measures = self.wants_norms
         self.ran.clear()
-
-    def _is_foreign_step(self, discarded: Collection[int]) -> bool:
-        """Whether another optimizer has stepped parameters whose gradients are ``discarded``; the first is logged."""
-        found = self.foreign.found(discarded)
-        self.foreign.forget()
-        if found:
-            self.foreign.tell(self.names(found))
-        return bool(found)
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run a forward program from wherever the last call left the model; ``held_nbytes`` of inputs and buffers are
@@ -288,9 +280,14 @@ class ModelRuntime(Transitions):
 
         Returns:
             What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+
+        Raises:
+            ChunkcError: before the first forward of the model, when there is no plan.
         """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
+        if self._executor is None:
+            refuse_unplanned(self, sorted(hypers))
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         self._is_foreign_step([i for i in self.gradients.unshown() if i not in hypers])

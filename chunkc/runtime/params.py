@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 import torch
 
-from chunkc._torch_compat import hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
+from chunkc._torch_compat import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.runtime.shell import Shell
 from chunkc.runtime.staging import StagingStore
@@ -93,11 +93,12 @@ class ManagedTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
         runtime = self._chunkc_runtime
         if runtime is not None and not runtime.is_entered():
-            raise ChunkcError(
+            text = (
                 f"{_describe(self)} is used inside another torch.compile, or inside a compiled model that it is no "
                 "parameter of; compiled code would read memory that is not there. Do this in eager mode, or on a copy "
                 "(`param.detach().clone()`)"
             )
+            raise graph_break(text) if is_capturing() else ChunkcError(text)
         return ["_inner"], (self._role, self._chunkc_index)
 
     @staticmethod

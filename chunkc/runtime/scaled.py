@@ -8,7 +8,7 @@ others beside them), they are read one by one, which waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -111,6 +111,14 @@ class ScaledGradients(ModelMemory):
                 "so they have no optimizer state; set their .grad to None, or use them in the forward"
             )
         return frozenset(present)
+
+    def _is_foreign_step(self, discarded: Collection[int]) -> bool:
+        """Whether another optimizer has stepped parameters whose gradients are ``discarded``; the first is logged."""
+        found = self.foreign.found(discarded)
+        self.foreign.forget()
+        if found:
+            self.foreign.tell(self.names(found))
+        return bool(found)
 
     def _is_unscaled(self) -> bool:
         """Whether nothing is to be done to gradients in chunks but to undo the loss scale, if it is applied here."""

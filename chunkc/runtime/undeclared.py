@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 from torch import nn
 
@@ -85,6 +85,19 @@ def refuse_partial(model: Trained, missing: Sequence[int]) -> None:
             "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
             "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
         )
+
+
+def refuse_unplanned(model: Trained, stepped: Sequence[int]) -> NoReturn:
+    """Refuse a step by gradients of ``stepped`` before a forward of the model has made the plan.
+
+    Raises:
+        ChunkcError: always.
+    """
+    raise ChunkcError(
+        f"the gradients of {model.names(stepped)} come from parts of the model that were called by themselves, and "
+        "no forward of the whole model has run, so that there is no plan to step by: run forward and backward of the "
+        "model before the first step(); gradients that wait are added"
+    )
 
 
 def refuse_broken(*, is_broken: bool) -> None:

@@ -219,11 +219,11 @@ def test_loading_fp32_values_into_mixed_precision_rounds_nothing() -> None:
         model.zero_grad()
 
 
-def test_foreign_compilers_are_refused_by_name() -> None:
+def test_graphs_of_foreign_compilers_hold_no_parameters() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     chunkc.compile(model, "emulated-1m-4m", dtype=torch.float32, backend="eager")
 
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="aot_eager", fullgraph=True)
     def penalty() -> torch.Tensor:
         return model.weight.square().sum()
 
