@@ -19,7 +19,7 @@ class Contest:
     """Systems that train ``shape``.
 
     Attributes:
-        systems: names in `gpu_systems`; one of chunkc stands first, since it reads what is free of the GPU.
+        systems: names in `gpu_systems`; chunkc is the first, since it reads what is free of the GPU.
         device_nbytes, host_nbytes: memory of the machine that chunkc is told. torch's allocator refuses every system
             more than ``device_nbytes``; chunkc counts CUDA's context in.
         block, num_rounds: steps of a block, and blocks of each system.

@@ -26,9 +26,9 @@ from journal import Journal
 ANSWER = "answer: "
 PACKAGES = {"torchao": "torchao", "deepspeed": "deepspeed"}
 """What must be importable for a system beside torch."""
-CHUNKC = "chunkc"
 CONTESTANT = Path(__file__).with_name("gpu_contestant.py")
 NUM_TRACED = 2  # steps
+READY_SHARE = 0.7  # of a contest's time, after which who has not taken its first steps has lost
 TRACE_S = 12.0  # that blocks leave for traces
 MARGIN_S = 5.0  # that stay free, in which processes end
 
@@ -92,7 +92,7 @@ class Hall:
     """A contest while it is held.
 
     Attributes:
-        end_s: of the monotonic clock, by which everything of it has ended.
+        end_s: of the monotonic clock, by which everything of it has ended; ready_s: by which it has begun.
         runners: systems that are in the contest, by name.
         seconds: of each one's latest block.
     """
@@ -102,6 +102,7 @@ class Hall:
     args: argparse.Namespace
     journal: Journal
     end_s: float
+    ready_s: float
     runners: dict[str, Runner] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -160,7 +161,8 @@ def hold(contest: Contest, hw: str, args: argparse.Namespace, journal: Journal, 
         journal.write("not run", contest=contest.name, why=f"{left_s:.0f} s were left, it takes {contest.least_s:.0f}")
         print(f"{contest.name}: not run, {left_s:.0f} s are left", flush=True)
         return
-    hall = Hall(contest, hw, args, journal, time.monotonic() + left_s)
+    now_s = time.monotonic()
+    hall = Hall(contest, hw, args, journal, now_s + left_s, now_s + READY_SHARE * left_s)
     with ExitStack() as stack:
         _gather(hall, stack)
         for number in range(contest.num_rounds):
@@ -175,20 +177,22 @@ def hold(contest: Contest, hw: str, args: argparse.Namespace, journal: Journal, 
 
 def _gather(hall: Hall, stack: ExitStack) -> None:
     """Start all, the others once chunkc has read what is free of the GPU, and wait for the first steps of each."""
-    waiting = list(hall.contest.systems)
-    device_s = {}
-    if waiting[0] == CHUNKC:
-        hall.start(waiting.pop(0), stack)
-        with hall.losing(CHUNKC):
-            device_s[CHUNKC] = hall.runners[CHUNKC].answer("device", hall.left_s)["seconds"]
-    for system in waiting:
+    device_s: dict[str, float] = {}
+
+    def wait(system: str, event: str) -> dict[str, Any]:
+        return hall.runners[system].answer(event, hall.ready_s - time.monotonic())
+
+    first, *others = hall.contest.systems
+    hall.start(first, stack)
+    with hall.losing(first):
+        device_s[first] = wait(first, "device")["seconds"]
+    for system in others:
         hall.start(system, stack)
     for system in list(hall.runners):
         with hall.losing(system):
             if system not in device_s:
-                device_s[system] = hall.runners[system].answer("device", hall.left_s)["seconds"]
-            found = hall.runners[system].answer("ready", hall.left_s)
-            hall.write("ready", system, device_seconds=device_s[system], **found)
+                device_s[system] = wait(system, "device")["seconds"]
+            hall.write("ready", system, **wait(system, "ready"), device_seconds=device_s[system])
 
 
 def _round(hall: Hall, number: int) -> None:

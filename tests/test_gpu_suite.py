@@ -81,6 +81,15 @@ def test_stands():
     while True: time.sleep(0.1)
 def test_behind(): pass
 """,
+    "lost": """
+import sys, types
+def refuse(): raise RuntimeError("CUDA error: an illegal memory access was encountered")
+def test_breaks_the_gpu():
+    cuda = types.SimpleNamespace(is_initialized=lambda: True, synchronize=refuse)
+    sys.modules["torch"] = types.SimpleNamespace(cuda=cuda)
+    assert False, "a kernel failed"
+def test_behind(): assert "torch" not in sys.modules
+""",
     "broken": "import nothing_of_this_name\n",
     "many": "".join(f"def test_{n}(): time.sleep(0.02)\n" for n in range(200)),
 }
@@ -120,7 +129,7 @@ def outcomes(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: Path) -> None:
-    runner = start(folder, tmp_path, "fails,dies,stands,broken", still_s=4)
+    runner = start(folder, tmp_path, "fails,dies,stands,lost,broken", still_s=4)
     said, _ = runner.communicate(timeout=120)
     found = {name.replace("_gpu.py", ""): record for name, record in outcomes(tmp_path).items()}
     assert {name: record["outcome"] for name, record in found.items()} == {
@@ -132,6 +141,8 @@ def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: 
         "test_dies::test_behind": "passed",
         "test_stands::test_stands": "stood still",
         "test_stands::test_behind": "passed",
+        "test_lost::test_breaks_the_gpu": "failed",
+        "test_lost::test_behind": "passed",
         "test_broken": "failed",
     }
     assert runner.returncode == 1

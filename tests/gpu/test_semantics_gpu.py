@@ -25,7 +25,7 @@ pytestmark = pytest.mark.gpu
 SLOW = pytest.mark.slow
 SCHEDULED = replace(SEMANTICS, num_steps=8)
 DROPOUT = replace(SEMANTICS, num_steps=8, seed=11)
-MODELS = ("gpt2", "llama", "t5", "vit", "resnet", "odd")
+MODELS = ("odd", "gpt2", "llama", "t5", "vit", "resnet")
 OTHERS = [pytest.param(name, marks=SLOW) for name in ("bert", "albert")]
 
 
