@@ -105,7 +105,7 @@ if is_cuda:
 machine = Cuda() if is_cuda else EMULATED
 if is_cuda:
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(min(1.0, ({named_nbytes} - machine.overhead_nbytes) / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, ({named_nbytes} - machine.context_nbytes) / total))
 model = chunkc.compile(llama(*{shape!r}), {hw!r}, dtype=torch.bfloat16, backend={backend!r})
 optimizer = chunkc.AdamW(model.parameters(), lr=1e-4)
 losses = [step(model, optimizer, ids(machine, seed)) for seed in range(4)]

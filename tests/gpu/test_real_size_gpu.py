@@ -85,7 +85,7 @@ def refusing_beyond(nbytes: int, machine: Machine) -> Iterator[None]:
         yield
         return
     torch.cuda.empty_cache()
-    share = (nbytes - machine.overhead_nbytes) / torch.cuda.mem_get_info()[1]
+    share = (nbytes - machine.context_nbytes) / torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(share)
     try:
         yield

@@ -43,7 +43,8 @@ def test_torch_was_built_for_this_gpu(cuda: Machine, note: Note) -> None:
     )
     note("torch", f"{torch.__version__}, CUDA {torch.version.cuda}, triton {triton.__version__}")
     note("torch.cuda.get_arch_list()", archs)
-    note("context_nbytes", cuda.overhead_nbytes)
+    note("context_nbytes", cuda.context_nbytes)
+    note("overhead_nbytes", cuda.overhead_nbytes)
     numbers = [int("".join(filter(str.isdigit, arch))) for arch in archs]
     assert any(n // 10 == major and n % 10 <= minor for n in numbers) or any(a.startswith("compute_") for a in archs)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
-from cuda_machine import Double
 from fake_cuda import GIB, FakeCuda
 from resident import resident_nbytes
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 import chunkc
 from chunkc.errors import HardwareError
 from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.host_homes import HostHomes
 from chunkc.runtime.staging import StagingStore
 
@@ -64,19 +65,28 @@ def deep(width: int) -> nn.Module:
 
 
 @pytest.fixture
-def double(monkeypatch: pytest.MonkeyPatch) -> Double:
-    machine = Double()
-    monkeypatch.setattr("chunkc.api.device_for", machine.device_for)
-    return machine
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], CudaDevice]:
+    """``on_cuda(nbytes)``: the device over a double on which models of this test run, with so many bytes."""
+
+    def make(nbytes: int) -> CudaDevice:
+        api = FakeCuda()
+        ledger = MemoryLedger(api)
+        device = CudaDevice("fake", api, ledger, ledger.overhead_nbytes + nbytes, GIB)
+        monkeypatch.setattr("chunkc.api.device_for", lambda hw: (chunkc.Hardware.parse(hw), device))
+        return device
+
+    return make
 
 
 @on_linux
-def test_a_model_moves_into_pinned_homes_within_what_they_take(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_moves_into_pinned_homes_within_what_they_take(
+    on_cuda: Callable[[int], CudaDevice], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Handed over in fp32 and computed in 16 bits it takes 4 bytes a parameter before and 14 after, never 18."""
+    device, forget, peaks = on_cuda(16 * MIB), StagingStore.forget, list[int]()
     model = chunkc.compile(
-        deep(768), double.hw(16 * MIB, GIB), dtype=torch.bfloat16, backend="eager", chunk_size=2 * 768 * 769
+        deep(768), "emulated-16m-1g", dtype=torch.bfloat16, backend="eager", chunk_size=2 * 768 * 769
     )
-    device, forget, peaks = model._compiled_call_impl.runtime.device, StagingStore.forget, list[int]()
 
     def held(staging: StagingStore) -> int:
         return staging.nbytes() + sum(resident_nbytes(home.memory) for home in device._homes._homes.values())
@@ -92,19 +102,17 @@ def test_a_model_moves_into_pinned_homes_within_what_they_take(double: Double, m
     assert len(peaks) == 24 and peaks[0] < 0.5 * host_nbytes < max(peaks) <= MAX_EXCESS * host_nbytes
 
 
-def test_homes_that_cuda_refuses_to_pin_lose_no_parameter(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = deep(64)
-    model = chunkc.compile(deep(64), double.hw(150 * 1024, GIB), dtype=torch.float32, backend="eager", chunk_size=4160)
-    device = model._compiled_call_impl.runtime.device
-    assert isinstance(device, CudaDevice) and isinstance(device._api, FakeCuda)
-    device._api.refuses_to_pin = True
-    x = torch.ones(2, 64)
+def test_homes_that_cuda_refuses_to_pin_lose_no_parameter(on_cuda: Callable[[int], CudaDevice]) -> None:
+    plain, x, api = deep(64), torch.ones(2, 64), on_cuda(150 * 1024)._api
+    model = chunkc.compile(deep(64), "emulated-150k-1g", dtype=torch.float32, backend="eager", chunk_size=4160)
+    assert isinstance(api, FakeCuda)
+    api.refuses_to_pin = True
     for _ in range(2):
         with pytest.raises(HardwareError, match="does not pin"):
             model(x)
     state = model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-    device._api.refuses_to_pin = False
+    api.refuses_to_pin = False
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-3)
     model(x).square().mean().backward()
     optimizer.step()
