@@ -58,7 +58,6 @@ class SharedCuda(CudaDevice):
 
     def __init__(self, hw: Hardware, api: CudaApi, ledger: MemoryLedger, settings: DebugSettings) -> None:
         super().__init__(str(hw), api, ledger, hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
-        self.slack_parts, self.kept_host_nbytes = 0, 0  # slack and free host memory are measured here
         self.hardware = hw
 
 

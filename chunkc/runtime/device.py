@@ -57,7 +57,9 @@ class Device(Protocol):
         name: for messages, for example ``emulated-64m-2g``.
         torch_device: where arena tensors live.
         device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
-        overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more.
+        overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more,
+        slack_parts: and one part in so many of itself; 0 for none.
+        kept_host_nbytes: of the host memory named, what the system and the process keep.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Device(Protocol):
     device_budget_nbytes: int
     host_budget_nbytes: int
     overhead_nbytes: int
+    slack_parts: int
+    kept_host_nbytes: int
 
     def free_device_nbytes(self) -> int:
         """Device bytes that no reservation holds."""

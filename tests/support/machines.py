@@ -28,13 +28,15 @@ class Machine(Protocol):
         kind: ``emulated``, ``cuda`` or ``double``.
         torch_device: where inputs and plain models go.
         variable: of the environment, with the device's debug settings.
-        overhead_nbytes: what a device takes of the memory that ``hw`` names, and gives to no model.
+        overhead_nbytes: what a device takes of the memory that ``hw`` names, and gives to no model,
+        context_nbytes: and how much of it stands outside of torch's allocator.
     """
 
     kind: str
     torch_device: torch.device
     variable: str
     overhead_nbytes: int
+    context_nbytes: int
 
     def named(self, nbytes: int, host_nbytes: int) -> chunkc.Hardware:
         """A machine whose GPU has ``nbytes`` in all, as `BudgetError` counts them; each has a device of its own."""
@@ -61,7 +63,7 @@ class Emulated:
     kind = "emulated"
     torch_device = torch.device("cpu")
     variable = "CHUNKC_EMULATED"
-    overhead_nbytes = 0
+    overhead_nbytes = context_nbytes = 0
 
     def named(self, nbytes: int, host_nbytes: int) -> chunkc.Hardware:
         hw = chunkc.Hardware.parse("emulated-1m-1m")
