@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -50,9 +50,11 @@ from chunkc.weights.streamed import stream_saves
 
 logger = logging.getLogger("chunkc")
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def compile(  # the name that torch.compile taught users
-    model: nn.Module,
+    model: M,
     hw: HardwareLike = "auto",
     *,
     dtype: torch.dtype | str = "auto",
@@ -67,7 +69,7 @@ def compile(  # the name that torch.compile taught users
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
-) -> nn.Module:
+) -> M:
     """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
 
     The plan is made at the first training forward. Parameters become managed: their payloads live in chunks that move

@@ -116,6 +116,11 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
             *(machine, machine.gpu),
             gpu.gpu,
         )
+    if gpu.by_nvml is not None and gpu.by_nvml.num_other_processes:
+        logger.warning(
+            "GPU %d is shared: %d other processes hold %.2f GiB of its memory and take part of its time",
+            *(gpu.index, gpu.by_nvml.num_other_processes, gpu.by_nvml.others_nbytes / 2**30),
+        )
     settings = DebugSettings.from_env(os.environ.get("CHUNKC_CUDA", ""), "CHUNKC_CUDA")
     if settings.throttle:
         raise HardwareError("CHUNKC_CUDA=throttle: only an emulated device can be throttled; unset it")

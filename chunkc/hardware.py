@@ -33,6 +33,7 @@ from chunkc._hw_spelling import (
     parse_size,
     parse_spelling,
 )
+from chunkc._present_gpu import PresentGpu, number_of_environ, present_gpu
 from chunkc._rates import Rates
 from chunkc.errors import HardwareError
 from chunkc.files import Decoder, read_json, save_text, shown
@@ -237,7 +238,8 @@ class Hardware:
     def detect(cls) -> Hardware:
         """This machine, as the ranks of this job use it: the ranks that torch.distributed or torchrun says, else one.
 
-        With CUDA: model and whole memory of this rank's device, and the host memory that is free. Without: an emulated
+        With CUDA: model and whole memory of this rank's device, the bandwidth of the PCIe link that it and its slot
+        agreed on, where the driver says it, and the host memory that is free. Without: an emulated
         machine. Device and host are then the same memory, so what is free is split: 5/8 for the devices of the node
         together, since everything resident is the usual plan there, 1/4 for the host, and 1/8 is left to Python, its
         libraries and the data loader. Free memory respects cgroup limits. Sizes are in whole MiB.
@@ -253,7 +255,10 @@ class Hardware:
         if min(gpu_nbytes, host_nbytes) < _MIB:
             raise HardwareError(f"hw='auto': {free_nbytes} bytes of free memory are too few for {gpus_per_node} ranks")
         sizes = (gpu_nbytes // _MIB * _MIB, host_nbytes // _MIB * _MIB)
-        return replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
+        found = replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
+        by_nvml = None if present is None else present.by_nvml
+        link_gb_per_s = None if by_nvml is None else by_nvml.pcie_gb_per_s
+        return found if link_gb_per_s is None else replace(found, pcie_gb_per_s=link_gb_per_s)
 
     def profile(self) -> dict[str, Any]:
         """Every field under a format version, ready for JSON: what `save` writes."""
@@ -316,76 +321,13 @@ def _check_count(name: str, count: object) -> None:
 
 def _job_shape() -> tuple[int, int]:
     """(nodes, ranks per node) of the running job."""
-    world_size = _number_of_environ("WORLD_SIZE", 1)
+    world_size = number_of_environ("WORLD_SIZE", 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world_size = torch.distributed.get_world_size()
-    ranks_per_node = _number_of_environ("LOCAL_WORLD_SIZE", world_size)
+    ranks_per_node = number_of_environ("LOCAL_WORLD_SIZE", world_size)
     if ranks_per_node < 1 or world_size % ranks_per_node:
         raise HardwareError(f"{world_size} ranks do not fill nodes of {ranks_per_node}; name the hardware")
     return world_size // ranks_per_node, ranks_per_node
-
-
-def _number_of_environ(variable: str, default: int) -> int:
-    text = os.environ.get(variable, str(default))
-    if not text.isdecimal():
-        raise HardwareError(f"{variable}={text!r} is no whole number; torchrun sets it, so unset it elsewhere")
-    return int(text)
-
-
-@dataclass(frozen=True, slots=True)
-class PresentGpu:
-    """This rank's CUDA device.
-
-    Attributes:
-        index: CUDA's number of it.
-        gpu: its name in the catalogue, or ``sm<NN>``.
-        memory_nbytes: what CUDA says it has, a little less than what it is sold with.
-        capability: CUDA's compute capability.
-    """
-
-    index: int
-    gpu: str
-    memory_nbytes: int
-    capability: tuple[int, int]
-
-    @property
-    def nominal_nbytes(self) -> int:
-        """The memory that it is sold with; that which it has, for one that the catalogue does not know."""
-        row = gpus().get(self.gpu)
-        variants = () if row is None else row.variants
-        return min((v for v in variants if v >= self.memory_nbytes), default=self.memory_nbytes)
-
-    def is_a(self, gpu: str) -> bool:
-        """Whether ``gpu``, a name or ``sm<NN>``, says what it is."""
-        return gpu in (self.gpu, "sm{}{}".format(*self.capability))
-
-
-def present_gpu() -> PresentGpu | None:
-    """This rank's CUDA device, if there is one; asks for its properties and allocates nothing.
-
-    The one that the script chose (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of
-    LOCAL_RANK; the only one where a process sees no other.
-    """
-    if not torch.cuda.is_available():
-        return None
-    index, count = _gpu_of_job(), torch.cuda.device_count()
-    if index is None:
-        chosen, local_rank = torch.cuda.current_device(), _number_of_environ("LOCAL_RANK", 0)
-        index = chosen if chosen or count == 1 else local_rank
-    if index >= count:
-        raise HardwareError(f"hw='auto': LOCAL_RANK={index}, but {count} CUDA devices are visible")
-    device = torch.cuda.get_device_properties(index)
-    known = (gpu for gpu, row in gpus().items() if row.is_device(device.name, device.total_memory))
-    name = next(known, f"sm{device.major}{device.minor}")
-    return PresentGpu(index, name, device.total_memory, (device.major, device.minor))
-
-
-def _gpu_of_job() -> int | None:
-    """The GPU that this process's default group is bound to, if it is."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return None
-    device: torch.device | None = getattr(torch.distributed.group.WORLD, "bound_device_id", None)
-    return None if device is None or device.type != "cuda" else device.index
 
 
 def _from_profile(profile: Any) -> Hardware:

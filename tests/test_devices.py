@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 
@@ -11,6 +12,7 @@ from fake_cuda import FakeCuda
 from torch import nn
 
 import chunkc
+from chunkc._nvml import NvmlGpu
 from chunkc.api import _moved_buffers as moved_buffers
 from chunkc.devices import check_free_memory, device_for
 from chunkc.hardware import PresentGpu
@@ -101,6 +103,12 @@ def on_h200(hw: chunkc.Hardware | str, free: int = 138 * GIB) -> CudaDevice:
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_a_shared_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    shared = dataclasses.replace(H200, by_nvml=NvmlGpu("NVIDIA H200", PHYSICAL, (9, 0), 5, 16, 2, 3 * GIB))
+    device_for("h200-512g", find_gpu=lambda: shared, make_api=lambda index: FakeCuda(free=100 * GIB, total=PHYSICAL))
+    assert said(caplog) == ["GPU 0 is shared: 2 other processes hold 3.00 GiB of its memory and take part of its time"]
 
 
 @pytest.mark.parametrize("hw", ["h200-512g", "sm90-100g-512g"])

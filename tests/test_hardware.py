@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from chunkc import job
+from chunkc._nvml import NvmlGpu
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, Tflops, present_gpu
 
@@ -32,7 +33,9 @@ def use_cuda(monkeypatch: pytest.MonkeyPatch, name: str, total_mib: int, capabil
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr("chunkc._present_gpu.nvml_gpu", lambda index: None)
 
 
 def test_detect_without_cuda_splits_free_memory(without_job: pytest.MonkeyPatch) -> None:
@@ -91,6 +94,22 @@ def test_detect_with_cuda(
     assert (hw.gpu, hw.gpu_memory_nbytes, hw.host_memory_nbytes) == (gpu, total_mib * MIB, 8 * GIB)
     assert hw.compute_capability == capability
     assert dataclasses.replace(hw, num_cpu_cores=None) == Hardware.parse(str(hw))
+
+
+def test_detect_by_nvml_makes_no_cuda_context(without_job: pytest.MonkeyPatch) -> None:
+    use_cuda(without_job, "Tesla T4", 15102, (7, 5))
+
+    def fail(*args: object) -> None:
+        raise AssertionError("this initialises CUDA")
+
+    found = NvmlGpu("NVIDIA H100 80GB HBM3", 81079 * MIB, (9, 0), 4, 8, 0, 0)
+    without_job.setattr("chunkc._present_gpu.nvml_gpu", lambda index: found)
+    without_job.setattr(torch.cuda, "is_initialized", lambda: False)
+    without_job.setattr(torch.cuda, "current_device", fail)
+    without_job.setattr(torch.cuda, "get_device_properties", fail)
+    hw = Hardware.detect()
+    assert (hw.gpu, hw.gpu_memory_nbytes, hw.compute_capability) == ("h100", 81079 * MIB, (9, 0))
+    assert hw.pcie_gb_per_s == 8 * 31.5 / 16
 
 
 def test_detect_refuses_a_local_rank_without_a_device(without_job: pytest.MonkeyPatch) -> None:

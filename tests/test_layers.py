@@ -56,7 +56,10 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 }
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
-    **dict.fromkeys(("_assumed", "_gpus", "_host_memory", "_hw_spelling", "_rates", "_usable_memory"), "hardware"),
+    **dict.fromkeys(
+        ("_assumed", "_gpus", "_host_memory", "_hw_spelling", "_nvml", "_present_gpu", "_rates", "_usable_memory"),
+        "hardware",
+    ),
     **dict.fromkeys(
         (
             *(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import TypeVar, get_type_hints
 
 import pytest
+from torch import nn
 
 import chunkc
 
@@ -113,3 +115,10 @@ def test_every_error_is_a_chunkc_error(name: str) -> None:
 def test_a_plan_is_frozen() -> None:
     assert dataclasses.is_dataclass(chunkc.Plan)
     assert chunkc.Plan.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_compile_gives_back_the_class_of_the_model() -> None:
+    """A type checker sees the methods of the user's own class."""
+    hints = get_type_hints(chunkc.compile)
+    assert hints["return"] is hints["model"]
+    assert isinstance(hints["model"], TypeVar) and hints["model"].__bound__ is nn.Module

@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from chunkc._host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes, stated_host_nbytes
+from chunkc._nvml import NvmlGpu, nvml_gpu
 
 _VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
 _GIB = 1024**3
@@ -64,9 +65,20 @@ def _gpus() -> Iterator[tuple[str, str]]:
         yield "GPUs", "none that torch can use"
         return
     for index in range(torch.cuda.device_count()):
+        known = nvml_gpu(index)
+        if known is not None:
+            yield f"GPU {index}", _shown(known)
+            continue
         device = torch.cuda.get_device_properties(index)
         capability = f"sm_{device.major}{device.minor}"
         yield f"GPU {index}", f"{device.name}, {capability}, {device.total_memory / _GIB:.2f} GiB"
+
+
+def _shown(gpu: NvmlGpu) -> str:
+    link = f"PCIe generation {gpu.pcie_generation or '?'} x{gpu.pcie_width or '?'}"
+    others = f"{gpu.num_other_processes} other processes with {gpu.others_nbytes / _GIB:.2f} GiB"
+    capability = "sm_{}{}".format(*gpu.capability)
+    return f"{gpu.name}, {capability}, {gpu.memory_nbytes / _GIB:.2f} GiB, {link}, {others}"
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:

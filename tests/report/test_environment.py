@@ -7,8 +7,10 @@ import platform
 import re
 
 import psutil
+import pytest
 import torch
 
+from chunkc._nvml import NvmlGpu
 from chunkc.report.environment import environment
 
 
@@ -38,3 +40,12 @@ def test_variables_that_matter_are_told() -> None:
     assert found["OMP_NUM_THREADS"] == "not set"
     assert "HOME" not in found and "CHUNKC_*" not in found
     assert dict(environment({}))["CHUNKC_*"] == "not set"
+
+
+def test_a_gpu_that_nvml_knows_is_shown_with_its_link_and_its_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = NvmlGpu("NVIDIA H200", 140 << 30, (9, 0), 5, 16, 2, 3 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("chunkc.report.environment.nvml_gpu", lambda index: known)
+    shown = "NVIDIA H200, sm_90, 140.00 GiB, PCIe generation 5 x16, 2 other processes with 3.00 GiB"
+    assert dict(environment())["GPU 0"] == shown
