@@ -128,4 +128,4 @@ def test_a_bar_that_nothing_could_fail_or_meet_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["frontier", "--hw", "v100-240g", f"{bar}={text}"])
-    assert f"{text} is no bar: give a positive number" in capsys.readouterr().err
+    assert f"{text!r} is not a positive number" in capsys.readouterr().err
