@@ -167,7 +167,7 @@ def compile(  # the name that torch.compile taught users
     attach(model)
     stream_saves(model)
     model._compiled_call_impl = compiled
-    weakref.finalize(model, device.call_from_host, runtime.close)
+    weakref.finalize(model, runtime.close_from_host)
     return model
 
 
@@ -312,7 +312,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     Raises:
         ChunkcError: when the gradients were already stepped.
     """
-    return _compiled(model).runtime.clip(float(max_norm), float(norm_type))
+    runtime = _compiled(model).runtime
+    return runtime.transactions.run(lambda: runtime.clip(float(max_norm), float(norm_type)))
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:

@@ -125,12 +125,13 @@ class BrokenForwards:
         Raises:
             BudgetError: when they do not fit; nothing has changed then.
         """
-        if not self._recorded or self._runtime.layout is not None:
+        if not self._recorded or self._runtime.executor is not None:
             return
-        with compilations_forgotten():
-            built = build_together([r.beside_others for r in self._recorded], self._request(), self._compiler)
-        for record, one in zip(self._recorded, built, strict=True):
-            self._planned(record.slot, one)
+        if self._runtime.layout is None:  # else an exception came between layout and executors
+            with compilations_forgotten():
+                built = build_together([r.beside_others for r in self._recorded], self._request(), self._compiler)
+            for record, one in zip(self._recorded, built, strict=True):
+                self._planned(record.slot, one)
         executors = [install(self._runtime, r.slot) for r in self._recorded]
         self._runtime.begin_with(executors[0])
         logger.info("%s runs as %d graphs from the next iteration on", self._name, len(executors))

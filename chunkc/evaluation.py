@@ -43,6 +43,7 @@ from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
+from chunkc.runtime.transitions import AtStake
 from chunkc.runtime.values import static_slots
 from chunkc.segments import SegmentCompiler
 from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
@@ -238,14 +239,16 @@ def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_n
     """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
     executor.agree(Kind.EVALUATE, "evaluate")
     with runtime.ranks.committed("an evaluation", runtime.device.synchronize):
+        runtime.settle()
         runtime.to_cold()
-        runtime.drain()
+        runtime.join()
         runtime.device.check_usable()
         runtime.accounting.start_evaluation(held_nbytes)
         try:
-            outputs = executor.evaluate(args)
+            with runtime.changing(AtStake.DEVICE):
+                outputs = executor.evaluate(args)
         except BaseException:
-            executor.recover()
+            runtime.recover()
             raise
     runtime.accounting.num_asked_syncs += 1
     runtime.accounting.end_evaluation(runtime.layout, outputs)

@@ -43,7 +43,6 @@ from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, load
 from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
-from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
 from chunkc.runtime.together import all_do, exchange, of_first
@@ -119,22 +118,24 @@ def save_checkpoint(
         error = _finish_last(runtime)
         if error is not None:
             raise error
-        contents: Contents | None = None
         agreed = [f"{directory=!s}", f"{asynchronous=}", f"{keep=}"]
-        try:
-            with deferred_interrupt():
-                steps = check_optimizer(optimizer, runtime)
-                contents = gather(model, runtime, steps, scheduler, extra, max_copied_nbytes, agreed)
-                work = partial(_save, root, model, runtime, contents, keep)
+
+        def gather_and_save() -> Future[Path]:
+            steps = check_optimizer(optimizer, runtime)
+            contents = gather(model, runtime, steps, scheduler, extra, max_copied_nbytes, agreed)
+            work = partial(_save, root, model, runtime, contents, keep)
+            try:
                 if asynchronous and contents.is_lasting:
                     runtime.saving = _beside(work)
                     return runtime.saving
-            done: Future[Path] = Future()
-            done.set_result(work())
-            return done
-        finally:
-            if contents is not None and runtime.saving is None:
+                done: Future[Path] = Future()
+                done.set_result(work())
+                return done
+            except BaseException:
                 runtime.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
+                raise
+
+        return runtime.transactions.run(gather_and_save)
 
 
 def _beside(work: Callable[[], Path]) -> Future[Path]:
@@ -183,10 +184,14 @@ def load_checkpoint(
     manifest = folders.verify(path, ranks)
     fit, objects, groups = all_do(ranks, lambda: _compare(path, manifest, model, runtime, optimizer, scheduler))
     resumed = None if optimizer is None else scheduler
-    all_do(ranks, lambda: load_states(fit, objects, model, resumed))
-    all_do(ranks, lambda: write_model(fit, objects, with_moments=optimizer is not None))
-    if optimizer is not None:
-        resume(fit, objects, check_optimizer(optimizer, runtime), groups)
+
+    def write() -> None:
+        all_do(ranks, lambda: load_states(fit, objects, model, resumed))
+        all_do(ranks, lambda: write_model(fit, objects, with_moments=optimizer is not None))
+        if optimizer is not None:
+            resume(fit, objects, check_optimizer(optimizer, runtime), groups)
+
+    runtime.transactions.run(write)
     if ranks.is_first:
         logger.info("loaded %s in %.1f s", path, time.perf_counter() - started_s)
     return Checkpoint(path, manifest.step, objects["extra"], manifest.versions)

@@ -88,6 +88,7 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
     if not isinstance(runtime, ModelRuntime):
         raise TypeError(f"a compiled model has a {type(runtime).__name__}")
     runtime.device.check_usable()
+    runtime.settle()
     given = set(model.parameters())
     outside = [info.name for info, param in zip(runtime.infos, runtime.params, strict=True) if param not in given]
     if outside:

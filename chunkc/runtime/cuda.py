@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -297,6 +298,10 @@ class CudaDevice:
     def synchronize(self) -> None:
         """Wait for everything launched, and re-raise the first exception that the host was not told."""
         self._streams.synchronize()
+
+    def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work`` on the CUDA stream that is the calling thread's now: threads begin on the default stream."""
+        return partial(self._api.run, self._api.current_stream(), work)
 
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``, which may wait for streams: here, or in a thread of its own where the worker calls this."""

@@ -220,6 +220,10 @@ class Device(Protocol):
         """
         ...
 
+    def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What another thread calls so that operators of ``work`` go where the calling thread's go now."""
+        ...
+
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``, which may wait for streams: here, or in a thread of its own where a stream calls this.
 

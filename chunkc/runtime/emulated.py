@@ -305,6 +305,10 @@ class EmulatedDevice:
     def enqueue_exchanges(self) -> None:
         """Nothing: every stream is a thread, which goes on by itself."""
 
+    def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
+        """``work`` itself: every thread computes on the host."""
+        return work
+
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``, which may wait for streams: here, or in a thread of its own where a worker calls this."""
         self._streams.call_from_host(work)

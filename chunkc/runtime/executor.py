@@ -186,12 +186,16 @@ class Executor:
 
     def recover(self) -> None:
         """After an interrupted program: join, and every payload at its home equals its param32 again."""
-        self._frame.env.clear()
         with suppress(Exception):  # the exception that led here is already on its way to the caller
             self._device.synchronize()
-        self._events.clear()
+        self.forget_launched()
         for recover in self._recoveries:
             recover()
+
+    def forget_launched(self) -> None:
+        """Let go of values of the graphs, and of the events of what has been launched."""
+        self._frame.env = {}
+        self._events.clear()
 
     def join(self) -> None:
         """Wait for all streams and forget their events."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -21,6 +21,13 @@ from chunkc.runtime.optimizer_state import OptimizerRuntime, find_runtime
 from chunkc.runtime.scaling import LossScale
 
 T = TypeVar("T")
+
+
+class _Looked(NamedTuple):
+    """Of one optimizer's gradients: their model, and 1 where one of them was not finite, else 0 (float32 [])."""
+
+    runtime: OptimizerRuntime
+    found: torch.Tensor
 
 
 class GradScaler:
@@ -52,7 +59,7 @@ class GradScaler:
         start = torch.device("cpu") if device is None else torch.device(device)
         start = start if start.type != "cuda" or torch.cuda.is_available() else torch.device("cpu")
         self._scale = LossScale(start, init_scale, growth_factor, backoff_factor, growth_interval)
-        self._found: dict[int, torch.Tensor] = {}
+        self._found: dict[int, _Looked] = {}
         self._stepped: set[int] = set()
         self._is_agreed = False
 
@@ -87,10 +94,15 @@ class GradScaler:
             raise RuntimeError("unscale_() is being called after step().")
         if key in self._found:
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
-        found = _runtime_of(optimizer).unscale(self._scale.inverse(), self._to_agree_on)
+        runtime = _runtime_of(optimizer)
+        runtime.transactions.run(lambda: self._unscale(runtime, key))
+
+    def _unscale(self, runtime: OptimizerRuntime, key: int) -> None:
+        """Unscale the gradients of an optimizer's model and remember that: one transaction."""
+        found = runtime.unscale(self._scale.inverse(), self._to_agree_on)
         self._is_agreed = True
         if found is not None:
-            self._found[key] = found
+            self._found[key] = _Looked(runtime, found)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """``optimizer.step``, which changes nothing where a gradient is infinite or NaN.
@@ -129,7 +141,16 @@ class GradScaler:
         elif not self._found:
             raise ChunkcError("update() comes after unscale_() or step(): no gradients were looked at since the last")
         else:
-            self._scale.update(sum(self._found.values(), torch.zeros((), device=self._scale.scale.device)))
+            runtime = next(iter(self._found.values())).runtime
+            runtime.transactions.run(self._adapt)
+            return
+        self._found.clear()
+        self._stepped.clear()
+
+    def _adapt(self) -> None:
+        """Let the scale follow what was found: one transaction."""
+        found = [looked.found for looked in self._found.values()]
+        self._scale.update(sum(found, torch.zeros((), device=self._scale.scale.device)))
         self._found.clear()
         self._stepped.clear()
 

@@ -148,9 +148,9 @@ class Gradients:
             if self.is_handle(index) and index in self._live:
                 continue  # one tensor, to which each backward adds
             shell = inner_of(param).detach()  # storage-less already: nothing is allocated
+            self._stamps[index] = self.stamp
             self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
             param.grad = self._handles[index]
-            self._stamps[index] = self.stamp
             self._live.add(index)
 
     def forget(self) -> None:
@@ -164,11 +164,10 @@ class Gradients:
 
     def take_back(self) -> None:
         """Gradients are lost: parameters show what they showed before this model handed them out."""
-        replaced = dict(self._replaced)
-        self.forget()
         for index, handle in self._handles.items():
             if self._params[index].grad is handle:
-                self._params[index].grad = replaced.get(index)
+                self._params[index].grad = self._replaced.get(index)
+        self.forget()
 
     def close(self) -> None:
         """Let go of everything, where the garbage collector cannot look."""

@@ -34,6 +34,8 @@ from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.together import mean_of_ranks, of_first_rank
+from chunkc.runtime.transaction import Transactions
 from chunkc.runtime.values import ChunkValues, Flats
 
 
@@ -52,6 +54,7 @@ class ModelMemory:
         foreign: updates by other optimizers than chunkc's.
         accounting: reservation on the device and what was measured of it.
         saving: the latest checkpoint, done or under way (kept by what saves them).
+        transactions: what changes values and counts together runs in these.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class ModelMemory:
         self.device = device
         self.ranks = ranks or Ranks()
         self.accounting = Accounting(device)
+        self.transactions = Transactions(device.check_usable, device.follow_caller)
         self.saving: Future[Path] | None = None
         self._consumed = False
         self._closed = False
@@ -110,7 +114,17 @@ class ModelMemory:
         self._values.load(self.staging)
         return self._store
 
+    def settle(self) -> None:
+        """Wait for a transaction that its caller has left, and undo what else an exception interrupted; what runs over
+        this memory knows how. Whoever uses the model from outside calls it first."""
+        self.transactions.finish()
+
     def drain(self) -> None:
+        """`settle`, then `join`."""
+        self.settle()
+        self.join()
+
+    def join(self) -> None:
         """Finish pending updates; what a worker raised is raised here."""
         if self._closed:
             raise ChunkcError(
@@ -168,15 +182,6 @@ class ModelMemory:
         """All ranks are about to read or write the same of a parameter."""
         self.ranks.agree(Kind.READ, lambda: [f"{what} of {self.name_of(index)}"], f"{what} of {self.name_of(index)}")
 
-    def _of_first(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` as rank 0 has it, so that what is written is the same whichever rank keeps it."""
-        if self.ranks.size == 1:
-            return value
-        with torch.inference_mode(False), torch.no_grad():
-            found = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
-            self.ranks.broadcast(found.view(-1))
-            return found
-
     def _read(self, index: int) -> torch.Tensor:
         """A copy in the dtype that the parameter was handed over in, wherever it stands."""
         self.drain()
@@ -199,7 +204,7 @@ class ModelMemory:
         else:
             self._together("a new value", index)
             self.to_cold()
-            value = self._of_first(value)
+            value = of_first_rank(self.ranks, value)
             if keep_finer:
                 exact = keep_master(self._values.read_param(index), value)
             else:
@@ -287,12 +292,7 @@ class ModelMemory:
 
     def averaged(self, gradient: torch.Tensor) -> torch.Tensor:
         """The mean over all ranks of a gradient outside of chunks, added up in float32, in host memory."""
-        if self.ranks.size == 1:
-            return gradient
-        exact = torch.promote_types(gradient.dtype, torch.float32)
-        found = gradient.detach().to("cpu", exact, copy=True).contiguous()
-        self.ranks.mean(found)
-        return found.to(gradient.dtype)
+        return mean_of_ranks(self.ranks, gradient)
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
         """Free the payloads of these parameters from their gradients, which go on in host memory unless withheld."""
@@ -337,7 +337,7 @@ class ModelMemory:
         if not self._values.is_trained(param):
             raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
         self._together("a new optimizer state", param)
-        self._values.write_moments(param, self._of_first(exp_avg), self._of_first(exp_avg_sq))
+        self._values.write_moments(param, of_first_rank(self.ranks, exp_avg), of_first_rank(self.ranks, exp_avg_sq))
         if param32 is not None:
             self.write_param(param, param32)
 

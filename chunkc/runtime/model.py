@@ -10,7 +10,8 @@ step; inside a backward, gradients since then are gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.gauge import Outcome, Skipped
-from chunkc.runtime.interrupt import deferred_interrupt
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.step_inputs import Hyper, step_lines
-from chunkc.runtime.transitions import Transitions
+from chunkc.runtime.transitions import AtStake, Transitions
 from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared, refuse_unplanned
 from chunkc.runtime.unplanned import UnplannedGraph
 
@@ -78,6 +78,7 @@ class ModelRuntime(Transitions):
     @property
     def can_evaluate(self) -> bool:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
+        self.settle()
         return not (self._store is None or self._broken or self._overlaid() or self.staged_nbytes())
 
     # Forward.
@@ -89,6 +90,7 @@ class ModelRuntime(Transitions):
             AccumulationError: when gradients wait that were neither stepped nor zeroed.
             ChunkcError: when a parameter has hooks or was never given a value.
         """
+        self.settle()
         refuse_broken(is_broken=self._broken)
         self._check_hooks()
         self.staging.check_complete()
@@ -123,7 +125,7 @@ class ModelRuntime(Transitions):
             self._count_forward(executor)
             return outputs
 
-        with self.ranks.committed("a forward", self.device.synchronize):
+        with self.ranks.committed("a forward", self.device.synchronize), self.changing(AtStake.DEVICE):
             if program == "forward":
                 self.to_cold()
             self._uncover()
@@ -131,14 +133,15 @@ class ModelRuntime(Transitions):
             executor.enter_step(self.accounting.steps.num_steps)
             is_first = executor.num_actions == 0
             self.accounting.start(held_nbytes, args)
-            return self._guarded(executor, run, keeps_gradients=self.accumulate > 1)
+            return self._guarded(run)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
         with self.ranks.committed("a forward without a plan", self.device.synchronize):
             self.to_cold()
-            self._uncover()
+            with self.changing(AtStake.DEVICE):
+                self._uncover()
             self.accounting.start(held_nbytes)
             outputs = graph.forward(args, self.read_param)
             self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
@@ -169,6 +172,7 @@ class ModelRuntime(Transitions):
         """
         own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.joining():
+            self.settle()
             goes_on = self._check_backward(executor, own)
             program = self._backward_program(executor, self.gradients.num_micro_batches + (not goes_on))
             requested = self._agree_on_backward(executor, program, own)
@@ -184,14 +188,14 @@ class ModelRuntime(Transitions):
             self._note_landed(None if self._unreduced else executor.gauge, frozenset(executor.graded_params), scale)
             return outputs
 
-        with self.ranks.committed("a backward", self.device.synchronize):
+        with self.ranks.committed("a backward", self.device.synchronize), self.changing(AtStake.GRADIENTS):
             if executor.plan.program(program).entry.phase != "unreduced":
                 self.reduce_gradients()
             self._begin_backward(executor, goes_on=goes_on)
             self._enter_backward(executor, program)
             self.accounting.begin_backward()
             added_to, scale = self._accumulated(), self.own_scale
-            return self._guarded(executor, run)
+            return self._guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
         """Also on what lies over parameters, and on gradients to which it does not add although it does to others.
@@ -213,6 +217,7 @@ class ModelRuntime(Transitions):
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
         with self.ranks.joining():
+            self.settle()
             self._refuse_scaling_parts()
             graded = graph.graded_params
             own = self.requested.of_rank(graded, reached)
@@ -229,7 +234,8 @@ class ModelRuntime(Transitions):
             requested = self.requested.of_any(own, numbers)
         with self.ranks.committed("a backward without a plan", self.device.synchronize):
             self.to_cold()
-            self._begin_backward(graph, goes_on=goes_on)
+            with self.changing(AtStake.GRADIENTS):
+                self._begin_backward(graph, goes_on=goes_on)
             self.accounting.begin_backward()
             try:
                 outputs, made = graph.backward(args, self.read_param)
@@ -275,19 +281,25 @@ class ModelRuntime(Transitions):
 
     # Step.
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
-        """Launch the step program and raise the autograd version of every parameter that it changes.
-
-        Returns:
-            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+    def prepare_step(self, stepped: Collection[int]) -> None:
+        """Make the plans of graphs that ran without one; an exception leaves a model without them.
 
         Raises:
-            ChunkcError: before the first forward of the model, when there is no plan.
+            ChunkcError: before the first forward of the model, when there is no plan for the parameters ``stepped``.
         """
         if self._executor is None and self.plan_recorded is not None:
             self.plan_recorded()
         if self._executor is None:
-            refuse_unplanned(self, sorted(hypers))
+            refuse_unplanned(self, sorted(stepped))
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program and raise the autograd version of every parameter that it changes.
+
+        Called in a transaction, after `prepare_step`.
+
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         self._is_foreign_step([i for i in self.gradients.unshown() if i not in hypers])
@@ -321,9 +333,8 @@ class ModelRuntime(Transitions):
         self._consumed = True
         self._raise_versions(hypers)
         try:
-            with deferred_interrupt():
-                self.outcome = executor.step(hypers, steps, factor, found, scale)
-                self.accounting.steps.end()
+            self.outcome = executor.step(hypers, steps, factor, found, scale)
+            self.accounting.steps.end()
         except BaseException:
             self._broken = True
             raise
@@ -336,7 +347,7 @@ class ModelRuntime(Transitions):
         zeros = [i for i in active if gradients.is_handle(i) and not gradients.is_kept(i)]
         if not plain and not zeros and not gradients.apart and not self._saved:
             return
-        self.drain()
+        self.join()
         self.to_cold()
         if plain:
             self._apply_factor()
@@ -352,39 +363,16 @@ class ModelRuntime(Transitions):
 
     # Between programs.
 
-    def _uncover(self) -> None:
-        """Payloads hold parameters again; where gradients overlay them, those are discarded."""
-        if self.accumulate == 1:
-            self._restore_landed()
-            self.gradients.forget()
-
-    def _lose_gradients(self) -> None:
-        """Payloads hold parameters again, which show no gradient of the backward under way."""
-        self.to_cold()
-        self._restore_landed()
-        self.gradients.take_back()
-
-    def _restore_landed(self) -> None:
-        if self._overlaid():
-            self._running().restore()
-        self._consumed = False
-
-    def _guarded(self, executor: Executor, run: Callable[[], list[Any]], *, keeps_gradients: bool = False) -> list[Any]:
-        self.device.check_usable()
-        try:
-            return run()
-        except BaseException:
-            if self._unreduced or not keeps_gradients:
-                self.gradients.take_back()
-            self._saved, self._unreduced, self._consumed = False, False, False
-            executor.recover()
-            raise
+    def close_from_host(self) -> None:
+        """`close`, on whichever thread the garbage collector runs."""
+        self.transactions.call_from_host(partial(self.device.call_from_host, self.close))
 
     def close(self) -> None:
         """Give all memory back. What autograd holds, where the garbage collector cannot look, is let go by hand."""
         try:
             self.drain()
         finally:
+            self.transactions.close()
             self.gradients.close()
             self._accumulators = {}
             self._call_of.clear()

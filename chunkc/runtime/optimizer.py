@@ -3,7 +3,8 @@
 The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
 moments stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
 have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
-workers while the caller goes on.
+workers while the caller goes on. Counts and values change in one transaction (`chunkc.runtime.transaction`): an
+exception in ``step()``, a KeyboardInterrupt for example, leaves the step undone or all of it taken.
 
 Moments exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
 starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` shows the states one
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -111,10 +113,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
         snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
         hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
         steps = self._counts.following(hypers)
+        self._check_max_norm()
+        runtime.prepare_step(active)
+        runtime.transactions.run(partial(self._take_step, hypers, steps))
+
+    def _take_step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        """Change values and counts: one transaction."""
         if self.max_grad_norm is not None:
-            self._check_max_norm()
-            runtime.clip(self.max_grad_norm)
-        self._counts.advance(steps, runtime.step(hypers, steps))
+            self.runtime.clip(self.max_grad_norm)
+        self._counts.advance(steps, self.runtime.step(hypers, steps))
 
     def state_dict(self) -> dict[str, Any]:
         """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.
@@ -139,6 +146,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
             ChunkcError: when a state does not fit its parameter or asks for an unsupported option; ValueError, as
                 torch, when the groups differ. Nothing has changed then.
         """
+        self.runtime.transactions.run(partial(self._load, state_dict))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict`: one transaction."""
         loaded: dict[int, dict[str, Any]] = {}
 
         def take(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

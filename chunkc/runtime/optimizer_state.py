@@ -7,7 +7,7 @@ beside them. Ids are matched with parameters by their place in the groups, as to
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from chunkc.errors import ChunkcError
 from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.ranks import Lines, Ranks
 from chunkc.runtime.step_inputs import Hyper
+from chunkc.runtime.transaction import Transactions
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -44,6 +45,7 @@ class OptimizerRuntime(Protocol):
         has_optimizer: set it where an optimizer holds some parameter.
         wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
         is_scaled_outside: set it where a script scales its losses by itself.
+        transactions: what changes values and counts together runs in these.
     """
 
     ranks: Ranks
@@ -51,6 +53,7 @@ class OptimizerRuntime(Protocol):
     has_optimizer: bool
     wants_norms: bool
     is_scaled_outside: bool
+    transactions: Transactions
 
     @property
     def is_sixteen_bit(self) -> bool:
@@ -59,6 +62,18 @@ class OptimizerRuntime(Protocol):
 
     def name_of(self, index: int) -> str:
         """The parameter's name in the user's model."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for a transaction that an interrupted caller has left, and undo what else was interrupted."""
+        ...
+
+    def prepare_step(self, stepped: Collection[int]) -> None:
+        """Do what only a first step needs, before its transaction: it may take long, and changes no value.
+
+        Raises:
+            ChunkcError: when the parameters ``stepped`` cannot be stepped yet.
+        """
         ...
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
@@ -89,6 +104,8 @@ class OptimizerRuntime(Protocol):
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
         """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments.
+
+        Called in a transaction.
 
         Returns:
             What becomes of it, where it may be skipped because a gradient is infinite or NaN.

@@ -84,6 +84,7 @@ class ScaledGradients(ModelMemory):
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
         """Indexes of all parameters that have a gradient now; see ``OptimizerRuntime``."""
+        self.settle()
         gradients = self.gradients
         present = [i for i, p in enumerate(self.params) if p.grad is not None]
         stale = [i for i in present if hasattr(self.params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
@@ -130,7 +131,7 @@ class ScaledGradients(ModelMemory):
         gradients, scale = self.gradients, self.own_scale
         if gradients.num_micro_batches == 0 or self._is_unscaled():
             return
-        self.drain()
+        self.join()
         if scale is not None:
             gradients.factor = scale.scale if gradients.factor is None else gradients.factor * scale.scale
         self._apply_factor()

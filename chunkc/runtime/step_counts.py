@@ -3,11 +3,15 @@
 Moments exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
 refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
 stepped either.
+
+Counts and the outcome that they depend on change in one assignment, so that an exception leaves the counts before it or
+those after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -16,6 +20,22 @@ from chunkc.runtime.gauge import Outcome
 from chunkc.runtime.optimizer_state import OptimizerRuntime, managed
 
 _MAX_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Steps taken, by index; those of ``latest`` are one fewer where ``outcome`` says that their step was skipped."""
+
+    counts: Mapping[int, int] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    latest: tuple[int, ...] = ()
+
+    def settled(self) -> _Taken:
+        """The same, once the outcome is known."""
+        counts = dict(self.counts)
+        if self.outcome is not None and self.outcome.is_skipped():
+            counts |= {index: counts[index] - 1 for index in self.latest}
+        return _Taken({index: count for index, count in counts.items() if count})
 
 
 class StepCounts:
@@ -30,8 +50,7 @@ class StepCounts:
         self.runtime: OptimizerRuntime | None = None
         self.params: dict[int, nn.Parameter] = {}
         self._token = object()
-        self._counts: dict[int, int] = {}
-        self._latest: tuple[Outcome, tuple[int, ...]] | None = None
+        self._taken = _Taken()
 
     def hold(self, runtime: OptimizerRuntime | None, params: Iterable[nn.Parameter]) -> None:
         """Take in the parameters of one more group, all of ``runtime``."""
@@ -47,48 +66,45 @@ class StepCounts:
             ChunkcError: when another optimizer has begun to step one of them since.
         """
         self.settle()
-        self.check_owned(self._counts)
-        return dict(self._counts)
+        self.check_owned(self._taken.counts)
+        return dict(self._taken.counts)
 
     def following(self, indexes: Iterable[int]) -> dict[int, int]:
         """The counts that the next step of ``indexes`` brings."""
-        return {index: self._counts.get(index, 0) + 1 for index in indexes}
+        return {index: self._taken.counts.get(index, 0) + 1 for index in indexes}
 
     def advance(self, counts: Mapping[int, int], outcome: Outcome | None) -> None:
         """A step was launched that brings ``counts``, unless ``outcome`` says that it was skipped."""
-        self._latest = None if outcome is None else (outcome, tuple(counts))
-        self._own(counts)
+        self._taken = _Taken({**self._taken.counts, **counts}, outcome, tuple(counts))
+        self._take_over(counts)
 
     def replace(self, counts: Mapping[int, int], owned: Iterable[int] = ()) -> None:
         """Start from states that the model was given: ``counts``, 1 or more, and none but those.
 
         ``owned`` are further parameters whose moments were given, though they count as never stepped.
         """
-        self._latest, self._counts = None, {}
-        self._own(counts)
-        self._take_over(owned)
+        self._taken = _Taken(dict(counts))
+        self._take_over((*counts, *owned))
 
     def put(self, index: int, count: int) -> None:
         """One parameter goes on from ``count``, 1 or more."""
         self.settle()
-        self._own({index: count})
+        self._taken = _Taken({**self._taken.counts, index: count})
+        self._take_over([index])
 
     def forget(self, indexes: Iterable[int]) -> None:
         """These parameters count as never stepped: their next step starts from zero moments."""
         self.settle()
-        for index in indexes:
-            self._counts.pop(index, None)
+        gone = frozenset(indexes)
+        self._taken = _Taken({index: count for index, count in self._taken.counts.items() if index not in gone})
 
     def settle(self) -> None:
-        """Take back the counts of the latest step where it was skipped; waits for its outcome."""
-        if self._latest is None:
-            return
-        outcome, indexes = self._latest
-        self._latest = None
-        if outcome.is_skipped():
-            counts = {index: self._counts[index] - 1 for index in indexes}
-            self._counts.update({index: count for index, count in counts.items() if count})
-            self.forget(index for index, count in counts.items() if not count)
+        """Take back the counts of the latest step where it was skipped; waits for its outcome, and for a step that an
+        interrupted caller has left."""
+        if self.runtime is not None:
+            self.runtime.settle()
+        if self._taken.outcome is not None:
+            self._taken = self._taken.settled()
 
     def check_owned(self, indexes: Iterable[int]) -> None:
         """Refuse parameters that were stepped here, and that another optimizer has begun to step since.
@@ -99,16 +115,12 @@ class StepCounts:
         if self.runtime is None:
             return
         owners = self.runtime.owners
-        foreign = sorted(i for i in indexes if i in self._counts and owners.get(i) is not self._token)
+        foreign = sorted(i for i in indexes if i in self._taken.counts and owners.get(i) is not self._token)
         if foreign:
             raise ChunkcError(
                 "a parameter's moments exist once and belong to the optimizer that began last to step it; another one "
                 f"has begun since to step {names_of(self.runtime, foreign)}: go on with that one"
             )
-
-    def _own(self, counts: Mapping[int, int]) -> None:
-        self._counts.update(counts)
-        self._take_over(counts)
 
     def _take_over(self, indexes: Iterable[int]) -> None:
         if self.runtime is not None:

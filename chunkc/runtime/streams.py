@@ -1,7 +1,7 @@
 """Streams and events of the emulated device: the caller's thread computes, one worker thread serves each other stream.
 
-Nothing polls: a worker blocks on its queue, then on the events its work waits for, and an event is a lock that is held
-until its work has finished. Workers know their queue and the shared `Failures`, never the device, so that a device
+Nothing polls: a worker blocks on its queue, then on the events its work waits for, and an event is a latch that opens
+when its work has finished. Workers know their queue and the shared `Failures`, never the device, so that a device
 that nobody uses any more can be collected and its workers stopped.
 
 **Failures.** What ``work`` raises fails its event; whatever waits for that event does not run and fails likewise. The
@@ -30,6 +30,7 @@ from chunkc._torch_compat import profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event
+from chunkc.runtime.latch import Latch
 from chunkc.runtime.pace import Pace, Span, Timekeeper
 
 _LOGGER = logging.getLogger("chunkc")
@@ -103,7 +104,7 @@ class Completion:
     """Event of one piece of work on ``stream``, if any; done from the start when made with ``is_done``. ``span``: where
     time is kept."""
 
-    __slots__ = ("_failure", "_failures", "_gate", "_is_done", "span", "stream")
+    __slots__ = ("_failure", "_failures", "_latch", "span", "stream")
 
     def __init__(
         self, failures: Failures, is_done: bool = False, span: Span | None = None, stream: Stream | None = None
@@ -112,18 +113,15 @@ class Completion:
         self.stream = stream
         self._failures = failures
         self._failure: Failure | None = None
-        self._is_done = is_done
-        self._gate = threading.Lock()
-        if not is_done:
-            self._gate.acquire()
+        self._latch = Latch(is_open=is_done)
 
     def done(self) -> bool:
         """Whether the work has finished or failed, without waiting."""
-        return self._is_done
+        return self._latch.is_open
 
     def wait(self) -> None:
         """Block the host until the work has finished; raises what it raised, each time."""
-        if not self._is_done:
+        if not self._latch.is_open:
             self._failures.num_host_waits += 1
         self.raise_failure()
 
@@ -136,16 +134,13 @@ class Completion:
 
     def join(self) -> Failure | None:
         """Block until the work has finished; how it failed."""
-        if not self._is_done:
-            with self._gate:
-                pass
+        self._latch.wait()
         return self._failure
 
     def settle(self, failure: Failure | None) -> None:
         """Called once, by whoever carried the work out."""
         self._failure = failure
-        self._is_done = True
-        self._gate.release()
+        self._latch.open()
 
 
 class Delays:

@@ -11,6 +11,8 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from chunkc.errors import CheckpointError, ChunkcError, RankError
 from chunkc.runtime.ranks import Ranks
 
@@ -61,6 +63,26 @@ def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """
     found: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
     return found[0]  # type: ignore[return-value]
+
+
+def of_first_rank(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
+    """``value`` as rank 0 has it, in host memory, so that what is written is the same whichever rank keeps it."""
+    if ranks.size == 1:
+        return value
+    with torch.inference_mode(False), torch.no_grad():
+        found = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
+        ranks.broadcast(found.view(-1))
+        return found
+
+
+def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
+    """The mean of ``value`` over all ranks, added up in float32, in host memory; ``value`` itself of one rank."""
+    if ranks.size == 1:
+        return value
+    exact = torch.promote_types(value.dtype, torch.float32)
+    found = value.detach().to("cpu", exact, copy=True).contiguous()
+    ranks.mean(found)
+    return found.to(value.dtype)
 
 
 def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:

@@ -4,14 +4,31 @@ Programs meet in the cold state: payloads at home, static residents in place. A 
 device for the backward that usually follows; when something else comes first they go (``abandon``), and come back
 (``resume``) when the backward is called after all. Micro-batches that exchange nothing leave gathered chunks and
 gradients of this rank alone, for the next one; whatever else comes first has them reduced (``reduce_all``).
+
+An exception may end what lies between two states at any line, also in its own handler. So whoever leaves a state says
+first what is at stake (``changing``) and takes that back when the next one is reached; where that was not taken back,
+the next use of the model brings it to the cold state, with the parameters of the last step (``settle``).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.ranks import Kind
 from chunkc.runtime.scaled import ScaledGradients
+
+
+class AtStake(IntEnum):
+    """What an exception would cost, besides the activations: what stands on the device, or the gradients as well."""
+
+    NOTHING = 0
+    DEVICE = 1
+    GRADIENTS = 2
 
 
 class Transitions(ScaledGradients):
@@ -20,13 +37,16 @@ class Transitions(ScaledGradients):
     ``_saved``: a forward of ``_executor`` has left its chunks. ``_unreduced``: groups are gathered, and gradient chunks
     hold what this rank's micro-batches have made; ``_executor`` has programs for that. Never both, and the same on all
     ranks, which agree on every program. ``_num_expected``: micro-batches of the latest step, 0 before the first one; by
-    it the last one of the next step is guessed.
+    it the last one of the next step is guessed. ``_at_stake``: what stood at stake when the change under way, or one
+    that an exception has ended, began.
     """
 
+    executors: dict[object, Executor]
     _executor: Executor | None = None
     _saved = False
     _unreduced = False
     _num_expected = 0
+    _at_stake = AtStake.NOTHING
 
     @property
     def executor(self) -> Executor | None:
@@ -48,12 +68,66 @@ class Transitions(ScaledGradients):
                 self._executor.join()
             self._executor = executor
 
+    @contextmanager
+    def changing(self, at_stake: AtStake) -> Iterator[None]:
+        """Within the block the model is in no state; where the block raises, it stays so until `settle`."""
+        before, self._at_stake = self._at_stake, max(at_stake, self._at_stake)
+        yield
+        self._at_stake = before
+
+    def settle(self) -> None:
+        """Wait for a transaction that its caller has left, and undo a change that an exception has ended."""
+        super().settle()
+        if self._at_stake:
+            self.recover()
+
+    def recover(self) -> None:
+        """After an exception in a change: the cold state, with the parameters of the last step.
+
+        Gradients overlay what is written anew where one backward is declared for a step, and are gone then.
+        """
+        self.device.check_usable()
+        if self._at_stake is AtStake.GRADIENTS or self._unreduced or self.accumulate == 1:
+            self.gradients.take_back()
+        for executor in self.executors.values():
+            executor.forget_launched()
+        if self._executor is not None:
+            self._executor.recover()
+        self._saved = self._unreduced = self._consumed = False
+        self._at_stake = AtStake.NOTHING
+
     def to_cold(self) -> None:
         """Let go of what forwards and backwards left on the device for those that usually follow."""
         self.reduce_gradients()
         if self._saved:
-            self._running().abandon()
-            self._saved = False
+            with self.changing(AtStake.DEVICE):
+                self._running().abandon()
+                self._saved = False
+
+    def _uncover(self) -> None:
+        """Payloads hold parameters again; where gradients overlay them, those are discarded."""
+        if self.accumulate == 1:
+            self._restore_landed()
+            self.gradients.forget()
+
+    def _lose_gradients(self) -> None:
+        """Payloads hold parameters again, which show no gradient of the backward under way."""
+        self.to_cold()
+        self._restore_landed()
+        self.gradients.take_back()
+
+    def _restore_landed(self) -> None:
+        if self._overlaid():
+            self._running().restore()
+        self._consumed = False
+
+    def _guarded(self, run: Callable[[], list[Any]]) -> list[Any]:
+        self.device.check_usable()
+        try:
+            return run()
+        except BaseException:
+            self.recover()
+            raise
 
     def reduce_gradients(self) -> bool:
         """Gradients are those of all ranks from here on, whatever micro-batches left to the last one of their step.
@@ -65,7 +139,10 @@ class Transitions(ScaledGradients):
             return False
         executor = self._running()
         executor.agree(Kind.REDUCE, "reduce_all")
-        with self.ranks.committed("a reduction of gradients", self.device.synchronize):
+        with (
+            self.ranks.committed("a reduction of gradients", self.device.synchronize),
+            self.changing(AtStake.GRADIENTS),
+        ):
             executor.reduce_all()
             self._unreduced = False
             self._note_landed(executor.gauge, frozenset(executor.graded_params), None)
@@ -100,7 +177,7 @@ class Transitions(ScaledGradients):
             return
         self.to_cold()
         self._switch_to(executor)
-        self.drain()
+        self.join()
         self._move_apart(overlaid)
         executor.resume()
         self._saved = True

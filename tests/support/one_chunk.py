@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
 from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.transaction import Transactions
 
 Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
 Optimizer = AdamW | Adam | torch.optim.Optimizer
@@ -27,6 +28,7 @@ class OneChunk:
         self.names, self.params = list(named), list(named.values())
         self.ranks = Ranks()
         self.owners: dict[int, object] = {}
+        self.transactions = Transactions(lambda: None, lambda work: work)
         self.adjust = adjust
         self.is_sixteen_bit = dtype is not torch.float32
         self.pieces: list[Piece] = []
@@ -44,6 +46,12 @@ class OneChunk:
 
     def name_of(self, index: int) -> str:
         return self.names[index]
+
+    def settle(self) -> None:
+        self.transactions.finish()
+
+    def prepare_step(self, stepped: Collection[int]) -> None:
+        pass
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
         assert all(params[i] is self.params[i] for i in params)

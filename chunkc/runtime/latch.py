@@ -1,0 +1,39 @@
+"""Something that happens once, for which threads wait asleep.
+
+Each waiting thread sleeps on a lock of its own, which the opening thread releases. So an exception in one waiting
+thread, at whatever instruction, keeps no other thread asleep, as a lock that all of them pass on would.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class Latch:
+    """Closed until `open` is called.
+
+    Attributes:
+        is_open: whether it was.
+    """
+
+    __slots__ = ("_sleepers", "is_open")
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+        self._sleepers: list[threading.Lock] = []
+
+    def open(self) -> None:
+        """Wake all that wait; called once."""
+        self.is_open = True
+        for sleeper in self._sleepers:  # one that comes too late for this list finds the latch open
+            sleeper.release()
+
+    def wait(self) -> None:
+        """Return when it is open."""
+        if self.is_open:
+            return
+        own = threading.Lock()
+        own.acquire()
+        self._sleepers.append(own)
+        if not self.is_open:
+            own.acquire()
