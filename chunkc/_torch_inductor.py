@@ -44,6 +44,7 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     A tracing context of its own keeps what Inductor records about one graph's outputs away from the next graph. All
     outputs keep the strides of the fake tensors, since the graphs that read them were made for these.
     """
+    from torch._inductor.codecache import PyCodeCache
     from torch._inductor.compile_fx import compile_fx_inner
 
     fake_mode = torch._guards.detect_fake_mode(examples) or torch._guards.detect_fake_mode(
@@ -52,8 +53,10 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     owned = copy.deepcopy(module)
     output = owned.graph.find_nodes(op="output")[0]
     output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    num_loaded = len(PyCodeCache.modules)
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
+    del PyCodeCache.modules[num_loaded:]  # or Inductor keeps the generated module as long as the process lives
     return compiled
 
 

@@ -181,6 +181,14 @@ def test_a_process_keeps_no_code_for_each_evaluation_of_open_parameters() -> Non
     assert found[1] == found[0]
 
 
+def test_modules_that_inductor_generates_are_not_kept() -> None:
+    from torch._inductor.codecache import PyCodeCache
+
+    before = len(PyCodeCache.modules)
+    CYCLES["inductor"]()
+    assert len(PyCodeCache.modules) == before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CYCLES))
 def test_cycles_leave_less_than_a_tenth_of_a_mebibyte(name: str) -> None:
