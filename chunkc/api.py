@@ -195,6 +195,9 @@ def plan(
     first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
     plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too.
 
+    For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). A run that
+    emulates the GPU computes such attention operator by operator, takes more, and has another digest.
+
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
         world_size: ranks to plan for; default: the GPUs of ``hw``.
@@ -237,6 +240,7 @@ def plan(
             in_fp32=in_fp32,
             backend=backend,
             passes=passes,
+            is_for_gpu=not machine.emulated,
         )
 
 

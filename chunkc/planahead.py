@@ -57,6 +57,7 @@ def plan_ahead(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
     in_fp32: Fp32Modules | None = None,
+    is_for_gpu: bool = False,
 ) -> Plan:
     """The verified plan of one iteration of ``model``, with what capture and verifier took among its stages.
 
@@ -66,13 +67,14 @@ def plan_ahead(
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
         in_fp32: the parameters that stay in fp32.
+        is_for_gpu: whether the target is a GPU; as for `CaptureBackend`.
 
     Raises:
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
     with uncollected():
-        return _plan(model, target, options, example_inputs, dtype, backend, passes, in_fp32)
+        return _plan(model, target, options, example_inputs, dtype, backend, passes, in_fp32, is_for_gpu)
 
 
 @contextmanager
@@ -97,10 +99,11 @@ def _plan(
     backend: Backend,
     passes: Sequence[Pass] | None,
     in_fp32: Fp32Modules | None,
+    is_for_gpu: bool,
 ) -> Plan:
     started = time.perf_counter()
     choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
-    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32)
+    captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
     captured = with_decisions(captured, measures=options.measures, scales=options.scales)
     capture_ms = 1e3 * (time.perf_counter() - started)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
@@ -149,10 +152,13 @@ def capture_ahead(
     backend: Backend,
     choose_budget: BudgetChooser | None = None,
     in_fp32: Fp32Modules | None = None,
+    *,
+    is_for_gpu: bool = False,
 ) -> Captured:
     """One iteration of ``model`` as the compiler sees it; the model stays as it is.
 
-    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward, ``in_fp32`` which parameters stay fp32.
+    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward, ``in_fp32`` which parameters stay fp32,
+    ``is_for_gpu``, as there, how attention with dropout is traced.
 
     Raises:
         CaptureError: when its forward is no single graph that can be trained.
@@ -179,6 +185,7 @@ def capture_ahead(
             is_cast=lambda value: id(value) in fakes.cast_from,
             choose_budget=choose_budget,
             is_buffer=buffer_test(model),
+            is_for_gpu=is_for_gpu,
             **backend_options(backend),
         )
         releasable = ReleasableBackend(capture)

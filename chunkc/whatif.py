@@ -166,7 +166,7 @@ class Scenarios:
         return found
 
     def captured(self, scenario: Scenario) -> CapturedAhead:
-        """One iteration of the scenario's model. Of the machine, only its compute dtype has a part in it.
+        """One iteration of the scenario's model. Of the machine, its compute dtype and whether it is a GPU matter.
 
         Raises:
             ChunkcError: when the model cannot be built or captured.
@@ -183,7 +183,8 @@ class Scenarios:
 
 def _key(scenario: Scenario) -> tuple[object, ...]:
     """What a capture depends on."""
-    facts = (scenario.batch, scenario.sequence, scenario.dtype, scenario.hw.compute_dtype, scenario.backend)
+    hw = scenario.hw
+    facts = (scenario.batch, scenario.sequence, scenario.dtype, hw.compute_dtype, hw.emulated, scenario.backend)
     return (repr(scenario.model), scenario.recompute, *facts)
 
 
@@ -249,7 +250,7 @@ def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
     model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
     dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
     inputs = transformer.inputs(scenario.batch, scenario.sequence)
-    captured = capture_ahead(model, dtype, inputs, scenario.backend)
+    captured = capture_ahead(model, dtype, inputs, scenario.backend, is_for_gpu=not scenario.hw.emulated)
     capture_ms = 1e3 * (time.perf_counter() - began_s)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
     return CapturedAhead(captured.schedule, (dynamo, *captured.stages))

@@ -29,6 +29,7 @@ from chunkc._torch_compat import (
     storage_address,
 )
 from chunkc._torch_release import forget_source
+from chunkc.capture.attention import drop_attention_dropout
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
 from chunkc.capture.tangents import find_reached, keeps_undefined, tangents_of
@@ -63,6 +64,7 @@ class CaptureBackend:
         on_break: told why and where a graph ended before its frame did.
         is_buffer: whether a tensor is a buffer of the model, not something that the caller hands in.
         fuses: whether segments will be compiled by something that fuses operators.
+        is_for_gpu: whether the capture is planned for a GPU and not run: attention with dropout is one kernel then.
         choose_budget: given the schedule as a function of the activation budget, the budget to take and a note on why;
             None keeps what the partitioner keeps by itself.
     """
@@ -77,6 +79,7 @@ class CaptureBackend:
     on_break: Callable[[str], None] | None = None
     is_buffer: Callable[[Any], bool] = lambda value: False
     fuses: bool = False
+    is_for_gpu: bool = False
     choose_budget: BudgetChooser | None = None
 
     def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -84,6 +87,8 @@ class CaptureBackend:
         reason = break_reason(module)
         if reason is not None and self.on_break is not None:
             self.on_break(reason)
+        if self.is_for_gpu:
+            drop_attention_dropout(module)
         examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
         params = [self.index_of(e) for e in examples]
         handed_in = [e for e, p in zip(examples, params, strict=True) if p is None and not self.is_buffer(e)]
