@@ -89,6 +89,8 @@ def device_for(
     if known is not None and known.hardware is hw:
         return machine, known
     gpu = None if machine.emulated else find_gpu()
+    if gpu is None and isinstance(hw, str) and hw.strip().lower() == "auto":
+        logger.warning("hw='auto': there is no CUDA device here, so one is emulated in host memory: %s", machine)
     device = _emulated(machine) if gpu is None else _cuda(machine, gpu, make_api)
     if isinstance(hw, Hardware):
         device.hardware = hw

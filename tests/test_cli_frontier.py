@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -103,11 +104,12 @@ def small_family(monkeypatch: pytest.MonkeyPatch) -> Machine:
 def test_the_table_shows_what_was_tried(small_family: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["frontier", "--hw", "v100-240g"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if line.startswith("model-")]) == len(small_family.asked)
+    assert len([line for line in lines if re.match(r"model-\d+  ", line)]) == len(small_family.asked)
+    assert max(map(len, lines)) <= 80
     (marked,) = [line for line in lines if line.endswith("<")]
     assert marked.split()[:4] == ["model-3", "1", "full", "yes"]
-    assert "no, 1.00 GiB of device memory missing" in "\n".join(lines)
-    assert lines[-1].startswith("largest: model-3, batch 1 x 16")
+    assert "model-4, batch 1 does not fit: 1.00 GiB of device memory missing" in lines
+    assert lines[-2].startswith("largest: model-3, batch 1 x 16")
 
 
 def test_json_and_the_exit_code_of_a_bar_that_nothing_meets(

@@ -70,6 +70,7 @@ def test_advice_stands_between_the_numbers_and_the_plan() -> None:
         ["batch", "8"],
         ["batch", "16"],
     ]
+    assert max(map(len, lines)) <= 80
     assert lines[-1] == "where" and lines.index("where") > next(i for i, x in enumerate(lines) if x.startswith("batch"))
     assert len(lines) <= 24
 

@@ -36,6 +36,14 @@ def test_each_text_makes_a_device_and_an_object_shares_one() -> None:
     assert device_for(chunkc.Hardware.parse("emulated-4m-16m"))[1] is not first
 
 
+def test_auto_says_that_it_emulates(caplog: pytest.LogCaptureFixture) -> None:
+    _, device = device_for("auto", find_gpu=lambda: None)
+    assert isinstance(device, EmulatedDevice)
+    assert caplog.messages == [
+        f"hw='auto': there is no CUDA device here, so one is emulated in host memory: {device.name}"
+    ]
+
+
 def test_the_second_model_gets_what_the_first_left() -> None:
     hw = chunkc.Hardware.parse("emulated-2m-16m")
     first = chunkc.compile(tower(128), hw, dtype=torch.float32, backend="eager")

@@ -52,3 +52,12 @@ def test_names_of_the_package_in_python_blocks_exist() -> None:
         for block in re.findall(r"^```(?:python|diff)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
             used |= set(re.findall(r"\bchunkc\.(\w+)\(", block))
     assert used and used <= set(chunkc.__all__)
+
+
+def test_functions_of_modules_that_a_page_calls_are_there_after_import_chunkc() -> None:
+    """``chunkc.report.plot.plot(...)``, where nothing but ``chunkc`` is imported."""
+    text = (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8")
+    called = set(re.findall(r"\bchunkc\.report\.(\w+)\.(\w+)\(", text))
+    assert called == {("plot", "plot"), ("html", "page")}
+    for module, function in called:
+        assert module in chunkc.report.__all__ and callable(getattr(getattr(chunkc.report, module), function))

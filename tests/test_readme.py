@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from printed_blocks import REWRITE, as_printed, blocks_of, is_printed
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
@@ -73,14 +74,10 @@ def test_chunkc_commands_run_in_the_order_of_the_readme(written: Path, capsys: p
         outputs.append(capsys.readouterr().out)
     assert len(outputs) == 7 and all(outputs)
     assert (written / "plan.json").exists() and (written / "profile.json").exists()
-    assert _headings(outputs[0]) == _headings(blocks("text")[0])
-
-
-def _headings(plan: str) -> list[list[str]]:
-    """Column headings and the names of programs: what a reader of an old README would not find again."""
-    lines = [line.strip() for line in plan.splitlines()]
-    columns = [line.split() for line in lines if line.startswith("segments ")]
-    return columns + [[line.split()[0]] for line in lines if re.fullmatch(r"\w+ \([\d,]+ actions?\).*", line)]
+    printed = blocks_of(README)[0]
+    assert printed.lines == tuple(blocks("text")[0].splitlines())
+    if as_printed():
+        assert is_printed(printed, outputs[0].splitlines()), REWRITE
 
 
 def test_both_sides_of_the_diff_train_to_the_same_losses(capsys: pytest.CaptureFixture[str]) -> None:

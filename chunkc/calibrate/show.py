@@ -9,6 +9,7 @@ from tabulate import tabulate
 from chunkc._rates import CopyRate, DtypeRate, Figure, Rates
 from chunkc.calibrate.rounds import TOGETHER
 from chunkc.hardware import Hardware, format_size
+from chunkc.report.units import wrapped
 
 
 def tables(hw: Hardware, rates: Rates) -> str:
@@ -17,7 +18,7 @@ def tables(hw: Hardware, rates: Rates) -> str:
     together = "times as long as alone, while the activities on the left run"
     copies = f"copies by size, in microseconds; {_law('h2d', rates.h2d)}, {_law('d2h', rates.d2h)}"
     return "\n\n".join(
-        f"{title}\n\n{table}"
+        f"{wrapped(title, '  ')}\n\n{table}"
         for title, table in ((heading, _rates(rates)), (together, _together(rates)), (copies, _copies(rates)))
     )
 

@@ -22,13 +22,12 @@ from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.report.timeline import Timeline, duration
+from chunkc.report.units import size, wrapped
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "what other systems, modelled, would make of a model on a machine"
-_HEADINGS: Final = (
-    "policy", "fits", "recompute", "step", "tokens/s", "PatrickStar TFLOPS", "model TFLOPS", "bound by", "moved",
-    "device", "host",
-)  # fmt: skip
+_SPEEDS: Final = ("policy", "fits", "recompute", "step", "tokens/s", "TFLOPS", "bound by")
+_BYTES: Final = ("policy", "moved", "device", "host", "TFLOPS as PatrickStar counts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         show(json.dumps({"model": model.label, "hw": str(hw), "policies": rows}))
     else:
         heading = f"{model.label} on {hw}, simulated, of one rank; systems other than chunkc are modelled"
+        heading = wrapped(heading, "  ")
         show(f"{heading}\n\n{render(rows)}")
     return 0 if any(row["fits"] for row in rows) else 1
 
@@ -113,19 +113,29 @@ def _moved_nbytes(timeline: Timeline) -> int:
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
-    """A table; those that do not fit say why below it."""
-    cells = [_cells(row) for row in rows]
-    align = ("left", "left", "left", *["right"] * 4, "left", *["right"] * 3)
-    shown = tabulate(cells, headers=_HEADINGS, tablefmt="simple", colalign=align, disable_numparse=True)
-    reasons = [f"{row['policy']} does not fit: {row['why_not']}" for row in rows if not row["fits"]]
-    return "\n".join([shown, *([""] if reasons else []), *reasons])
+    """Two tables, of speeds and of bytes; policies by which the model does not fit say why below them."""
+    align = ("left", "left", "left", "right", "right", "right", "left")
+    priced_rows = [row for row in rows if row["step_ms"] is not None]
+    parts = [_table(_SPEEDS, [_speeds(row) for row in rows], align)]
+    if priced_rows:
+        parts.append(_table(_BYTES, [_bytes(row) for row in priced_rows], ("left", *["right"] * 4)))
+    reasons = [wrapped(f"{row['policy']} does not fit: {row['why_not']}", "  ") for row in rows if not row["fits"]]
+    return "\n\n".join(parts + (["\n".join(reasons)] if reasons else []))
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
+    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+
+
+def _speeds(row: dict[str, Any]) -> tuple[str, ...]:
     if row["step_ms"] is None:
-        return (row["policy"], "yes" if row["fits"] else "no", row["recompute"], *[""] * (len(_HEADINGS) - 3))
-    sizes = (f"{row[name] / 2**30:.2f} GiB" for name in ("moved_nbytes", "device_peak_nbytes", "host_nbytes"))
-    counted = "" if row["patrickstar_tflops"] is None else f"{row['patrickstar_tflops']:.1f}"
+        return (row["policy"], "yes" if row["fits"] else "no", row["recompute"], "", "", "", "")
     speed = "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
-    rates = (duration(row["step_ms"]), speed, counted, f"{row['model_tflops']:.1f}", row["bound"])
-    return (row["policy"], "yes", row["recompute"], *rates, *sizes)
+    rates = (duration(row["step_ms"]), speed, f"{row['model_tflops']:.1f}", row["bound"])
+    return (row["policy"], "yes", row["recompute"], *rates)
+
+
+def _bytes(row: dict[str, Any]) -> tuple[str, ...]:
+    counted = "" if row["patrickstar_tflops"] is None else f"{row['patrickstar_tflops']:.1f}"
+    sizes = (size(row[name]) for name in ("moved_nbytes", "device_peak_nbytes", "host_nbytes"))
+    return (row["policy"], *sizes, counted)

@@ -6,6 +6,7 @@ import argparse
 
 from chunkc.cli.output import show
 from chunkc.report.environment import environment
+from chunkc.report.units import wrapped
 
 HELP = "versions, processor, memory, GPUs and variables, for a bug report"
 
@@ -17,5 +18,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     rows = environment()
     width = max(len(name) for name, _ in rows)
-    show("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    show("\n".join(wrapped(f"{name:<{width}}  {value}", " " * (width + 2)) for name, value in rows))
     return 0

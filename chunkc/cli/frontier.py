@@ -24,6 +24,7 @@ from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.models import FAMILIES, Transformer, family
 from chunkc.report.timeline import duration
+from chunkc.report.units import wrapped
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "the largest built-in model and batch that fit a machine and meet a bar of throughput"
@@ -141,17 +142,26 @@ def _count(fits: Callable[[int], bool], size: int) -> int:
 
 def _render(tried: Sequence[Answer], found: Answer | None) -> str:
     rows = [list(_cells(answer, answer is found)) for answer in tried]
-    headers = ("model", "batch", "recompute", "fits", "step", "tokens/s", "TFLOPS", "bound", "")
+    headers = ("model", "batch", "again", "fits", "step", "tokens/s", "TFLOPS", "bound", "")
     align = ("left", "right", "left", "left", "right", "right", "right", "left", "left")
     table = tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+    reasons = "\n".join(_reasons(tried))
     told = "nothing fits and meets the bar" if found is None else f"largest: {found.scenario}"
-    return f"{table}\n\n{told}; times are simulated, not measured"
+    told = wrapped(f"{told}; times are simulated, not measured", "  ")
+    return "\n\n".join(part for part in (table, reasons, told) if part)
+
+
+def _reasons(tried: Sequence[Answer]) -> Iterator[str]:
+    for answer in tried:
+        if answer.shortage is not None:
+            row = _row(answer)
+            yield wrapped(f"{row['model']}, batch {row['batch']} does not fit: {missing(answer.shortage)}", "  ")
 
 
 def _cells(answer: Answer, is_found: bool) -> Iterator[str]:
-    row, shortage = _row(answer), answer.shortage
+    row = _row(answer)
     yield from (str(row["model"]), str(row["batch"]), str(row["recompute"]))
-    yield "yes" if shortage is None else f"no, {missing(shortage)}"
+    yield "yes" if answer.fits else "no"
     yield "" if row["step_ms"] is None else duration(row["step_ms"])
     yield "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
     yield "" if row["model_tflops"] is None else f"{row['model_tflops']:.4g}"

@@ -76,4 +76,4 @@ def _where(args: argparse.Namespace, plan: Plan | None) -> str:
         return ""
     if args.save:
         return f"plan {plan.digest()}: chunkc explain {args.save}; chunkc simulate {args.save}"
-    return f"plan {plan.digest()}: print it with --table or --full, or keep it with --save plan.json"
+    return f"plan {plan.digest()}: print it by --table or --full, keep it by --save plan.json"

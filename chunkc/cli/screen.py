@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -12,7 +13,7 @@ from chunkc._usable_memory import UsableMemory
 from chunkc.cli.advice import Advice, missing
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import Timeline, bounds, duration
-from chunkc.report.units import percent, size
+from chunkc.report.units import SCREEN_COLUMNS, percent, size, wrapped
 from chunkc.whatif import Answer
 
 TIGHT_SHARE: Final = 0.97
@@ -31,7 +32,12 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
     """
     ranks = "" if answer.plan is None or answer.plan.layout.world_size == 1 else ", each rank"
     verdict = "fits" if answer.shortage is None else f"does not fit: {missing(answer.shortage)}"
-    parts = [f"{title} on {hw}{ranks}: {verdict}", _memory(answer, hw), *_speed(answer), *_advice(advice)]
+    parts = [
+        wrapped(f"{title} on {hw}{ranks}: {verdict}", "  "),
+        _memory(answer, hw),
+        *_speed(answer),
+        *_advice(advice),
+    ]
     return "\n\n".join([*parts, where] if where else parts)
 
 
@@ -74,7 +80,7 @@ def _speed(answer: Answer) -> Iterator[str]:
         told = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
         told.append(f"compute   {', '.join(_rates(timeline))}")
         told.append(f"bound by  {'; '.join(bounds(timeline))}")
-        yield "\n".join(told)
+        yield "\n".join(wrapped(line, " " * 10) for line in told)
 
 
 def _speeds(timeline: Timeline) -> str:
@@ -93,7 +99,8 @@ def _rates(timeline: Timeline) -> Iterator[str]:
 
 def _advice(advice: Sequence[Advice]) -> Iterator[str]:
     if advice:
-        rows = [(found.change, found.effect) for found in advice]
+        width = max(len("with"), *(len(found.change) for found in advice))
+        rows = [(found.change, textwrap.fill(found.effect, SCREEN_COLUMNS - width - 2)) for found in advice]
         yield tabulate(rows, headers=("with", "it"), tablefmt="simple", disable_numparse=True)
 
 

@@ -11,12 +11,13 @@ from typing import Any
 
 from chunkc.ir import plan as ir
 from chunkc.ir.plan_file import load_plan
+from chunkc.report import html, plot
 from chunkc.report.summary import summarize
 from chunkc.report.table import render
 from chunkc.report.text import full_text
 from chunkc.report.units import printable
 
-__all__ = ["Plan", "full_text", "render", "summarize"]
+__all__ = ["Plan", "full_text", "html", "plot", "render", "summarize"]
 
 
 class Plan(ir.Plan):

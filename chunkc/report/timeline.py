@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 from tabulate import tabulate
 
 from chunkc import cost
-from chunkc.cost.timeline import OVERHEAD
+from chunkc.cost.timeline import OVERHEAD, Stall
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
-from chunkc.report.units import percent, plural, printable, shorten, unit_for
+from chunkc.report.units import percent, plural, printable, shorten, unit_for, wrapped
 
 MAX_STALLS = 8
-_MAX_TEXT_COLUMNS = 44
+_MAX_ACTION_COLUMNS = 22
+_MAX_MEANWHILE_COLUMNS = 20
 _MEANINGS = {
     "compute": "computing on the device",
     "h2d": "copies to the device",
@@ -60,7 +62,8 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 def render_timeline(timeline: cost.Timeline) -> str:
     """The numbers of ``timeline`` on one screen."""
-    parts = ["\n".join(map(printable, _header(timeline))), _streams(timeline), _stalls(timeline)]
+    head = (wrapped(printable(line), " " * 14) for line in _header(timeline))
+    parts = ["\n".join(head), _streams(timeline), _stalls(timeline)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -121,9 +124,9 @@ def _stalls(timeline: cost.Timeline) -> str:
     rows = [
         (
             f"{stall.stall_ms:,.3f}",
-            shorten(f"{stall.label} {stall.action.split(' after ')[0]}", _MAX_TEXT_COLUMNS),
-            shorten(stall.waited_for.split(" after ")[0], _MAX_TEXT_COLUMNS),
-            ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100),
+            shorten(f"{stall.label} {_without_stream(stall.action)}", _MAX_ACTION_COLUMNS),
+            shorten(_without_stream(stall.waited_for), _MAX_ACTION_COLUMNS),
+            textwrap.fill(_meanwhile(stall), _MAX_MEANWHILE_COLUMNS),
         )
         for stall in timeline.stalls[:MAX_STALLS]
     ]
@@ -132,6 +135,15 @@ def _stalls(timeline: cost.Timeline) -> str:
         f"the compute stream waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
     )
     return heading + _table(("ms", "before", "waits for", "meanwhile, ms"), rows, 0)
+
+
+def _without_stream(action: str) -> str:
+    """Its stream is among those of the column beside it."""
+    return action.split(" @")[0]
+
+
+def _meanwhile(stall: Stall) -> str:
+    return ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100)
 
 
 def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]], num_left: int) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 
 BOUND_NOTE = "activations are a bound: each operator alone; compile fuses them and states what that takes"
+SCREEN_COLUMNS: Final = 80
+"""Of what commands print, where no name is longer; a plan's own table has more."""
+
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
 
@@ -89,6 +94,13 @@ def ranges(prefix: str, numbers: Iterable[int]) -> str:
 def shorten(text: str, width: int) -> str:
     """``text`` cut to ``width`` columns; three dots say that something is missing."""
     return text if len(text) <= width else text[: width - 3].rstrip() + "..."
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """``text`` in lines of at most 80 columns, all but the first behind ``indent``; no word is broken."""
+    wrapper = textwrap.TextWrapper(SCREEN_COLUMNS, subsequent_indent=indent)
+    wrapper.break_long_words = wrapper.break_on_hyphens = False
+    return wrapper.fill(text)
 
 
 def printable(line: str) -> str:

@@ -27,9 +27,12 @@ def timeline_of(plan: Plan) -> Timeline:
 EXPECTED = """\
 Toy on round, plan DIGEST: simulated, not measured
   step        29.000 ms, 241.4 tokens/s, 68.97 samples/s
-  each rank   0 TFLOPS, 0 with what is computed again, 3.708e-07 as PatrickStar counts
-  bound by    computing on the device (82.8 % of the critical path); next updates on the host (busy 20.7 %)
-  memory      device 1.48 KiB at fwd.0, arena at most 0.50 KiB in use at fwd.1, host 3.00 KiB
+  each rank   0 TFLOPS, 0 with what is computed again, 3.708e-07 as PatrickStar
+              counts
+  bound by    computing on the device (82.8 % of the critical path); next
+              updates on the host (busy 20.7 %)
+  memory      device 1.48 KiB at fwd.0, arena at most 0.50 KiB in use at fwd.1,
+              host 3.00 KiB
 
 stream      busy ms    share    alone ms    critical ms    actions    KiB
 --------  ---------  -------  ----------  -------------  ---------  -----
@@ -41,10 +44,11 @@ overhead                                          0.000
 
 the compute stream waits 5.000 ms of a step in 2 stalls
 
-   ms  before               waits for               meanwhile, ms
------  -------------------  ----------------------  ---------------------------------
-4.000  f1 run fwd.0 @compute  f0 fetch c0 -> d0 @h2d  cpu 2.000, d2h 1.000, h2d 1.000
-1.000  f6 run fwd.2 @compute  f5 fetch c2 -> d0 @h2d  h2d 1.000
+   ms  before        waits for          meanwhile, ms
+-----  ------------  -----------------  --------------------
+4.000  f1 run fwd.0  f0 fetch c0 -> d0  cpu 2.000, d2h
+                                        1.000, h2d 1.000
+1.000  f6 run fwd.2  f5 fetch c2 -> d0  h2d 1.000
 """
 
 
@@ -55,7 +59,9 @@ def words(text: str) -> list[list[str]]:
 
 def test_the_whole_report() -> None:
     plan = replace(with_work(evicting().build(), 3), num_tokens=7, num_samples=2)
-    assert words(str(timeline_of(plan))) == words(EXPECTED.replace("DIGEST", plan.digest()))
+    report = str(timeline_of(plan))
+    assert words(report) == words(EXPECTED.replace("DIGEST", plan.digest()))
+    assert max(map(len, report.splitlines())) <= 80
 
 
 def test_only_the_longest_stalls_are_shown() -> None:
