@@ -26,8 +26,8 @@ from chunkc.report.units import size, wrapped
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "what other systems, modelled, would make of a model on a machine"
-_SPEEDS: Final = ("policy", "fits", "recompute", "step", "tokens/s", "TFLOPS", "bound by")
-_BYTES: Final = ("policy", "moved", "device", "host", "TFLOPS as PatrickStar counts")
+_SPEEDS: Final = ("policy", "fits", "recompute", "step", "tokens/s", "TFLOPS", "bound")
+_BYTES: Final = ("policy", "moved", "device", "host", "TFLOPS by PatrickStar")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
