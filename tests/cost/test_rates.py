@@ -58,6 +58,12 @@ def test_figures_of_a_v100_by_hand() -> None:
     assert share.collective_efficiency == 0.75
 
 
+@pytest.mark.parametrize(("gpu", "tflops"), [("a100", 312 * 0.74), ("h100", 989.5 * 0.6), ("h200", 989.5 * 0.6)])
+def test_matrix_products_reach_what_public_training_runs_show(gpu: str, tflops: float) -> None:
+    """Shares that follow from llm-foundry's throughput tables; hardware.toml says how."""
+    assert cost_rates(Hardware.parse(f"{gpu}-512g")).matmul_tflops["bfloat16"] == pytest.approx(tflops)
+
+
 def test_ranks_of_a_node_share_its_memory_and_cores() -> None:
     one, eight = (cost_rates(Hardware.parse(f"{n}v100-240g")) for n in ("", "8x"))
     assert eight.cpu_update_gparam_per_s["float16"] == pytest.approx(one.cpu_update_gparam_per_s["float16"] / 8)
