@@ -28,7 +28,8 @@ Where the current stream changes between two launches on compute, the new one fi
 
 **What the caller does between programs** is no launch, so no event stands for it: a gather of the next program could
 begin before a copy on the compute stream has ended that writes what it sends. All of that begins with a
-``synchronize``. So the first launch on the device after one puts the side streams behind the compute stream.
+``synchronize``. So the first launch of every thread after one puts the side streams behind the compute stream: another
+thread, which trains another model on the device, may launch before the caller has written.
 
 **Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
 and what is launched on that stream after it, or waits for it on another (a gather its fetched slot), queues up as well.
@@ -168,7 +169,8 @@ class CudaStreams:
         self._compute = api.current_stream()
         self._held: dict[int, deque[Held]] = {api.key(side): deque() for side in self._side.values()}
         self._is_enqueuing = False
-        self._is_followed = True
+        self._latest_synchronize: object | None = None
+        self._of_thread = threading.local()
         self._worker: Worker | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -196,7 +198,7 @@ class CudaStreams:
         """Order all side streams behind what is on the current stream now, and what the caller puts there until the
         next launch."""
         self._put_sides_behind(self._current())
-        self._is_followed = False
+        self._latest_synchronize = object()
 
     def _put_sides_behind(self, compute: Any) -> None:
         event = self._api.record(compute)
@@ -207,7 +209,7 @@ class CudaStreams:
         """Wait for everything launched; raise the first failure the host was not told."""
         self.check_usable()
         self.num_synchronizes += 1
-        self._is_followed = False
+        self._latest_synchronize = object()
         self._join_worker()
         try:
             for key in self._held:
@@ -267,9 +269,9 @@ class CudaStreams:
         key = self._api.key(target)
         item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
         with self._lock:
-            if not self._is_followed:
+            if getattr(self._of_thread, "followed", None) is not self._latest_synchronize:
                 self._put_sides_behind(self._current())
-                self._is_followed = True
+                self._of_thread.followed = self._latest_synchronize
             for other in self._held:
                 self._enqueue_held(other, only_ready=True)
             if stream in self._side and (self._held[key] or not item.is_ready()):

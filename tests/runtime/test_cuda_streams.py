@@ -35,6 +35,21 @@ def test_the_first_launch_after_a_synchronize_puts_the_side_streams_behind_the_c
         ]
 
 
+def test_a_launch_of_another_thread_puts_nothing_behind_what_the_caller_does_later() -> None:
+    """A model that another thread trains launches after the caller's wait and before its write."""
+    api = FakeCuda()
+    streams = CudaStreams("fake", api, DebugSettings())
+    streams.synchronize()
+    other = threading.Thread(target=streams.launch, args=(Stream.H2D, "fetch of another model", [], nothing))
+    other.start()
+    other.join()
+    begin = len(api.calls)
+    streams.launch(Stream.COMM, "gather", [], nothing)
+    sides = [stream.key for stream in streams._side.values()]
+    followed = [("record", 0), *[("wait event", key) for key in sides]]
+    assert [(call.kind, call.stream) for call in api.calls[begin:]][: len(followed)] == followed
+
+
 def test_a_launch_that_fails_leaves_nothing_under_way_when_the_host_has_waited() -> None:
     api, hold, ran = FakeCuda(), threading.Event(), list[str]()
     streams = CudaStreams("fake", api, DebugSettings())
