@@ -2,7 +2,8 @@
 
 The data go to a temporary file beside the one that is wanted, are flushed to disk (fsync), and the temporary file takes
 the name. So at whatever moment the process or the machine stops, the name has all of the new content or what it had
-before. What is no regular file (a pipe, ``/dev/stdout``) has no content to keep: it is written to directly.
+before. What is no regular file (a pipe, a device) has no content to keep: it is written to directly. So is a descriptor
+of this process (``/dev/stdout``), even where a shell has redirected it to a regular file: others write to that as well.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from chunkc.errors import ChunkcError
+
+_MAX_LINKS: Final = 40
+"""From a name to a file, as Linux counts them."""
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
@@ -43,13 +47,17 @@ def replace_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written; what the file held, it holds.
     """
-    before = _mode(path)
+    descriptor, before = _own_descriptor(path), _mode(path)
+    if descriptor is not None:
+        with os.fdopen(os.dup(descriptor), "wb") as file:  # behind what was written there, also to a regular file
+            file.write(data)
+        return
     if before is not None and not stat.S_ISREG(before) and not stat.S_ISDIR(before):
         with path.open("wb") as file:
             file.write(data)
         return
     target = Path(os.path.realpath(path))  # a link stays a link
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.partial")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.partial")
     try:
         with synced_file(temporary, exclusive=True) as file:
             if before is not None:
@@ -83,6 +91,18 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _own_descriptor(path: Path) -> int | None:
+    """The descriptor of this process that ``path`` stands for, as ``/dev/stdout`` does for 1; None of other files."""
+    folders = (Path("/dev/fd"), Path("/proc/self/fd"), Path(f"/proc/{os.getpid()}/fd"))
+    for _ in range(_MAX_LINKS):
+        if path.parent in folders and path.name.isdecimal():
+            return int(path.name)
+        if not path.is_symlink():
+            return None
+        path = path.parent / os.readlink(path)
+    return None
 
 
 def _mode(path: Path) -> int | None:

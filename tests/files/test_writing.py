@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -97,6 +99,26 @@ def break_rename(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "replace", refuse)
+
+
+def test_standard_output_in_a_file_keeps_what_others_write_there(tmp_path: Path) -> None:
+    program = """
+from chunkc.files import save_text
+print("before", flush=True)
+for name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"):
+    save_text(name, "saved\\n")
+print("after")
+"""
+    printed = tmp_path / "printed.txt"
+    with printed.open("wb") as file:
+        subprocess.run([sys.executable, "-c", program], stdout=file, check=True, timeout=300)
+    assert printed.read_text() == "before\n" + 3 * "saved\n" + "after\n"
+
+
+def test_a_name_may_be_as_long_as_the_system_takes(tmp_path: Path) -> None:
+    path = tmp_path / ("\N{CJK UNIFIED IDEOGRAPH-8BA1}" * 84)
+    save_text(path, "text")
+    assert path.read_text() == "text"
 
 
 @pytest.mark.parametrize(
