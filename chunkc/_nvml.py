@@ -61,6 +61,8 @@ def nvml_gpu(index: int, environ: Mapping[str, str] = os.environ, nvml: Any = No
             nvml = importlib.import_module("pynvml")
         except ImportError:
             return None
+    if not hasattr(nvml, "nvmlMemory_v2"):  # an older module of that name
+        return None
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:

@@ -1,8 +1,9 @@
 """The memory of a named machine that training may take: what CUDA, fragments, the system and processes keep is off.
 
-A run on a GPU measures the same: the context, and what fragments of the allocator may waste
-(`chunkc.runtime.cuda_memory`). A plan for a machine that is not here assumes them, and so does a run that stands in for
-the machine in host memory. An emulated device by name (``emulated-64m-2g``) is a budget and keeps nothing back.
+A run on a GPU measures the context, and leaves as much to fragments of the allocator, but at least 128 MiB
+(`chunkc.runtime.cuda_memory`), which is more on GPUs below 8 GiB. A plan for a machine that is not here assumes both,
+and so does a run that stands in for the machine in host memory. An emulated device by name (``emulated-64m-2g``) is a
+budget and keeps nothing back.
 """
 
 from __future__ import annotations

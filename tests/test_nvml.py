@@ -121,3 +121,7 @@ def test_what_a_gpu_does_not_say_is_unknown() -> None:
 
 def test_the_double_has_only_what_the_library_has() -> None:
     assert all(hasattr(pynvml, name) for name in vars(FakeNvml) if name.startswith("nvml"))
+
+
+def test_an_older_module_of_that_name_tells_nothing() -> None:
+    assert nvml_gpu(0, {}, SimpleNamespace(NVMLError=pynvml.NVMLError, nvmlInit=lambda: None)) is None
