@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
 from chunkc.runtime.together import mean_of_ranks, of_first_rank
 from chunkc.runtime.transaction import Transactions
+from chunkc.runtime.undeclared import refuse_lost
 from chunkc.runtime.values import ChunkValues, Flats
 
 
@@ -56,6 +58,8 @@ class ModelMemory:
         saving: the latest checkpoint, done or under way (kept by what saves them).
         transactions: what changes values and counts together runs in these.
     """
+
+    holds: Final = "params"
 
     def __init__(
         self,
@@ -228,7 +232,8 @@ class ModelMemory:
         return frozenset(self.gradients.landed if self.accumulate > 1 else ())
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
-        """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device."""
+        """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device; zeros
+        where it was zeroed and no backward has added to it."""
         self._require_gradient(index, stamp)
         self.foreign.read_gradient(index)
         self._together("the gradient", index)
@@ -239,13 +244,15 @@ class ModelMemory:
     def _gradient(self, index: int) -> torch.Tensor:
         """The gradient as it stands, in chunks and apart; all ranks read it together."""
         apart = self.gradients.apart.get(index)
+        if not self.gradients.is_kept(index):
+            return self._zeros(index)
         if index not in self.gradients.landed and apart is not None:
             return apart.clone()
         landed = self._chunk_values().read_gradient(index)
         return landed if apart is None else landed.add_(apart.to(landed.device))
 
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None:
-        """Replace a gradient that has not been stepped."""
+        """Replace a gradient that has not been stepped, or one of zeros."""
         self._require_gradient(index, stamp)
         self._together("a new gradient", index)
         self.reduce_gradients()
@@ -253,7 +260,7 @@ class ModelMemory:
         self.gradients.zeroed.discard(index)
         self._apply_factor()
         self.gradients.measured = None
-        if index in self.gradients.landed:
+        if index in self.gradients.landed and self.gradients.handed_out([index]):
             self._chunk_values().write_gradient(index, value)
             self.gradients.apart.pop(index, None)
         else:
@@ -262,21 +269,16 @@ class ModelMemory:
     def zero_grad(self, index: int, stamp: int) -> None:
         """``param.grad.zero_()``: a gradient of zeros, or, where it was stepped already, none."""
         if self.gradients.is_kept(index) or stamp != self.gradients.stamp_of(index):
-            zeros = torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype, device="cpu")
-            self.write_grad(index, stamp, zeros)
+            self.write_grad(index, stamp, self._zeros(index))
         self.gradients.zeroed.add(index)
+
+    def _zeros(self, index: int) -> torch.Tensor:
+        """A gradient of zeros, in host memory."""
+        return torch.zeros(self.infos[index].shape, dtype=self.params[index].dtype, device="cpu")
 
     def _require_gradient(self, index: int, stamp: int) -> None:
         self.drain()
-        found = self.gradients
-        if stamp != found.stamp_of(index) or not found.is_kept(index):
-            reason = "was consumed by step()" if self._consumed else "was discarded"
-            if stamp != found.stamp_of(index):
-                reason = "of an earlier backward is gone"
-            raise ChunkcError(
-                f"the gradient of {self.name_of(index)} {reason}: its memory holds the parameter again. Read gradients "
-                "between backward() and step()"
-            )
+        refuse_lost(self.gradients, index, stamp, self.name_of(index), is_consumed=self._consumed)
 
     def _apply_factor(self) -> None:
         """Multiply the gradients themselves by what clipping asks for, where the step can not: it must be drained."""
@@ -328,14 +330,12 @@ class ModelMemory:
     def write_state(
         self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
     ) -> None:
-        """Replace moments and, if given, param32."""
+        """Replace moments and, if given, param32, of a parameter that is trained."""
         self.drain()
         if self._values is None or self.staging.holds(param):
             self.staging.write_state(param, exp_avg, exp_avg_sq, param32)
             self._raise_versions([param])
             return
-        if not self._values.is_trained(param):
-            raise ChunkcError(f"{self.name_of(param)} is not trained by the compiled graph; it has no optimizer state")
         self._together("a new optimizer state", param)
         self._values.write_moments(param, of_first_rank(self.ranks, exp_avg), of_first_rank(self.ranks, exp_avg_sq))
         if param32 is not None:

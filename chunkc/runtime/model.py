@@ -352,8 +352,7 @@ class ModelRuntime(Transitions):
         if plain:
             self._apply_factor()
         for index in zeros:
-            dtype = self.params[index].dtype
-            gradients.apart[index] = torch.zeros(self.infos[index].shape, dtype=dtype, device="cpu")
+            gradients.apart[index] = self._zeros(index)
         for index in plain:
             grad = self.params[index].grad
             if grad is not None:

@@ -143,8 +143,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """Take over groups, moments and step counts of ``state_dict()`` or of torch's Adam or AdamW.
 
         Raises:
-            ChunkcError: when a state does not fit its parameter or asks for an unsupported option; ValueError, as
-                torch, when the groups differ. Nothing has changed then.
+            ChunkcError: when a state does not fit its parameter, has a step count that is no whole number, belongs to
+                a parameter that is not trained, or asks for an unsupported option; ValueError, as torch, when the
+                groups differ. Nothing has changed then.
         """
         self.runtime.transactions.run(partial(self._load, state_dict))
 
@@ -159,8 +160,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
         def write(_: torch.optim.Optimizer) -> None:
             runtime = self.runtime
             write_states(runtime, loaded)
-            steps = {index: int(state["step"]) for index, state in loaded.items()}
-            self._counts.replace({index: count for index, count in steps.items() if count > 0}, owned=loaded)
+            steps = {index: state["step"] for index, state in loaded.items() if state["step"]}
+            self._counts.replace(steps, owned=loaded)
 
         handles = (
             self.register_load_state_dict_pre_hook(take),

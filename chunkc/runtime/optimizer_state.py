@@ -64,6 +64,10 @@ class OptimizerRuntime(Protocol):
         """The parameter's name in the user's model."""
         ...
 
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter has, or before the first plan may get, an optimizer state."""
+        ...
+
     def settle(self) -> None:
         """Wait for a transaction that an interrupted caller has left, and undo what else was interrupted."""
         ...
@@ -118,7 +122,7 @@ class OptimizerRuntime(Protocol):
         ...
 
     def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
-        """Replace the moments and, unless it is None, param32 and with it param16."""
+        """Replace the moments and, unless it is None, param32 and with it param16; of a parameter that is trained."""
         ...
 
 
@@ -166,10 +170,10 @@ def read_states(
 
 
 def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
-    """The states of ``state_dict`` by parameter index.
+    """The states of ``state_dict`` by parameter index, with whole numbers for step counts.
 
     Raises:
-        ChunkcError: when one is not Adam's, does not fit its parameter, or belongs to none.
+        ChunkcError: when one is not Adam's, does not fit its parameter, or belongs to none that is trained.
     """
     params = dict(saved_params(state_dict, groups))
     unknown = [key for key in state_dict["state"] if key not in params]
@@ -180,8 +184,7 @@ def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dic
     states = {}
     for key, state in state_dict["state"].items():
         runtime, index = managed(params[key])
-        check_state(runtime.name_of(index), params[key], state)
-        states[index] = dict(state)
+        states[index] = {**state, "step": check_state(runtime, index, params[key], state)}
     return states
 
 
@@ -220,16 +223,51 @@ def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
         raise ChunkcError(f"the group is one of {right}, whose weight decay differs from {wrong}'s: use chunkc.{right}")
 
 
-def check_state(name: str, param: Tensor, state: Mapping[str, Any]) -> None:
-    """Check that ``state`` is an Adam state of ``param``, which is called ``name``.
+def check_state(runtime: OptimizerRuntime, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
+    """The step count of ``state``, which must be an Adam state of ``param``; 0 only beside moments of zeros.
 
     Raises:
-        ChunkcError: when it is not, or does not fit.
+        ChunkcError: when it is not, does not fit, or has a step count that no optimizer makes.
     """
+    name = runtime.name_of(index)
     missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
     if missing:
         raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")
+    check_trained(runtime, index)
     for key in ("exp_avg", "exp_avg_sq", "master_param"):
         if key in state and state[key].shape != param.shape:
             found = f"{tuple(state[key].shape)} where the parameter has {tuple(param.shape)}"
             raise ChunkcError(f"the loaded {key} of {name!r} has shape {found}")
+    if float(state["step"]) == 0 and not any(bool(state[key].any()) for key in ("exp_avg", "exp_avg_sq")):
+        return 0
+    return check_count(state["step"], f"the state of {name!r}")
+
+
+def check_trained(runtime: OptimizerRuntime, index: int) -> None:
+    """Refuse a state of a parameter that nothing steps.
+
+    Raises:
+        ChunkcError: when the compiled model does not train it.
+    """
+    if not runtime.is_trained(index):
+        raise ChunkcError(
+            f"{runtime.name_of(index)} is not trained by the compiled graph, so it has no optimizer state: leave its "
+            "state out"
+        )
+
+
+def check_count(value: Tensor | float, label: str) -> int:
+    """``value`` as the step count of what ``label`` names.
+
+    Raises:
+        ChunkcError: when it is no whole number from 1 on.
+    """
+    count = float(value)
+    if count == 0:
+        raise ChunkcError(
+            f"{label} has moments, and a step count of 0 begins anew from zero moments; leave the whole state out of "
+            "what is loaded, or forget it: optimizer.state[param].clear(), or optimizer.state.clear() for all"
+        )
+    if not (count >= 1 and count.is_integer()):
+        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {count}")
+    return int(count)

@@ -42,8 +42,14 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ValueStore(Protocol):
-    """Where one kind of values is read and written, by the index of a parameter; a read drains pending updates."""
+    """Where one kind of values is read and written, by the index of a parameter; a read drains pending updates.
 
+    Attributes:
+        holds: parameters with their gradients, or one part of the optimizer states.
+    """
+
+    @property
+    def holds(self) -> Literal["params", "states"]: ...
     def name_of(self, index: int) -> str: ...
     def is_entered(self) -> bool: ...
     def version_of(self, index: int) -> int: ...
@@ -227,10 +233,28 @@ def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
 
 
 def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
+    advice = "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
+    if _is_of_state(tensor):
+        advice = "`.clone()` for a copy"
     raise ChunkcError(
         f"{_describe(tensor)} has no memory of its own for {what}: its payload moves between host and device. Use "
-        "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
+        f"{advice}"
     )
+
+
+def _refuse_lost_write(func: Any, view: ManagedTensor) -> NoReturn:
+    advice = "the whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
+    if _is_of_state(view):
+        advice = "the whole part of the state (`optimizer.state[param]['exp_avg'].copy_(value)`)"
+    raise ChunkcError(
+        f"{func} writes in place to {_describe(view)}, a view of a copy, which would be lost; write to {advice}"
+    )
+
+
+def _is_of_state(tensor: ManagedTensor) -> bool:
+    """Whether it is a part of an optimizer state, or a view of one."""
+    store: ValueStore | None = tensor._chunkc_runtime
+    return store is not None and store.holds == "states"
 
 
 def _refuse_hook(tensor: ManagedTensor) -> None:
@@ -252,9 +276,12 @@ def _read(tensor: ManagedTensor) -> torch.Tensor:
     runtime, index = _runtime(tensor), tensor._chunkc_index
     if tensor._role == "view":
         if tensor._chunkc_stamp not in (_NO_VERSION, runtime.version_of(index)):
+            changed = "was taken before the parameter changed"
+            if _is_of_state(tensor):
+                changed = "was taken before the optimizer state changed"
             raise ChunkcError(
-                f"{_describe(tensor)} was taken before the parameter changed, and shows what it was then; take the "
-                "view again, or keep a copy with clone()"
+                f"{_describe(tensor)} {changed}, and shows what it was then; take the view again, or keep a copy with "
+                "clone()"
             )
         return tensor._inner
     return runtime.read_grad(index, tensor._chunkc_stamp) if tensor._role == "grad" else runtime.read_param(index)
@@ -283,10 +310,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
     written = _written(func, args, kwargs)
     for tensor in written:
         if tensor._role == "view":
-            raise ChunkcError(
-                f"{func} writes in place to {_describe(tensor)}, a view of a copy, which would be lost; write to the "
-                "whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
-            )
+            _refuse_lost_write(func, tensor)
     if func is aten.copy_.default and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
         return _copy_exactly(args[0], args[1])
     if func in _FILLS and isinstance(args[0], ManagedTensor) and args[0]._role == "param":

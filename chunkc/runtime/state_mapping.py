@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.optimizer_state import OptimizerRuntime, check_state, find_runtime, write_states
+from chunkc.runtime.optimizer_state import (
+    OptimizerRuntime,
+    check_count,
+    check_state,
+    check_trained,
+    find_runtime,
+    write_states,
+)
 from chunkc.runtime.params import ManagedTensor
 from chunkc.runtime.shell import Shell
 from chunkc.runtime.step_counts import StepCounts
@@ -162,11 +169,7 @@ class ParamState(MutableMapping[str, Tensor]):
         Raises:
             ChunkcError: for a part that Adam does not have, a value that does not fit, and a parameter without a state.
         """
-        self._check_name(name)
-        if name == _STEP:
-            self._counts.put(self._index, _count_of(value, self._label))
-        else:
-            _write_part(self._counts, self._index, name, torch.as_tensor(value))
+        self._write({name: value})
 
     def __delitem__(self, name: str) -> None:
         if name not in list(self):
@@ -195,10 +198,14 @@ class ParamState(MutableMapping[str, Tensor]):
         return dict(self.items())
 
     def update(self, *others: Any, **parts: Any) -> None:
-        """Replace several parts, or all at once where the parameter was never stepped."""
+        """Replace several parts, or all at once where the parameter was never stepped.
+
+        Raises:
+            ChunkcError: as replacing one of them does; nothing has changed then.
+        """
         found = dict(*others, **parts)
         if len(self):
-            super().update(found)
+            self._write(found)
         else:
             _replace(self._counts, {self._index: found})
 
@@ -214,6 +221,17 @@ class ParamState(MutableMapping[str, Tensor]):
     @property
     def _label(self) -> str:
         return f"the state of {_runtime(self._counts).name_of(self._index)!r}"
+
+    def _write(self, parts: Mapping[str, Tensor | float]) -> None:
+        """Replace ``parts``, all checked before the first is written."""
+        for name in parts:
+            self._check_name(name)
+        count = check_count(parts[_STEP], self._label) if _STEP in parts else None
+        stored = {name: torch.as_tensor(value) for name, value in parts.items() if name != _STEP}
+        if stored:
+            _write_parts(self._counts, self._index, stored)
+        if count is not None:
+            self._counts.put(self._index, count)
 
     def _check_name(self, name: str) -> None:
         known = _names(_runtime(self._counts))
@@ -241,6 +259,8 @@ class StateTensor(ManagedTensor):
 class _StatePart:
     """What managed tensors of one part of the states read and write; a store as ``chunkc.runtime.params`` asks."""
 
+    holds: Final = "states"
+
     def __init__(self, counts: StepCounts, name: str) -> None:
         self._counts, self._name = counts, name
 
@@ -251,7 +271,7 @@ class _StatePart:
         return False  # no compiled graph reads states
 
     def version_of(self, index: int) -> int:
-        return self._counts.params[index]._version  # every step raises it
+        return self._counts.params[index]._version + self._counts.num_writes[index]  # every step raises the former
 
     def read_param(self, index: int) -> Tensor:
         if index not in self._counts.current():
@@ -279,15 +299,20 @@ def _read_part(counts: StepCounts, index: int, name: str) -> Tensor:
     return _runtime(counts).read_state(index, (_STORED_AS[name],))[0]
 
 
-def _write_part(counts: StepCounts, index: int, name: str, value: Tensor) -> None:
+def _write_parts(counts: StepCounts, index: int, parts: Mapping[str, Tensor]) -> None:
+    """Replace some of the parts that chunks hold, all checked before the first is written."""
     runtime, shape = _runtime(counts), counts.params[index].shape
-    if value.shape != shape:
-        raise ChunkcError(
-            f"{name} of {runtime.name_of(index)!r} has shape {tuple(shape)}, and a value of shape {tuple(value.shape)} "
-            "was to replace it"
-        )
-    parts = dict(zip(("exp_avg", "exp_avg_sq"), runtime.read_state(index, ("exp_avg", "exp_avg_sq")), strict=True))
-    write_states(runtime, {index: {**parts, name: value}})
+    check_trained(runtime, index)
+    for name, value in parts.items():
+        if value.shape != shape:
+            raise ChunkcError(
+                f"{name} of {runtime.name_of(index)!r} has shape {tuple(shape)}, and a value of shape "
+                f"{tuple(value.shape)} was to replace it"
+            )
+    moments = ("exp_avg", "exp_avg_sq")
+    found = dict(zip(moments, runtime.read_state(index, moments), strict=True))
+    counts.note_write(index)
+    write_states(runtime, {index: {**found, **parts}})
 
 
 def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> None:
@@ -308,34 +333,13 @@ def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> Non
 def _checked(
     runtime: OptimizerRuntime, index: int, param: nn.Parameter, state: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    name = runtime.name_of(index)
-    check_state(name, param, state)
-    label = f"the state of {name!r}"
+    """The step count and the other parts of a state that a user wrote."""
+    count = check_state(runtime, index, param, state)
     strange = sorted(set(state) - {_STEP, *_STORED_AS})
     if strange:
-        raise ChunkcError(f"{label} has {', '.join((_STEP, *_STORED_AS))} and no {strange}: leave those out")
-    count = float(state[_STEP])
-    parts = {key: value.clone() for key, value in state.items() if key != _STEP}
-    if count == 0 and not any(bool(parts[key].any()) for key in ("exp_avg", "exp_avg_sq")):
-        return 0, parts
-    return _count_of(count, label), parts
-
-
-def _count_of(value: Tensor | float, label: str) -> int:
-    """A step count that a user wrote.
-
-    Raises:
-        ChunkcError: when it is no whole number from 1 on.
-    """
-    count = float(value)
-    if count == 0:
-        raise ChunkcError(
-            f"{label} has moments, and a step count of 0 begins anew from zero moments; forget the whole state for "
-            "that: optimizer.state[param].clear(), or optimizer.state.clear() for all"
-        )
-    if not (count >= 1 and count.is_integer()):
-        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {count}")
-    return int(count)
+        label, known = f"the state of {runtime.name_of(index)!r}", ", ".join((_STEP, *_STORED_AS))
+        raise ChunkcError(f"{label} has {known} and no {strange}: leave those out")
+    return count, {key: value.clone() for key, value in state.items() if key != _STEP}
 
 
 def _names(runtime: OptimizerRuntime) -> tuple[str, ...]:

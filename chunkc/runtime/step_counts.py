@@ -10,6 +10,7 @@ those after it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -44,11 +45,13 @@ class StepCounts:
     Attributes:
         runtime: the compiled model that all parameters belong to; None while there are none.
         params: parameters of the optimizer's groups, by index.
+        num_writes: how often the state of each parameter was replaced, or written to, otherwise than by a step.
     """
 
     def __init__(self) -> None:
         self.runtime: OptimizerRuntime | None = None
         self.params: dict[int, nn.Parameter] = {}
+        self.num_writes: Counter[int] = Counter()
         self._token = object()
         self._taken = _Taken()
 
@@ -84,13 +87,19 @@ class StepCounts:
         ``owned`` are further parameters whose moments were given, though they count as never stepped.
         """
         self._taken = _Taken(dict(counts))
+        self.num_writes.update({*counts, *owned})
         self._take_over((*counts, *owned))
 
     def put(self, index: int, count: int) -> None:
         """One parameter goes on from ``count``, 1 or more."""
         self.settle()
         self._taken = _Taken({**self._taken.counts, index: count})
+        self.note_write(index)
         self._take_over([index])
+
+    def note_write(self, index: int) -> None:
+        """The moments of a parameter are about to be replaced: what was gathered of its state before is old."""
+        self.num_writes[index] += 1
 
     def forget(self, indexes: Iterable[int]) -> None:
         """These parameters count as never stepped: their next step starts from zero moments."""

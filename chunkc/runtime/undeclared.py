@@ -1,4 +1,4 @@
-"""Calls that are refused: backwards that nobody declared, or that leave gradients out, and any after a broken step."""
+"""Calls that are refused: backwards that nobody declared, reads of lost gradients, any call after a broken step."""
 
 from __future__ import annotations
 
@@ -97,6 +97,29 @@ def refuse_unplanned(model: Trained, stepped: Sequence[int]) -> NoReturn:
         f"the gradients of {model.names(stepped)} come from parts of the model that were called by themselves, and "
         "no forward of the whole model has run, so that there is no plan to step by: run forward and backward of the "
         "model before the first step(); gradients that wait are added"
+    )
+
+
+def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_consumed: bool) -> None:
+    """Refuse to read or write a gradient that no memory holds any more; one that was zeroed is known without.
+
+    Args:
+        index: of the parameter, which is called ``name``.
+        stamp: of the backward whose gradient is asked for.
+        is_consumed: whether a step took the latest gradients.
+
+    Raises:
+        ChunkcError: when it is gone.
+    """
+    is_current = stamp == gradients.stamp_of(index)
+    if is_current and (gradients.is_kept(index) or index in gradients.zeroed):
+        return
+    reason = "was consumed by step()" if is_consumed else "was discarded"
+    if not is_current:
+        reason = "of an earlier backward is gone"
+    raise ChunkcError(
+        f"the gradient of {name} {reason}: its memory holds the parameter again. Read gradients between backward() and "
+        "step()"
     )
 
 

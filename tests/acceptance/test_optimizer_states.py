@@ -6,11 +6,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from small import PHASES, TOLERANCE, Twins, twins_at
+
+import chunkc
 
 
 def check_states(twins: Twins) -> None:
@@ -51,6 +54,64 @@ def test_states_are_read_and_written_in_every_phase(
     check_states(twins)
     twins.check_training()
     check_states(twins)
+
+
+def replace_by_assignment(twins: Twins, states: dict[str, dict[str, torch.Tensor]]) -> None:
+    twins.optimizer.state = {twins.model.get_parameter(name): state for name, state in states.items()}
+
+
+def replace_by_load(twins: Twins, states: dict[str, dict[str, torch.Tensor]]) -> None:
+    state_dict, names = twins.optimizer.state_dict(), [name for name, _ in twins.model.named_parameters()]
+    state_dict["param_groups"][0]["lr"] = 0.5
+    state_dict["state"] = {names.index(name): state for name, state in states.items()}
+    twins.optimizer.load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize("replace", [replace_by_assignment, replace_by_load])
+@pytest.mark.parametrize(("name", "phase"), [("scale", "staged"), *product(("unused", "scale"), PHASES[1:])])
+def test_a_state_of_what_is_not_trained_is_refused_before_others_are_written(
+    replace: Callable[[Twins, dict[str, dict[str, torch.Tensor]]], None], name: str, phase: str
+) -> None:
+    """Plain AdamW takes a state of any parameter. It comes last here, behind good ones of all others.
+
+    Before the first plan nobody knows that no graph uses ``unused``.
+    """
+    twins = twins_at(phase)
+    before = copy.deepcopy(twins.optimizer.state_dict())
+    params = dict(twins.model.named_parameters())
+    good = [other for other in params if other not in ("unused", "scale")]
+    states = {
+        other: {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.full(params[other].shape, 0.5),
+            "exp_avg_sq": torch.ones(params[other].shape),
+        }
+        for other in (*good, name)
+    }
+    with pytest.raises(chunkc.ChunkcError, match=f"{name} is not trained"):
+        replace(twins, states)
+    after = twins.optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
+    check_states(twins)
+    twins.check_training()
+    check_states(twins)
+
+
+def test_a_state_is_written_between_forward_and_backward() -> None:
+    """Views of the state are refused from then on; what forward saved is not."""
+    twins = twins_at("settled")
+    view = twins.optimizer.state[twins.model.second.weight]["exp_avg"].view(-1)
+    for model, optimizer in twins.sides():
+        loss = model(twins.x)
+        optimizer.state[model.second.weight]["exp_avg"].zero_()
+        loss.backward()
+    with pytest.raises(chunkc.ChunkcError, match=r"exp_avg of second\.weight.*before the optimizer state changed"):
+        view.sum()
+    twins.check_gradients()
+    twins.step()
+    check_states(twins)
+    twins.check_training()
 
 
 def saved(value: Any) -> Any:

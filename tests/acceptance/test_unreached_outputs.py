@@ -228,6 +228,39 @@ def test_gradient_that_stood_there_stays() -> None:
     check_states(pair)
 
 
+def clip_by_torch(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def add_to_gradients(model: nn.Module) -> None:
+    """In a gradient of zeros too."""
+    for param in model.second.parameters():
+        param.grad.add_(0.25)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("change", [clip_by_torch, add_to_gradients])
+@pytest.mark.parametrize("make", [Heads, Broken])
+def test_zeroed_gradient_that_no_backward_added_to_is_zeros(
+    make: Callable[[], nn.Module], change: Callable[[nn.Module], None], accumulate: int
+) -> None:
+    """Whether its payload holds the parameter again or zeros of a withheld gradient: it is read, written, stepped."""
+    pair = Pair(PLACES["moving"], make(), accumulate=accumulate)
+    for step, losses in enumerate((("ab", "ab"), ("a", "a"), ("a", "ab"), ("b", "b"), ("a", "b"))):
+        for model in (pair.model, pair.plain):
+            for part, heads in enumerate(losses[:accumulate]):
+                loss_of(heads)(model(rows(2 * step + part))).backward()
+        check_gradients(pair)
+        for model in (pair.model, pair.plain):
+            change(model)
+        check_gradients(pair)
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        check_gradients(pair)
+    check_states(pair)
+
+
 def test_stepped_gradient_that_nobody_zeroed_is_refused() -> None:
     """Plain PyTorch would step it once more; it is gone, and zeros in its place would not be it."""
     pair = Pair(PLACES["resident"], Heads())

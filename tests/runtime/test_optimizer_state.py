@@ -129,12 +129,34 @@ def test_bad_states_are_refused_before_anything_changes() -> None:
     refused(lambda s: s["param_groups"][0].update(decoupled_weight_decay=False), r"one of Adam, .*use chunkc\.Adam$")
     refused(lambda s: s["state"][2].update(exp_avg=torch.zeros(54)), r"exp_avg of '1\.weight' has shape \(54,\)")
     refused(lambda s: s["state"][5].pop("exp_avg_sq"), r"'3\.bias' is not Adam's")
+    for count in (2.5, -3.0, float("nan"), float("inf")):
+        refused(lambda s, count=count: s["state"][5].update(step=torch.tensor(count)), rf"'3\.bias'.*found {count}")
+    refused(lambda s: s["state"][5].update(step=torch.tensor(0.0)), r"'3\.bias' has moments, and a step count of 0")
     refused(lambda s: s["state"].update({77: s["state"][0]}), r"states of \[77\]")
     refused(lambda s: s["param_groups"][0]["params"].pop(), "doesn't match the size", ValueError)
     refused(lambda s: s["param_groups"].append({"params": []}), "different number", ValueError)
     assert_same_states(optimizer.state_dict(), before)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     assert optimizer.param_groups[0]["params"] == runtime.params
+
+
+def test_states_of_zeros_with_step_0_are_loaded() -> None:
+    """They are the beginning: the next step is the first."""
+    model, runtime, plain = make_pair()
+    ours, theirs = AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for step in range(2):
+        set_gradients([model, plain], step)
+        ours.step()
+        theirs.step()
+        if step == 0:
+            for optimizer in (ours, theirs):
+                state_dict = copy.deepcopy(optimizer.state_dict())
+                for value in state_dict["state"][2].values():
+                    value.zero_()
+                optimizer.load_state_dict(state_dict)
+    runtime.drain()
+    assert_same_params(model, plain)
+    assert_same_states(ours.state_dict(), theirs.state_dict())
 
 
 def test_copies_are_refused() -> None:

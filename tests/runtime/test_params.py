@@ -21,6 +21,8 @@ from chunkc.runtime.staging import StagingStore
 class DictStore:
     """A store of two parameters and their gradients that counts what is asked of it."""
 
+    holds = "params"
+
     def __init__(self) -> None:
         self.values = [torch.arange(6.0).view(2, 3), torch.ones(4)]
         self.gradients = [torch.full((2, 3), 0.5), torch.full((4,), 0.25)]

@@ -133,7 +133,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "NaN step": (lambda o, p: o.state[p].__setitem__("step", float("nan")), "whole number.*nan"),
     "infinite step": (lambda o, p: o.state[p].__setitem__("step", float("inf")), "whole number.*inf"),
     "del of a part": (lambda o, p: o.state[p].__delitem__("exp_avg"), r"0\.weight.*cannot be removed"),
-    "view": (lambda o, p: o.state[p]["exp_avg"][0].zero_(), r"exp_avg of 0\.weight"),
+    "late part": (lambda o, p: o.state[p].update({**a_state(p), "exp_avg_sq": torch.zeros(3)}), r"\(53, 7\).*\(3,\)"),
+    "late step": (lambda o, p: o.state[p].update({"exp_avg": p.detach(), "step": 2.5}), "whole number.*2.5"),
+    "view": (lambda o, p: o.state[p]["exp_avg"][0].zero_(), r"exp_avg of 0\.weight.*\['exp_avg'\]\.copy_\(value\)`\)$"),
+    "address": (lambda o, p: o.state[p]["exp_avg"].data_ptr(), r"exp_avg of 0\.weight.*Use `\.clone\(\)` for a copy$"),
     "data": (lambda o, p: setattr(o.state[p]["exp_avg"], "data", p), r"exp_avg of 0\.weight"),
     "other key": (lambda o, p: o.state.__setitem__("x", {}), "parameters and nothing else"),
     "other tensor": (lambda o, p: o.state.__setitem__(nn.Parameter(p.detach()), a_state(p)), "nothing else"),
@@ -165,6 +168,25 @@ def test_a_foreign_key_is_no_key() -> None:
             del ours.state[key]
     with pytest.raises(KeyError, match="never stepped"):
         del ours.state[unused(ours)]
+
+
+@pytest.mark.parametrize(
+    "write", ["moment in place", "out=", "moment", "step in place", "step", "whole state", "parts", "some", "load"]
+)
+def test_a_view_says_that_its_state_was_written(write: str) -> None:
+    """It is a view of a copy: it never shows the old value, and views of other states go on."""
+    model, ours, _, _ = trained()
+    weight, other = model[0].weight, ours.state[model[0].bias]["exp_avg"].clone()
+    views = [ours.state[p][name].view(-1) for name in ("exp_avg", "step") for p in (weight, model[0].bias)]
+    if write == "load":
+        ours.load_state_dict(ours.state_dict())
+    else:
+        WRITES[write](ours, weight)
+        assert torch.equal(views[1] + 0, other) and torch.equal(views[3] + 0, torch.tensor([3.0]))
+    for view in views[::2]:
+        with pytest.raises(ChunkcError, match=r"of 0\.weight.*taken before the optimizer state changed"):
+            view.sum()
+    assert torch.equal(ours.state[weight]["exp_avg"].view(-1) + 0, ours.state[weight]["exp_avg"].clone().view(-1))
 
 
 def test_a_state_of_zeros_with_step_0_is_the_beginning() -> None:
