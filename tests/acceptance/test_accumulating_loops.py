@@ -324,5 +324,5 @@ def test_several_graphs_accumulate() -> None:
 
 @pytest.mark.parametrize("accumulate", [0, -1, 1.5, "2"])
 def test_a_number_of_micro_batches_that_is_none_is_refused(accumulate: Any) -> None:
-    with pytest.raises(chunkc.ChunkcError, match="1 or more"):
+    with pytest.raises(chunkc.ChunkcError, match="1 to 4,096"):
         chunkc.compile(nn.Linear(2, 2), accumulate=accumulate)

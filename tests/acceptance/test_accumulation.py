@@ -6,7 +6,7 @@ equalities refuse a runtime that loses one contribution.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import replace
 from typing import Any
 
@@ -145,8 +145,8 @@ class AddsTwice(ModelRuntime):
 
     num_backwards = 0
 
-    def backward(self, executor: Executor, args: list[Any]) -> list[Any]:
-        outputs = super().backward(executor, args)
+    def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
+        outputs = super().backward(executor, args, reached)
         self.num_backwards += 1
         if self.num_backwards == 1:
             param = max(self.gradients.landed, key=lambda p: self.infos[p].numel)

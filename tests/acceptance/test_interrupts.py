@@ -23,8 +23,12 @@ from raise_points import Raised, RaisePoint
 import chunkc
 from chunkc.runtime.executor import Executor
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-"""A signal may come between ``open`` and its ``with``; the file is closed when the exception is gone."""
+pytestmark = [
+    # a signal may come between ``open`` and its ``with``; the file is closed when the exception is gone
+    pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning"),
+    # one that comes in a finalizer is lost: Python drops what finalizers raise
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 SLOW = pytest.mark.slow
 GetTwins = Callable[[str], Twins]
