@@ -48,7 +48,7 @@ class Child:
         return time.monotonic() - self.started_s
 
     def wait(self, limit_s: float, watch: Callable[[], bool] = lambda: True) -> int | None:
-        """Its exit code; None once ``limit_s`` are over or ``watch``, which is called all the time, returns False."""
+        """Its exit code; None once ``limit_s`` are over or ``watch``, called all the time, returns False."""
         deadline_s = time.monotonic() + limit_s
         while True:
             code = self.process.poll()
@@ -71,7 +71,7 @@ class Child:
                 self.process.stdin.close()
 
     def last_words(self, num_chars: int = 4000) -> str:
-        """Part of what it wrote into its log: the stack of the thread that failed or was interrupted, or the end."""
+        """The stack of the thread that failed or was interrupted, from its log; else the log's end."""
         with self.log.open("rb") as file:
             file.seek(self.log_start)
             text = file.read().decode(errors="replace")

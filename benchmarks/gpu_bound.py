@@ -1,4 +1,4 @@
-"""The least time of a training step that measured rates and a limit of memory allow, whatever the schedule.
+"""The least time of a training step that measured rates and a limit of memory allow.
 
 A parameter whose states stand on the device takes 14 bytes there: bf16 beside three fp32 lists. Of P parameters R do,
 at most memory / 14, activations not counted. Of the others a share y is updated on the device, for which 12 bytes
@@ -33,7 +33,7 @@ DTYPE = "bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a step must do. Of attention the masked half is not computed, and not counted in measured rates."""
+    """Work of a step. The masked half of attention counts neither here nor in measured rates."""
 
     num_params: int
     matmul_flops: float
@@ -47,7 +47,7 @@ class Work:
 
 
 def bound(shape: Shape, rates: CostRates, device_nbytes: int) -> dict[str, float]:
-    """The bound in milliseconds with its parts, and the same where no state stands on the device or goes there.
+    """The bound in milliseconds with its parts, and the same with all states on the host.
 
     Args:
         rates: of one rank, measured.

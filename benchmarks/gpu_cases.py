@@ -1,4 +1,4 @@
-"""What the benchmark of the GPU compares: contests between systems on one model within one limit of memory.
+"""Contests of the GPU benchmark: systems on one model within one limit of memory.
 
 All systems of a contest are alive at the same time and take turns, a block of steps each, so that what changes with
 time falls on all alike. Contests are in order of importance.

@@ -1,4 +1,4 @@
-"""A contest as the benchmark holds it: its systems are started, take turns, and are asked what they know.
+"""Run a contest: start its systems, give them turns, and ask them for facts and traces.
 
 Whatever a system answers is written to the journal at once. One that fails, or is late, leaves the contest with a
 record of why; the others go on.
@@ -176,7 +176,7 @@ def hold(contest: Contest, hw: str, args: argparse.Namespace, journal: Journal, 
 
 
 def _gather(hall: Hall, stack: ExitStack) -> None:
-    """Start all, the others once chunkc has read what is free of the GPU, and wait for the first steps of each."""
+    """Start all, chunkc first since it reads what is free of the GPU, and wait for their first steps."""
     device_s: dict[str, float] = {}
 
     def wait(system: str, event: str) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def _ask(hall: Hall, command: str, event: str) -> None:
 
 
 def environment(is_stand_in: bool) -> dict[str, str]:
-    """What every process of the benchmark runs in: passive OpenMP threads, and an allocator that wastes least."""
+    """Variables of every process: passive OpenMP threads, and an allocator that wastes least."""
     extra = {"OMP_WAIT_POLICY": "passive", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     if is_stand_in:
         extra["TRITON_INTERPRET"] = "1"

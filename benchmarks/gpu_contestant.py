@@ -1,4 +1,4 @@
-"""One system of a contest, in a process of its own that does what it is told: blocks of steps, facts, a trace.
+"""One system of a contest in a process of its own: blocks of steps, facts, a trace on demand.
 
     python benchmarks/gpu_contestant.py --contest NAME --system SYSTEM --hw HW [--stand-in] [--trace PATH]
 

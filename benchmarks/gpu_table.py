@@ -1,4 +1,4 @@
-"""The table of a run of the benchmark of the GPU, made of the journal's records alone, of a whole run or a part."""
+"""The table of a GPU benchmark from its journal's records alone, of a whole run or a part."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Event = Mapping[str, Any]
 
 
 def trace(steps: Callable[[], object], path: Path) -> dict[str, float]:
-    """Run ``steps``, which end when nothing is pending; write ``path`` (``.json.gz``) and return busy shares."""
+    """Run ``steps`` until nothing is pending, write ``path`` (``.json.gz``), and return busy shares."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         kinds.append(torch.profiler.ProfilerActivity.CUDA)

@@ -1,4 +1,4 @@
-"""ZeRO-Offload for one GPU, written out: the baseline that keeps parameters on the GPU and everything else on the host.
+"""ZeRO-Offload for one GPU: parameters on the GPU, gradients and optimizer states on the host.
 
 As Ren et al. ("ZeRO-Offload", 2021) describe it: parameters in bf16 stand on the GPU. Each gradient is copied to pinned
 host memory on a stream of its own as soon as backward has made it, and its device memory is free again. After backward
@@ -22,7 +22,7 @@ Piece = tuple[nn.Parameter, slice]
 
 
 class Bucket:
-    """Parameters that are updated together: fp32 states in host memory, and bf16 lists in pinned host memory."""
+    """Parameters updated together: fp32 states in host memory, bf16 lists in pinned host memory."""
 
     def __init__(self, params: Sequence[nn.Parameter], device: torch.device, lr: float) -> None:
         self.pieces: list[Piece] = []

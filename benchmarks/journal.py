@@ -16,7 +16,7 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Appends records to ``path``, whose folder is made. Each has its ``kind``, and the Unix time ``at_s``."""
+    """Append records to ``path``, whose folder is made, each with its ``kind`` and Unix time ``at_s``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

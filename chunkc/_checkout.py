@@ -24,7 +24,7 @@ BESIDE: Final = ("passes", "triton_kernels")
 
 
 def load_beside(package: str, names: tuple[str, ...], root: Path) -> None:
-    """Load each of the packages ``names`` as a part of ``package`` from the checkout ``root``, unless it is found.
+    """Load the packages ``names`` as parts of ``package`` from the checkout ``root``, unless found.
 
     Raises:
         ImportError: where one is missing and ``root`` is no checkout that has it.

@@ -1,4 +1,4 @@
-"""Release of what torch keeps of compiled models for as long as the process lives, with its private names in one place.
+"""Release memory of deleted models that torch would keep until the process ends.
 
     kept by                                  until
     Dynamo's table of backends               the process ends: `ReleasableBackend` leaves an empty one there
@@ -70,7 +70,7 @@ def _compile_released(module: torch.fx.GraphModule, example_inputs: Sequence[Any
 
 
 def _drop_frame(entry: Any) -> None:
-    """What Dynamo does to a compiled frame once an object that its guards name is gone; and empty the guards."""
+    """Invalidate a compiled frame as Dynamo does when a guarded object is gone, and empty its guards."""
     guards = entry.guard_manager
     if guards.cache_entry is not None and guards.extra_state is not None:
         deleted = torch._dynamo.guards.DeletedGuardManagerWrapper("the backend that compiled it was released")
@@ -80,7 +80,7 @@ def _drop_frame(entry: Any) -> None:
 
 @contextmanager
 def compilations_forgotten() -> Iterator[None]:
-    """Drop the tracebacks of this thread's compilations in the block, and the texts of graph modules made in it.
+    """Drop tracebacks of this thread's compilations, and texts of graph modules, made in the block.
 
     Messages of a compilation under way show its tracebacks; nothing shows those of finished ones. Texts that other
     threads make meanwhile go as well: tracebacks through their code lack the line.

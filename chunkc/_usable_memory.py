@@ -1,4 +1,4 @@
-"""The memory of a named machine that training may take: what CUDA, fragments, the system and processes keep is off.
+"""Memory of a named machine less what CUDA, fragments, the system and processes keep.
 
 A run on a GPU measures the context, and leaves as much to fragments of the allocator, but at least 128 MiB
 (`chunkc.runtime.cuda_memory`), which is more on GPUs below 8 GiB. A plan for a machine that is not here assumes both,

@@ -15,7 +15,7 @@ _DROPOUT_POSITION = 4
 
 
 def drop_attention_dropout(module: GraphModule) -> None:
-    """Set the dropout of every attention in a Dynamo graph to zero, in place; also within checkpointed regions."""
+    """Set attention dropout in a Dynamo graph to zero, in place, also in checkpointed regions."""
     for part in module.modules():
         if isinstance(part, GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):

@@ -49,8 +49,10 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """All tangents of a captured graph; ``params``: for every output of backward the parameter whose gradient it is, or
-    None."""
+    """All tangents of a captured graph.
+
+    ``params``: for every output of backward the parameter whose gradient it is, or None.
+    """
 
     tangents: tuple[Tangent, ...] = ()
     params: tuple[int | None, ...] = ()
@@ -76,7 +78,7 @@ class Tangents:
 
 
 def find_reached(joint: GraphModule, num_forward_outputs: int) -> dict[str, frozenset[int]]:
-    """Positions of the gradients that depend on each tangent of a joint graph, by the name of its placeholder."""
+    """Positions of the gradients that depend on each tangent of a joint graph, by placeholder name."""
     tangents = [n for n in joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     masks = {node: 1 << number for number, node in enumerate(tangents)}
     for node in joint.graph.nodes:
@@ -105,7 +107,7 @@ def tangents_of(backward: GraphModule, reached: Mapping[str, frozenset[int]], pa
 
 
 def keeps_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """``compiled``, what AOTAutograd returned for a graph; its backward then takes None for an undefined tangent."""
+    """``compiled``, AOTAutograd's callable, with a backward that takes None for undefined tangents."""
 
     def run(*args: Any) -> Any:
         given = set(_nodes(args))
@@ -123,8 +125,10 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """The node of a compiled graph behind the values that it returned or changed, also behind views of them; None where
-    autograd does not reach it. ``given``: nodes that made its inputs."""
+    """The node of a compiled graph behind the values that it returned or changed, also behind views of them.
+
+    None where autograd does not reach it. ``given``: nodes that made its inputs.
+    """
     todo = deque(_nodes(values))
     seen = set(given)
     while todo:

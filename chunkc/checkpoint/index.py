@@ -1,4 +1,4 @@
-"""The index of a checkpoint: of each tensor its dtype, shape, and the parts with their places in files.
+"""The index of a checkpoint: dtype, shape and parts of each tensor, with their places in files.
 
 An index may come from a stranger. `read_index` takes nothing from it but what the files confirm: the parts of a tensor
 cover it, once everywhere, each part is a tensor of a file whose checksum the manifest has, and the header of that file
@@ -43,7 +43,7 @@ _MAX_DIMS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a tensor: ``offsets`` and ``sizes`` by dimension, and the name under which ``file`` holds it."""
+    """A box of a tensor: ``offsets`` and ``sizes`` by dimension, and its name in ``file``."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

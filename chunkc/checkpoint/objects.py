@@ -1,4 +1,4 @@
-"""The objects of a checkpoint, read from a file that may come from a stranger, and checked part by part.
+"""The objects of a checkpoint, read from a file of unknown origin and checked part by part.
 
 What users add, the scheduler's state and the extra states of modules may be anything that `chunkc.checkpoint.encode`
 holds. All else has a fixed form, and is that form when `read_objects` returns.

@@ -1,4 +1,4 @@
-"""Standard output and standard error of a command: whole results or an error, and nothing that a terminal obeys.
+"""Standard output and error of a command: whole results or an error, control characters escaped.
 
 A result that cannot be written is an error, since its exit status would otherwise tell half of it. A reader that has
 seen enough (``| head``) is none: the rest is dropped, and the exit status stays that of the command. Progress goes to
@@ -37,7 +37,7 @@ def show(result: object) -> None:
 
 
 def tell(text: str) -> None:
-    """Print progress or an error on standard error; it is dropped where that takes nothing. Escapes as in `show`."""
+    """Print progress or an error on standard error, escaped as in `show`; drop it where nothing fits."""
     stream: TextIO | None = sys.stderr
     if stream is None:
         return
@@ -59,7 +59,7 @@ def _print(text: str, stream: TextIO) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Send what is left in the buffer of ``stream``, and what follows, to nowhere: Python writes it when it exits."""
+    """Send the buffer of ``stream``, and what follows, to nowhere: Python writes it at exit."""
     with suppress(OSError):  # a stream in memory has no descriptor
         descriptor = stream.fileno()
         with open(os.devnull, "wb") as nowhere:

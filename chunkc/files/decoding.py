@@ -1,4 +1,4 @@
-"""Decode plain data into frozen dataclasses by their annotations: exact about types, and about the place of a fault.
+"""Decode plain data into frozen dataclasses by annotations, strictly; errors name the place.
 
 The dataclass is the format: an object has all fields of its class and no others. Nothing is converted: a bool is no
 whole number, a text is no number, an integer is a float only where a float is wanted. Whole numbers are counts, sizes

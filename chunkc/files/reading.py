@@ -47,7 +47,7 @@ def fault_at(place: str) -> Iterator[None]:
 
 
 def read_json(path: str | Path, *, max_nbytes: int, max_depth: int = MAX_DEPTH) -> Any:
-    """The value that a file of JSON holds, with at most ``max_nbytes`` and ``max_depth`` containers inside each other.
+    """The value of a JSON file of at most ``max_nbytes``, nested at most ``max_depth`` deep.
 
     Numbers that are not finite come through, since some formats have them.
 

@@ -94,7 +94,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def _own_descriptor(path: Path) -> int | None:
-    """The descriptor of this process that ``path`` stands for, as ``/dev/stdout`` does for 1; None of other files."""
+    """The descriptor of this process that ``path`` names, as ``/dev/stdout`` names 1; else None."""
     folders = (Path("/dev/fd"), Path("/proc/self/fd"), Path(f"/proc/{os.getpid()}/fd"))
     for _ in range(_MAX_LINKS):
         if path.parent in folders and path.name.isdecimal():

@@ -1,4 +1,4 @@
-"""Read a plan from a file that anybody may have written: bounded, strict, and proved safe before it is handed out.
+"""Read a plan from a file of unknown origin: bounded, strict, and verified before use.
 
 Four steps, each of which relies on the one before: plain data (`chunkc.files.reading`), typed data
 (`chunkc.files.decoding`), references that exist (`references`), and the verifier's proof.

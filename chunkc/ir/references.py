@@ -1,4 +1,4 @@
-"""Check that every index in a plan names something that is there, and that sizes agree with what the plan lists.
+"""Check that every index in a plan is in range, and that sizes agree with the plan's lists.
 
 A plan from a file may say that a parameter reaches over 10**9 chunks. Whoever walks through these is lost, the verifier
 too. So references are checked first, in time and memory that are linear in the size of the plan, and every fault has
@@ -76,7 +76,7 @@ def _check_chunks(layout: Layout) -> None:
 
 
 def _check_placements(layout: Layout) -> None:
-    """Parameters that span chunks fill them, so that all placements together reach over few more than there are."""
+    """Parameters that span chunks fill them, so that placements reach over few chunks more than exist."""
     if len(layout.placements) != len(layout.params):
         raise FormatError(f"{len(layout.placements)} entries for {len(layout.params)} parameters", "layout.placements")
     spanned = 0

@@ -53,7 +53,10 @@ class ForeignUpdates:
         self._updated.clear()
 
     def found(self, discarded: Collection[int]) -> list[int]:
-        """Those of ``discarded``, whose gradients went without a step, that were updated from them; counts a step."""
+        """Those of ``discarded``, parameters whose gradients went without a step, that were updated.
+
+        They count as one more foreign step.
+        """
         found = sorted(self._updated.intersection(discarded))
         if found:
             self.num_steps += 1

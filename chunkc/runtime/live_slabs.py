@@ -1,4 +1,4 @@
-"""Live slabs of one kind, with the bytes they take exactly and as a caching allocator would round them."""
+"""Live slabs of one kind, with their exact bytes and those that a caching allocator would take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ _HUGE_NBYTES: Final = 2**21
 
 
 def rounded_nbytes(nbytes: int) -> int:
-    """What CUDA's caching allocator takes for a block of ``nbytes``: blocks of 512 bytes up to 1 MiB, of 2 MiB
-    above (CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kRoundLarge)."""
+    """``nbytes`` as CUDA's caching allocator rounds them: to 512 bytes up to 1 MiB, to 2 MiB above.
+
+    Source: CUDACachingAllocator.cpp, kMinBlockSize, kSmallSize, kRoundLarge.
+    """
     granularity = 512 if nbytes <= 2**20 else 2**21
     return -(-nbytes // granularity) * granularity
 

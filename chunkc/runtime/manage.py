@@ -34,7 +34,7 @@ def manage(
 def manage_all(
     params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore, device: torch.device
 ) -> None:
-    """All parameters become managed, or none. To everybody they stand on ``device``, as the graphs read them.
+    """Make all parameters managed, or none; to users they stand on ``device``, as graphs read them.
 
     Raises:
         ChunkcError: naming the first that cannot.

@@ -36,7 +36,7 @@ class RequestedGradients:
         self._has_warned = False
 
     def of_rank(self, graded: Collection[int], reached: Collection[int]) -> frozenset[int]:
-        """Of the parameters ``graded`` those that this rank's loss has ``reached`` and that are not frozen now."""
+        """Of the parameters ``graded`` those that this rank's loss has ``reached`` and that are not frozen."""
         return frozenset(i for i in graded if i in reached and self._params[i].requires_grad)
 
     def frozen(self, graded: Collection[int]) -> list[str]:

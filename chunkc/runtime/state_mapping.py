@@ -1,4 +1,4 @@
-"""``optimizer.state``: torch's mapping from parameters to their states, over moments that live in chunks.
+"""``optimizer.state``: torch's mapping from parameters to states, over moments in chunks.
 
     state[param]["step"]          float32 [], known at once
     state[param]["exp_avg"]       float32, gathered when an operator reads it; ``exp_avg_sq`` and ``master_param`` too
@@ -257,7 +257,7 @@ class StateTensor(ManagedTensor):
 
 
 class _StatePart:
-    """What managed tensors of one part of the states read and write; a store as ``chunkc.runtime.params`` asks."""
+    """The store of managed tensors (`chunkc.runtime.params`) for one part of the states."""
 
     holds: Final = "states"
 

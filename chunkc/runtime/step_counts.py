@@ -25,7 +25,7 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Steps taken, by index; those of ``latest`` are one fewer where ``outcome`` says that their step was skipped."""
+    """Steps taken, by index; one fewer for ``latest`` where ``outcome`` says that the step was skipped."""
 
     counts: Mapping[int, int] = field(default_factory=dict)
     outcome: Outcome | None = None
@@ -108,8 +108,10 @@ class StepCounts:
         self._taken = _Taken({index: count for index, count in self._taken.counts.items() if index not in gone})
 
     def settle(self) -> None:
-        """Take back the counts of the latest step where it was skipped; waits for its outcome, and for a step that an
-        interrupted caller has left."""
+        """Take back the counts of the latest step where it was skipped.
+
+        Waits for the outcome of the step, and for a step that an interrupted caller has left.
+        """
         if self.runtime is not None:
             self.runtime.settle()
         if self._taken.outcome is not None:

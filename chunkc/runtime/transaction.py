@@ -1,4 +1,4 @@
-"""Transactions: calls that happen whole or not at all, whatever is raised in the thread that makes them.
+"""Transactions: calls that happen whole or not at all, whatever is raised in the calling thread.
 
 A KeyboardInterrupt comes between any two instructions of the main thread, whichever thread the signal was delivered to;
 debuggers and ``PyThreadState_SetAsyncExc`` raise in any thread. Blocking a signal defers none of these. So a call that
@@ -115,7 +115,7 @@ class Transactions:
         return self._thread is threading.current_thread()
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which may wait for transactions: in a thread of its own where a transaction calls this."""
+        """Call ``work``, which may wait for transactions; in a thread of its own inside a transaction."""
         if self.is_inside():
             threading.Thread(target=work, name="chunkc-host").start()
         else:

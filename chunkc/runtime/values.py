@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.scaling import multiply
@@ -101,9 +102,19 @@ class ChunkValues:
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
         """A copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped; where nothing is trained,
-        ``param32`` is the parameter."""
+        ``param32`` is the parameter.
+
+        Raises:
+            ChunkcError: for moments of a parameter that the compiled graph does not train.
+        """
         if name == "param32":
             return self.read_param(index).float()
+        if not self.is_trained(index):
+            raise ChunkcError(
+                f"an optimizer state of {self._layout.params[index].name} was loaded before the first forward, which "
+                "does not train the parameter, so that the state was not kept: delete it from `optimizer.state`, and "
+                "leave it out when states are loaded"
+            )
         return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:

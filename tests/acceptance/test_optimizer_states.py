@@ -98,6 +98,24 @@ def test_a_state_of_what_is_not_trained_is_refused_before_others_are_written(
     check_states(twins)
 
 
+def test_a_state_that_the_first_plan_has_no_room_for_is_named_until_it_is_deleted() -> None:
+    """It was taken before the first forward, when nobody knew that no graph trains its parameter."""
+    twins = twins_at("staged")
+    unused = twins.model.unused
+    twins.optimizer.state[unused] = {
+        "step": torch.tensor(2.0),
+        "exp_avg": torch.ones(unused.shape),
+        "exp_avg_sq": torch.ones(unused.shape),
+    }
+    twins.backward()
+    twins.step()
+    with pytest.raises(chunkc.ChunkcError, match="state of unused was loaded before the first forward"):
+        twins.optimizer.state_dict()
+    del twins.optimizer.state[unused]
+    assert len(twins.optimizer.state_dict()["state"]) == len(twins.plain_optimizer.state)
+    check_states(twins)
+
+
 def test_a_state_is_written_between_forward_and_backward() -> None:
     """Views of the state are refused from then on; what forward saved is not."""
     twins = twins_at("settled")
