@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from chunkc import job
+from chunkc._torch_compat import hidden_from_dynamo
 from chunkc._usable_memory import UsableMemory
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
@@ -167,7 +168,7 @@ def compile(  # the name that torch.compile taught users
     attach(model)
     stream_saves(model)
     model._compiled_call_impl = compiled
-    weakref.finalize(model, runtime.close_from_host)
+    weakref.finalize(model, hidden_from_dynamo(runtime.close_from_host))  # the collector may call it in any frame
     return model
 
 

@@ -54,6 +54,26 @@ def test_frames_of_other_backends_over_the_same_function_stay() -> None:
     assert (first.num_graphs, second.num_graphs) == (1, 1)
 
 
+def test_a_release_within_a_frame_of_another_model_is_not_traced() -> None:
+    """The garbage collector may call finalizers at any line, also between the graphs of a broken forward."""
+    compiler = Compiler()
+    backend, run = compiled(compiler)
+    run(torch.ones(2))
+    gone = weakref.ref(compiler)
+    del compiler, run
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        backend.release()
+        return x * 2
+
+    other = Compiler()
+    assert torch.equal(torch.compile(forward, backend=other)(torch.ones(2)), torch.full((2,), 4.0))
+    assert other.num_graphs == 2
+    gc.collect()
+    assert gone() is None
+
+
 def test_texts_made_within_the_block_are_forgotten_and_others_are_not() -> None:
     def names() -> set[str]:
         return set(torch.fx.graph_module._loader.eval_cache)
