@@ -1,4 +1,4 @@
-"""What chunkc does on one GPU, held against what the machine allows and against what else there is.
+"""Benchmark chunkc on one GPU against the machine's bound and against other systems.
 
     OMP_WAIT_POLICY=passive python benchmarks/gpu.py --out FOLDER [--limit-s 540] [--stand-in]
 
@@ -135,7 +135,7 @@ def report(name: str, outcome: str, text: str, seconds: float) -> None:
 
 
 def run_child(command: Sequence[str], args: argparse.Namespace, limit_s: float) -> tuple[str, str, float]:
-    """How a Python command ended (``ran``, ``failed``, ``timed out``), the end of what it said, and its seconds."""
+    """Run a Python command: ``ran``, ``failed`` or ``timed out``, the end of its output, its seconds."""
     child = Child([*PYTHON, *command], environment(args.stand_in), args.out / "benchmark.log")
     with ExitStack() as stack:
         stack.callback(child.end, is_aborted=True)

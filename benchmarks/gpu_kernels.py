@@ -1,4 +1,4 @@
-"""Bandwidth of chunkc's kernels against a copy on the device that moves as many bytes, paired, median of the ratios.
+"""Bandwidth of chunkc's kernels against device copies of as many bytes: median ratio of pairs.
 
 python benchmarks/gpu_kernels.py -o kernels.json [--quick]
 """
@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
-    """Every kernel on chunks of ``numel`` elements, bf16 beside fp32; ``ratio`` is the copy's time over the kernel's.
+    """Every kernel on chunks of ``numel`` elements, in bf16 beside fp32.
+
+    ``ratio`` is the copy's time over the kernel's.
 
     Bytes are those that must move: each list read or written once.
     """

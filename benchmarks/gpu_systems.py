@@ -1,4 +1,4 @@
-"""The systems that train the benchmark's models: chunkc, plain PyTorch, and what others offer for models too large.
+"""Systems that train the benchmark's models: chunkc, plain PyTorch, and other offloading systems.
 
 Each makes a step over one batch and something that waits until everything it has launched is done. All compute in bf16
 with parameters, gradients of the update and moments as its users run it; ``settings`` says how, in the result. Each is

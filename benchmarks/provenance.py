@@ -23,7 +23,7 @@ def command() -> str:
 
 
 def commit() -> str:
-    """The checkout's, and whether the library's sources have changed since; "unknown" in a copy without git's data."""
+    """The checkout's commit, and whether sources have changed since; "unknown" without git's data."""
     head = _output("git", "rev-parse", "HEAD")
     changes = " with changes" if _output("git", "status", "--porcelain", "chunkc", "passes", "triton_kernels") else ""
     return head + changes if head else "unknown"
