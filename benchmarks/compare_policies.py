@@ -21,6 +21,8 @@ from typing import Final
 from tabulate import tabulate
 
 from chunkc.baselines import POLICIES, Course, Machine
+from chunkc.cli.advice import shortfall
+from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.models import NAMES, built_in
@@ -45,15 +47,15 @@ EXPLAIN_ABOVE: Final = 0.15
 
 @dataclass(frozen=True)
 class Row:
-    """One model on one machine; times in milliseconds, None where it does not fit.
+    """One model on one machine; times in milliseconds, of the systems that fit.
 
-    ``chunkc`` is the slowest of the ranks that were simulated.
+    ``chunkc`` is the slowest of the ranks that were simulated; ``shortage`` says why there is none.
     """
 
     hw: str
     model: str
     chunkc: Timeline | None
-    missing_nbytes: int
+    shortage: BudgetError | None
     others_ms: Mapping[str, float]
 
     @property
@@ -92,8 +94,7 @@ def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scen
     course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
-    missing = 0 if answer.shortage is None else answer.shortage.missing_nbytes
-    return Row(str(hw), model, answer.timeline, missing, others)
+    return Row(str(hw), model, answer.timeline, answer.shortage, others)
 
 
 def slowest(scenario: Scenario, scenarios: Scenarios) -> Answer:
@@ -120,7 +121,8 @@ def cells_of(row: Row) -> tuple[str, ...]:
     other = "none fits" if best is None else f"{duration(row.others_ms[best])} ({best})"
     timeline = row.chunkc
     if timeline is None:
-        return (row.model, f"misses {row.missing_nbytes / 2**30:.1f} GiB", other, "", "", "", "")
+        missed = "not simulated" if row.shortage is None else f"misses {shortfall(row.shortage)}"
+        return (row.model, missed, other, "", "", "", "")
     speedup = "" if best is None else f"{row.others_ms[best] / timeline.step_ms:.2f}"
     bounds = bounds_of(timeline)
     largest = max(bounds, key=bounds.__getitem__)

@@ -163,10 +163,15 @@ class Adviser:
         )
 
 
-def missing(shortage: BudgetError) -> str:
-    """What memory misses, in words."""
+def shortfall(shortage: BudgetError) -> str:
+    """Size and kind of the memory that a rank misses: ``2.50 GiB of host memory``."""
     kind = "host" if shortage.moment == "host" else "device"
-    return f"{size(shortage.missing_nbytes)} of {kind} memory missing"
+    return f"{size(shortage.missing_nbytes)} of {kind} memory"
+
+
+def missing(shortage: BudgetError) -> str:
+    """Memory that a rank misses, in words."""
+    return f"{shortfall(shortage)} missing"
 
 
 def _told(answer: Answer) -> Iterator[Advice]:

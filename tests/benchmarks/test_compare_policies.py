@@ -11,8 +11,10 @@ from types import ModuleType
 import pytest
 
 from chunkc.cost.simulate import simulate_with
+from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.models import built_in
+from chunkc.report.units import size
 from chunkc.whatif import Answer, Scenario, Scenarios
 from tests.support.costs import RATES, with_work
 from tests.support.schedules import chain, planned, target
@@ -40,12 +42,12 @@ def test_the_page_has_every_model_on_every_machine(script: ModuleType) -> None:
 def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType) -> None:
     plan = planned(chain(4), target(2048)).plan
     timeline = simulate_with(with_work(plan, 2), RATES)
-    faster = script.Row("hw", "model", timeline, 0, {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
+    faster = script.Row("hw", "model", timeline, None, {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
     assert faster.best_other == "dos" and not faster.is_fastest
     assert script.cells_of(faster)[3] == "0.50"
-    slower = script.Row("hw", "model", timeline, 0, {"l2l": timeline.step_ms * 3})
+    slower = script.Row("hw", "model", timeline, None, {"l2l": timeline.step_ms * 3})
     assert slower.is_fastest and script.cells_of(slower)[3] == "3.00"
-    assert script.Row("hw", "model", timeline, 0, {"l2l": timeline.step_ms}).is_fastest
+    assert script.Row("hw", "model", timeline, None, {"l2l": timeline.step_ms}).is_fastest
     bounds = script.bounds_of(timeline)
     assert script.excess_of(timeline) == pytest.approx(timeline.step_ms / max(bounds.values()) - 1)
     assert bounds["compute"] == pytest.approx(sum(s.alone_ms for s in timeline.slices if s.stream == "compute"))
@@ -66,10 +68,16 @@ def test_the_slower_of_the_first_and_the_last_rank_is_shown(script: ModuleType, 
     assert found.timeline.step_ms == 10.0 + asked[-1]
 
 
-def test_what_does_not_fit_misses_memory(script: ModuleType) -> None:
-    row = script.Row("hw", "model", None, 3 << 30, {})
-    assert row.is_fastest and script.cells_of(row)[1:3] == ("misses 3.0 GiB", "none fits")
-    assert not script.Row("hw", "model", None, 3 << 30, {"dos": 1.0}).is_fastest
+@pytest.mark.parametrize(("gpu_nbytes", "host_nbytes", "kind"), [(1, 1 << 30, "device"), (2048, 1, "host")])
+def test_what_does_not_fit_misses_memory_of_a_kind(
+    script: ModuleType, gpu_nbytes: int, host_nbytes: int, kind: str
+) -> None:
+    with pytest.raises(BudgetError) as caught:
+        planned(chain(4), target(gpu_nbytes, host_nbytes))
+    row = script.Row("hw", "model", None, caught.value, {})
+    missed = f"misses {size(caught.value.missing_nbytes)} of {kind} memory"
+    assert row.is_fastest and script.cells_of(row)[1:3] == (missed, "none fits")
+    assert not script.Row("hw", "model", None, caught.value, {"dos": 1.0}).is_fastest
 
 
 @pytest.mark.slow
