@@ -4,15 +4,19 @@ The rules are those of ``torch.amp.GradScaler`` (dynamic loss scaling, Micikevic
 ICLR 2018, section 3.2): after ``growth_interval`` steps in a row without an infinite or NaN gradient the scale is
 multiplied by ``growth_factor``, after a step with one, which changes nothing else, by ``backoff_factor``. Scale and
 count stay on the device, so that neither a backward, which multiplies its tangents by the scale, nor a step, which
-divides gradients by it, waits for the host.
+divides gradients by it, waits for the host. After some 140 overflows more than growths torch's scale has no finite
+inverse any more, and its next step makes every parameter NaN; the scale here stops before that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
+
+SMALLEST: Final = torch.finfo(torch.float32).tiny
+"""The least scale that overflows lead to; its inverse is finite."""
 
 
 class LossScale:
@@ -59,7 +63,7 @@ class LossScale:
         is_due = count == self.growth_interval
         grown = (self.scale.double() * self.growth_factor).float()
         better = torch.where(is_due & grown.isfinite(), grown, self.scale)
-        worse = (self.scale.double() * self.backoff_factor).float()
+        worse = (self.scale.double() * self.backoff_factor).float().clamp_min(SMALLEST)
         self.scale.copy_(torch.where(overflowed, worse, better))
         self.growth_tracker.copy_(torch.where(overflowed | is_due, 0, count))
 

@@ -83,3 +83,12 @@ def test_growth_and_backoff_are_torchs(
         scale.update(torch.tensor(float(overflow)))
         found.append(scale.state_dict())
     assert found == torch_states(overflows, options)
+
+
+def test_a_scale_that_many_overflows_have_lowered_has_a_finite_inverse() -> None:
+    """Infinity times a gradient that has vanished is NaN, behind the check that would have left the step out."""
+    scale, overflow = LossScale(torch.device("cpu")), torch.tensor(1.0)
+    for _ in range(200):
+        scale.update(overflow)
+    assert float(scale.scale) == 2.0**-126 and float(scale.inverse()) == 2.0**126
+    assert not multiply(torch.zeros(3), scale.inverse()).any()

@@ -37,7 +37,8 @@ class Recipe:
         wishes: planning options.
         max_grad_norm: of the optimizer.
         num_parts: micro-batches of a step.
-        overflows: whether every third step has a gradient that is not finite, and the loss is scaled.
+        overflows: whether every third step has a gradient that is not finite, and the loss is scaled. The two steps
+            between let the scale grow again: a run of hundreds of steps would end with the scale 0.
         is_resumed: whether the run goes on from a checkpoint.
     """
 
@@ -74,6 +75,8 @@ class Run:
             self.model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=recipe.max_grad_norm
         )
         self.runtime = self.model._compiled_call_impl.runtime
+        if recipe.overflows:
+            self.runtime.loss_scale.growth_interval = 2
 
     def inputs(self, number: int, part: int) -> tuple[torch.Tensor, ...]:
         found = batch(number * self.recipe.num_parts + part)
