@@ -18,7 +18,7 @@ from chunkc._usable_memory import UsableMemory
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
-from chunkc.devices import HardwareLike, count_libraries, device_for
+from chunkc.devices import HardwareLike, at_hand, count_libraries, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
@@ -39,7 +39,6 @@ from chunkc.policy import (
 )
 from chunkc.precision import fp32_modules
 from chunkc.report import Plan
-from chunkc.runtime.device import Device
 from chunkc.runtime.host_cores import own_cores
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
@@ -126,6 +125,7 @@ def compile(  # the name that torch.compile taught users
     if ranks.size > 1:
         with ranks.joining():
             count_libraries(device)
+    cores = own_cores(ranks) if ranks.size > 1 else None  # each rank of a machine updates on cores of its own
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
@@ -137,7 +137,7 @@ def compile(  # the name that torch.compile taught users
         world_size=world_size,
         rank=job.rank() % world_size,
         num_replicas=num_replicas,
-        rates=known_rates(machine),
+        rates=known_rates(at_hand(machine, device, cores, ranks)),
     )
     settings = Settings(
         target=target,
@@ -154,7 +154,8 @@ def compile(  # the name that torch.compile taught users
         Kind.COMPILE,
         lambda: [f"{machine.num_gpus} devices, {machine.gpu}", str(settings.options), *map(str, infos), *alike],
     )
-    _divide_cores(device, ranks)
+    if cores is not None:
+        device.use_cores(cores)
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     if factor is not None:
@@ -342,13 +343,6 @@ def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
         ranks.broadcast(value)
         with torch.no_grad():
             buffer.copy_(value)
-
-
-def _divide_cores(device: Device, ranks: Ranks) -> None:
-    """Where several ranks share a machine, each updates on cores of its own."""
-    cores = own_cores(ranks) if ranks.size > 1 else None
-    if cores is not None:
-        device.use_cores(cores)
 
 
 def _refuse_unbuilt(**options: Any) -> None:

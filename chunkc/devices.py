@@ -12,17 +12,23 @@
 
 So ``v100-240g`` on a larger GPU trains within a V100's memory, at the speed of the GPU that is here.
 
+Rates of a GPU that is named are those of its data sheet; where that GPU is here, the cores and the link of this machine
+count (`at_hand`).
+
 Each ``hw`` text makes a device of its own. Models that were given the same ``Hardware`` object share one device and its
 budgets, so that the second gets what the first left. Devices on one GPU share what it has, whoever named them.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
+from chunkc._assumed import assumed
 from chunkc._host_memory import HOST_MEMORY
 from chunkc._usable_memory import UsableMemory
 from chunkc.cost.rates import cost_rates
@@ -34,6 +40,8 @@ from chunkc.runtime.cuda_api import CudaApi, TorchCuda
 from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.host_cores import HostCores, usable_cores
+from chunkc.runtime.ranks import Ranks
 from chunkc.throttle import Throttle
 
 logger = logging.getLogger("chunkc")
@@ -54,11 +62,13 @@ class SharedEmulated(EmulatedDevice):
 
 
 class SharedCuda(CudaDevice):
-    """A CUDA device that remembers the ``Hardware`` object it belongs to."""
+    """A CUDA device that remembers the ``Hardware`` object it belongs to, and which GPU it is."""
 
-    def __init__(self, hw: Hardware, api: CudaApi, ledger: MemoryLedger, settings: DebugSettings) -> None:
+    def __init__(
+        self, hw: Hardware, gpu: PresentGpu, api: CudaApi, ledger: MemoryLedger, settings: DebugSettings
+    ) -> None:
         super().__init__(str(hw), api, ledger, hw.gpu_memory_nbytes, hw.host_nbytes_per_rank, settings)
-        self.hardware = hw
+        self.hardware, self.gpu = hw, gpu
 
 
 SharedDevice = SharedEmulated | SharedCuda
@@ -130,7 +140,35 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
     ledger = _ledgers.get(gpu.index)
     if ledger is None:
         ledger = _ledgers[gpu.index] = MemoryLedger(api)
-    return SharedCuda(machine, api, ledger, settings)
+    return SharedCuda(machine, gpu, api, ledger, settings)
+
+
+def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ranks: Ranks) -> Hardware:
+    """``machine`` with the cores and the PCIe link that this machine has, where its GPU is the one here. Collective.
+
+    All ranks get the same figures, the least of any rank: ranks that plan by different rates would make different
+    plans. A log line says what is assumed. What `chunkc calibrate` measured stays as it is.
+
+    Args:
+        cores: of this rank; None: all that the process may use.
+    """
+    gpu = device.gpu if isinstance(device, SharedCuda) else None
+    if gpu is None or machine.tflops is None or machine.rates is not None or not gpu.is_a(machine.gpu):
+        own = None
+    else:
+        num_cores = len(usable_cores() if cores is None else cores.ids)
+        own = num_cores * machine.gpus_per_node, gpu.by_nvml and gpu.by_nvml.pcie_gb_per_s
+    found = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
+    if None in found:
+        return machine
+    num_node_cores, links = min(cores for cores, _ in found), [link for _, link in found]
+    link = machine.pcie_gb_per_s if None in links else min(links)
+    logger.info(
+        "hw=%s: planned by this machine's %d cores and PCIe at %.1f GB/s, by the data sheet, and by assumptions (%.0f "
+        "us to launch a kernel); `chunkc calibrate -o machine.json` measures what hw='machine.json' then plans by",
+        *(machine, num_node_cores, link or 0.0, assumed(machine.gpu).kernel_launch_us),
+    )
+    return replace(machine, num_cpu_cores=num_node_cores, pcie_gb_per_s=link)
 
 
 def count_libraries(device: SharedDevice) -> None:

@@ -9,15 +9,19 @@ import logging
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from thread_ranks import on_threads
 from torch import nn
 
 import chunkc
 from chunkc._nvml import NvmlGpu
 from chunkc.api import _moved_buffers as moved_buffers
-from chunkc.devices import check_free_memory, device_for
+from chunkc.cost.rates import known_rates
+from chunkc.devices import at_hand, check_free_memory, device_for
 from chunkc.hardware import PresentGpu
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.host_cores import HostCores, usable_cores
+from chunkc.runtime.ranks import Ranks
 
 
 def tower(width: int, depth: int = 4) -> nn.Module:
@@ -154,6 +158,59 @@ def test_a_gpu_of_no_catalogue_is_as_large_as_it_says() -> None:
 def test_what_is_called_emulated_is_emulated_beside_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
     device = device_for("emulated-4m-16m", find_gpu=lambda: H200)[1]
     assert isinstance(device, EmulatedDevice) and not said(caplog)
+
+
+def linked(generation: int, width: int) -> PresentGpu:
+    """An H200 behind such a PCIe link."""
+    return dataclasses.replace(H200, by_nvml=NvmlGpu("NVIDIA H200", PHYSICAL, (9, 0), generation, width, 0, 0))
+
+
+def planned_by(
+    text: str, gpu: PresentGpu, ranks: Ranks | None = None, cores: HostCores | None = None
+) -> tuple[chunkc.Hardware, chunkc.Hardware]:
+    """The machine as it is named, and as a run there plans for it."""
+    make_api = lambda index: FakeCuda(free=138 * GIB, total=PHYSICAL)  # noqa: E731
+    machine, device = device_for(chunkc.Hardware.parse(text), find_gpu=lambda: gpu, make_api=make_api)
+    return machine, at_hand(machine, device, cores, Ranks() if ranks is None else ranks)
+
+
+def test_a_named_gpu_that_is_here_is_planned_by_this_machines_cores_and_link(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="chunkc"):
+        named, here = planned_by("h200-512g", linked(4, 8))
+    assert here == dataclasses.replace(named, num_cpu_cores=len(usable_cores()), pcie_gb_per_s=15.75)
+    assert "15.8 GB/s" in caplog.text and "5 us to launch a kernel" in caplog.text and "calibrate" in caplog.text
+    rates, by_name = known_rates(here), known_rates(named)
+    assert rates is not None and by_name is not None
+    assert rates.h2d.gb_per_s / by_name.h2d.gb_per_s == pytest.approx(15.75 / 63.0)
+    assert rates.cpu_update_gparam_per_s["float32"] < by_name.cpu_update_gparam_per_s["float32"]
+
+
+@pytest.mark.parametrize("text", ["v100-240g", "sm90-100g-512g", "emulated-4m-16m"])
+def test_another_machine_is_planned_by_its_name(text: str) -> None:
+    """Rates of another GPU say nothing of this machine's, and those of any GPU of a kind are unknown."""
+    named, here = planned_by(text, linked(4, 8))
+    assert here is named
+
+
+def test_a_link_that_the_driver_does_not_say_is_that_of_the_data_sheet() -> None:
+    named, here = planned_by("h200-512g", H200)
+    assert here == dataclasses.replace(named, num_cpu_cores=len(usable_cores()))
+
+
+def test_a_model_is_planned_by_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = dataclasses.replace(chunkc.Hardware.parse("h200-512g"), num_cpu_cores=3)
+    monkeypatch.setattr("chunkc.api.at_hand", lambda *_: here)
+    model = chunkc.compile(tower(8), "emulated-2m-16m", dtype=torch.float32, backend="eager")
+    assert model._compiled_call_impl.settings.target.rates == known_rates(here)  # type: ignore[union-attr]
+
+
+def test_ranks_plan_by_the_least_of_their_cores_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("chunkc.devices.Hardware.for_job", lambda machine: machine)
+    gpus, cores = (linked(5, 16), linked(5, 4)), (HostCores((0, 1, 2), False), HostCores((3, 4, 5, 6), False))
+    found = on_threads(2, lambda ranks: planned_by("2xh200-512g", gpus[ranks.rank], ranks, cores[ranks.rank])[1])
+    assert found[0] == found[1]
+    assert isinstance(found[0], chunkc.Hardware)
+    assert (found[0].num_cpu_cores, found[0].pcie_gb_per_s) == (6, 4 * 63.0 / 16)
 
 
 def test_devices_on_one_gpu_share_it_and_an_object_shares_its_device() -> None:
