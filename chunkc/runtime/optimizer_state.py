@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -235,12 +236,30 @@ def check_state(runtime: OptimizerRuntime, index: int, param: Tensor, state: Map
         raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")
     check_trained(runtime, index)
     for key in ("exp_avg", "exp_avg_sq", "master_param"):
-        if key in state and state[key].shape != param.shape:
-            found = f"{tuple(state[key].shape)} where the parameter has {tuple(param.shape)}"
-            raise ChunkcError(f"the loaded {key} of {name!r} has shape {found}")
-    if float(state["step"]) == 0 and not any(bool(state[key].any()) for key in ("exp_avg", "exp_avg_sq")):
+        if key in state:
+            check_part(runtime, index, key, state[key], param.shape)
+    if _is_zero(state["step"]) and not any(bool(state[key].any()) for key in ("exp_avg", "exp_avg_sq")):
         return 0
     return check_count(state["step"], f"the state of {name!r}")
+
+
+def check_part(runtime: OptimizerRuntime, index: int, part: str, value: object, shape: torch.Size) -> None:
+    """Refuse what cannot replace the ``part`` of a parameter's state that is called so.
+
+    Raises:
+        ChunkcError: unless ``value`` is a dense tensor of real numbers in memory, of this shape.
+    """
+    label = f"{part} of {runtime.name_of(index)!r}"
+    if not isinstance(value, Tensor):
+        raise ChunkcError(f"{label} is a tensor, found {type(value).__name__}")
+    if value.shape != shape:
+        raise ChunkcError(
+            f"{label} has shape {tuple(shape)}, and a value of shape {tuple(value.shape)} was to replace it"
+        )
+    if value.is_meta or value.is_complex() or value.layout is not torch.strided:
+        raise ChunkcError(
+            f"{label} is a dense tensor of real numbers, found {value.dtype}, {value.layout} on {value.device}"
+        )
 
 
 def check_trained(runtime: OptimizerRuntime, index: int) -> None:
@@ -262,12 +281,23 @@ def check_count(value: Tensor | float, label: str) -> int:
     Raises:
         ChunkcError: when it is no whole number from 1 on.
     """
-    count = float(value)
-    if count == 0:
+    if _is_zero(value):
         raise ChunkcError(
             f"{label} has moments, and a step count of 0 begins anew from zero moments; leave the whole state out of "
             "what is loaded, or forget it: optimizer.state[param].clear(), or optimizer.state.clear() for all"
         )
-    if not (count >= 1 and count.is_integer()):
-        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {count}")
+    count = _number(value)
+    if count is None or not (count >= 1 and count.is_integer()):
+        found = repr(value) if count is None else count
+        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {found}")
     return int(count)
+
+
+def _is_zero(value: object) -> bool:
+    return _number(value) == 0
+
+
+def _number(value: Any) -> float | None:
+    """``value``, a number or a tensor with one element, as a float; None for all else."""
+    is_single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return float(value) if is_single or isinstance(value, Real) else None

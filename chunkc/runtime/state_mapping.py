@@ -14,8 +14,9 @@ beside moments that are not zero is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator, Mapping, MutableMapping, Set
+from functools import partial
+from typing import Any, Final, Self, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from chunkc.errors import ChunkcError
 from chunkc.runtime.optimizer_state import (
     OptimizerRuntime,
     check_count,
+    check_part,
     check_state,
     check_trained,
     find_runtime,
@@ -33,6 +35,8 @@ from chunkc.runtime.params import ManagedTensor
 from chunkc.runtime.shell import Shell
 from chunkc.runtime.step_counts import StepCounts
 
+K = TypeVar("K")
+V = TypeVar("V")
 Snapshot: TypeAlias = dict[str, Tensor]
 
 _STEP: Final = "step"
@@ -40,7 +44,31 @@ _STORED_AS: Final = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_p
 """Parts of a state that chunks hold, and what chunks call them."""
 
 
-class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
+class _DictLike(MutableMapping[K, V]):
+    """What dicts do and abstract mappings do not."""
+
+    def copy(self) -> dict[K, V]:
+        """A dict of the same values."""
+        return dict(self.items())
+
+    __copy__ = copy
+
+    def __or__(self, other: Mapping[K, Any]) -> dict[K, Any]:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return dict(self) | dict(other)
+
+    def __ror__(self, other: Mapping[K, Any]) -> dict[K, Any]:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return dict(other) | dict(self)
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+
+class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
     """The states of one optimizer's parameters, in torch's layout; see the module docstring."""
 
     def __init__(self, counts: StepCounts) -> None:
@@ -64,10 +92,7 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
             ChunkcError: for a state that is not Adam's or does not fit, and for anything but a parameter of the
                 optimizer. Nothing has changed then.
         """
-        index = self._find(param)
-        if index is None:
-            raise ChunkcError("optimizer.state holds the states of the optimizer's parameters and nothing else")
-        _replace(self._counts, {index: value})
+        self.update({param: value})
 
     def __delitem__(self, param: nn.Parameter) -> None:
         if param not in self:
@@ -87,9 +112,6 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(states of {len(self)} parameters)"
 
-    def __copy__(self) -> dict[nn.Parameter, MutableMapping[str, Tensor]]:
-        return dict(self.items())
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, ({param: state.snapshot() for param, state in self._states()},)
 
@@ -100,8 +122,16 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
     def setdefault(self, param: nn.Parameter, default: Any = None) -> ParamState:
         """The state of ``param``, which is ``default`` from now on where it was never stepped."""
         if param not in self:
-            self[param] = default or {}
+            self[param] = {} if default is None else default
         return self[param]
+
+    def update(self, *others: Any, **parts: Any) -> None:
+        """Replace the whole states of several parameters.
+
+        Raises:
+            ChunkcError: as assigning one of them does; nothing has changed then, of the others neither.
+        """
+        _replace(self._counts, self._by_index(dict(*others, **parts)))
 
     def pop(self, param: nn.Parameter, *default: Any) -> Any:
         """Forget the state of ``param`` and return it in plain tensors."""
@@ -112,18 +142,15 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
         return found
 
     def popitem(self) -> tuple[nn.Parameter, Snapshot]:
-        """Forget some parameter's state and return it in plain tensors."""
-        for param in self:
-            return param, self.pop(param)
-        raise KeyError("no parameter was ever stepped")
+        """Forget the last parameter's state and return it in plain tensors."""
+        params = list(self)
+        if not params:
+            raise KeyError("no parameter was ever stepped")
+        return params[-1], self.pop(params[-1])
 
     def clear(self) -> None:
         """Begin anew: every parameter's next step is its first and starts from zero moments."""
         self._counts.forget(self._counts.current())
-
-    def copy(self) -> dict[nn.Parameter, MutableMapping[str, Tensor]]:
-        """A dict of the same states."""
-        return dict(self.items())
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take over ``states`` and no others.
@@ -133,13 +160,17 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
         """
         if isinstance(states, OptimizerState) and states._counts is self._counts:
             return
+        found = self._by_index(states)
+        left = set(self._counts.current()).difference(found)
+        _replace(self._counts, {**{index: {} for index in left}, **found})
+
+    def _by_index(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
+        """``states`` by the index of their parameter, which must be one of the optimizer's."""
         indexes = {self._find(param): state for param, state in states.items()}
         found = {index: state for index, state in indexes.items() if index is not None}
         if len(found) != len(states):
             raise ChunkcError("optimizer.state holds the states of the optimizer's parameters and nothing else")
-        left = [index for index in self._counts.current() if index not in found]
-        _replace(self._counts, found)
-        self._counts.forget(left)
+        return found
 
     def _states(self) -> Iterator[tuple[nn.Parameter, ParamState]]:
         return ((param, self[param]) for param in self)
@@ -152,7 +183,7 @@ class OptimizerState(MutableMapping[nn.Parameter, MutableMapping[str, Tensor]]):
         return found[1] if found is not None and self._counts.params.get(found[1]) is param else None
 
 
-class ParamState(MutableMapping[str, Tensor]):
+class ParamState(_DictLike[str, Tensor]):
     """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, in 16-bit modes ``master_param``."""
 
     def __init__(self, counts: StepCounts, index: int) -> None:
@@ -187,15 +218,8 @@ class ParamState(MutableMapping[str, Tensor]):
     def __repr__(self) -> str:
         return repr(dict(self.items()))
 
-    def __copy__(self) -> Snapshot:
-        return dict(self.items())
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (self.snapshot(),)
-
-    def copy(self) -> Snapshot:
-        """A dict of the same tensors."""
-        return dict(self.items())
 
     def update(self, *others: Any, **parts: Any) -> None:
         """Replace several parts, or all at once where the parameter was never stepped.
@@ -228,10 +252,12 @@ class ParamState(MutableMapping[str, Tensor]):
             self._check_name(name)
         count = check_count(parts[_STEP], self._label) if _STEP in parts else None
         stored = {name: torch.as_tensor(value) for name, value in parts.items() if name != _STEP}
+        runtime = _runtime(self._counts)
+        for name, value in stored.items():
+            check_part(runtime, self._index, name, value, self._counts.params[self._index].shape)
         if stored:
-            _write_parts(self._counts, self._index, stored)
-        if count is not None:
-            self._counts.put(self._index, count)
+            check_trained(runtime, self._index)
+        runtime.transactions.run(partial(_write_parts, self._counts, self._index, stored, count))
 
     def _check_name(self, name: str) -> None:
         known = _names(_runtime(self._counts))
@@ -299,41 +325,44 @@ def _read_part(counts: StepCounts, index: int, name: str) -> Tensor:
     return _runtime(counts).read_state(index, (_STORED_AS[name],))[0]
 
 
-def _write_parts(counts: StepCounts, index: int, parts: Mapping[str, Tensor]) -> None:
-    """Replace some of the parts that chunks hold, all checked before the first is written."""
-    runtime, shape = _runtime(counts), counts.params[index].shape
-    check_trained(runtime, index)
-    for name, value in parts.items():
-        if value.shape != shape:
-            raise ChunkcError(
-                f"{name} of {runtime.name_of(index)!r} has shape {tuple(shape)}, and a value of shape "
-                f"{tuple(value.shape)} was to replace it"
-            )
-    moments = ("exp_avg", "exp_avg_sq")
-    found = dict(zip(moments, runtime.read_state(index, moments), strict=True))
-    counts.note_write(index)
-    write_states(runtime, {index: {**found, **parts}})
+def _write_parts(counts: StepCounts, index: int, parts: Mapping[str, Tensor], count: int | None) -> None:
+    """Replace some of the parts that chunks hold, and the step count unless it is None: one transaction."""
+    runtime, moments = _runtime(counts), ("exp_avg", "exp_avg_sq")
+    if parts:
+        found = dict(zip(moments, runtime.read_state(index, moments), strict=True))
+        counts.note_write(index)
+        write_states(runtime, {index: {**found, **parts}})
+    if count is not None:
+        counts.put(index, count)
 
 
 def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> None:
-    """Whole states by index, all checked before the first is written."""
+    """Replace whole states by index, all checked before the first is written; empty ones are forgotten."""
     runtime = _runtime(counts)
-    found: dict[int, tuple[int, dict[str, Any]]] = {}
-    for index, state in states.items():
-        if state:
-            found[index] = _checked(runtime, index, counts.params[index], state)
-    counts.check_owned(index for index in states if index not in found)
-    for index, (count, parts) in found.items():
-        write_states(runtime, {index: parts})
+    checked = {index: _checked(runtime, index, counts.params[index], state) for index, state in states.items()}
+    found = {index: state for index, state in checked.items() if state is not None}
+    counts.check_owned(index for index in checked if index not in found)
+    runtime.transactions.run(partial(_write_all, counts, found, checked.keys() - found.keys()))
+
+
+def _write_all(counts: StepCounts, states: Mapping[int, tuple[int, dict[str, Any]]], forgotten: Set[int]) -> None:
+    """Write checked states and forget others: one transaction."""
+    for index, (count, parts) in states.items():
+        write_states(_runtime(counts), {index: parts})
         if count:
             counts.put(index, count)
-    counts.forget(index for index in states if index not in found or not found[index][0])
+    counts.forget({*forgotten, *(index for index, (count, _) in states.items() if not count)})
 
 
 def _checked(
-    runtime: OptimizerRuntime, index: int, param: nn.Parameter, state: Mapping[str, Any]
-) -> tuple[int, dict[str, Any]]:
-    """The step count and the other parts of a state that a user wrote."""
+    runtime: OptimizerRuntime, index: int, param: nn.Parameter, state: Any
+) -> tuple[int, dict[str, Any]] | None:
+    """The step count and the other parts of a state that a user wrote; None where it is empty."""
+    if not isinstance(state, Mapping):
+        label, kind = f"the state of {runtime.name_of(index)!r}", type(state).__name__
+        raise ChunkcError(f"{label} is a mapping with {', '.join(_names(runtime))}, found {kind}")
+    if not state:
+        return None
     count = check_state(runtime, index, param, state)
     strange = sorted(set(state) - {_STEP, *_STORED_AS})
     if strange:

@@ -127,7 +127,7 @@ def test_bad_states_are_refused_before_anything_changes() -> None:
     refused(lambda s: s["param_groups"][0].update(amsgrad=True), "amsgrad=True")
     refused(lambda s: s["param_groups"][0].update(maximize=True), "maximize=True")
     refused(lambda s: s["param_groups"][0].update(decoupled_weight_decay=False), r"one of Adam, .*use chunkc\.Adam$")
-    refused(lambda s: s["state"][2].update(exp_avg=torch.zeros(54)), r"exp_avg of '1\.weight' has shape \(54,\)")
+    refused(lambda s: s["state"][2].update(exp_avg=torch.zeros(54)), r"exp_avg of '1\.weight'.*\(53,\).*\(54,\)")
     refused(lambda s: s["state"][5].pop("exp_avg_sq"), r"'3\.bias' is not Adam's")
     for count in (2.5, -3.0, float("nan"), float("inf")):
         refused(lambda s, count=count: s["state"][5].update(step=torch.tensor(count)), rf"'3\.bias'.*found {count}")

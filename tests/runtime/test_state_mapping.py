@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -89,6 +90,17 @@ WRITES: dict[str, Write] = {
     "clear": lambda o, p: o.state.clear(),
     "new": lambda o, p: setattr(o, "state", defaultdict(dict)),
     "some": lambda o, p: setattr(o, "state", defaultdict(dict, {p: a_state(p)})),
+    "|=": lambda o, p: setattr(o, "state", operator.ior(o.state, {p: a_state(p)})),
+    "|": lambda o, p: setattr(o, "state", o.state | {p: a_state(p)}),
+    "| from the left": lambda o, p: setattr(o, "state", {p: a_state(p)} | o.state),
+    "pairs": lambda o, p: o.state.update([(p, a_state(p))]),
+    "|= of parts": lambda o, p: o.state.__setitem__(p, operator.ior(o.state[p], {"step": torch.tensor(5.0)})),
+    "| of parts": lambda o, p: o.state.__setitem__(p, o.state[p] | a_state(p)),
+    "setdefault": lambda o, p: o.state.setdefault(p, a_state(p)),
+    "setdefault of a parameter never stepped": lambda o, p: o.state.setdefault(p, a_state(p)),
+    "setdefault of a part": lambda o, p: o.state[p].setdefault("exp_avg", p),
+    "popitem": lambda o, p: o.state.popitem(),
+    "pop of no part": lambda o, p: o.state[p].pop("max_exp_avg_sq", None),
     "itself": lambda o, p: setattr(o, "state", o.state),
     "moved": lambda o, p: move(o),
 }
@@ -135,6 +147,32 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "del of a part": (lambda o, p: o.state[p].__delitem__("exp_avg"), r"0\.weight.*cannot be removed"),
     "late part": (lambda o, p: o.state[p].update({**a_state(p), "exp_avg_sq": torch.zeros(3)}), r"\(53, 7\).*\(3,\)"),
     "late step": (lambda o, p: o.state[p].update({"exp_avg": p.detach(), "step": 2.5}), "whole number.*2.5"),
+    "late state": (
+        lambda o, p: o.state.update({p: a_state(p), unused(o): {**a_state(unused(o)), "step": 2.5}}),
+        "whole number.*2.5",
+    ),
+    "late state by |=": (
+        lambda o, p: setattr(o, "state", operator.ior(o.state, {p: a_state(p), unused(o): {"step": 1}})),
+        "missing",
+    ),
+    "late key": (lambda o, p: o.state.update({p: a_state(p), "x": a_state(p)}), "parameters and nothing else"),
+    "late keyword": (lambda o, p: o.state.update({p: a_state(p)}, x={}), "parameters and nothing else"),
+    "late tensor on meta": (
+        lambda o, p: o.state.update({p: a_state(p), unused(o): on_meta(a_state(unused(o)))}),
+        "exp_avg of '3.bias' is a dense tensor.*meta",
+    ),
+    "late value that is no tensor": (
+        lambda o, p: o.state.update({p: a_state(p), unused(o): {"step": 1, "exp_avg": 0.0, "exp_avg_sq": 0.0}}),
+        "exp_avg of '3.bias' is a tensor, found float",
+    ),
+    "late value that is no state": (lambda o, p: o.state.update({p: a_state(p), unused(o): 3}), "mapping.*found int"),
+    "sparse": (lambda o, p: o.state[p].update(a_state(p), exp_avg=a_state(p)["exp_avg"].to_sparse()), "dense"),
+    "complex": (lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros(p.shape, dtype=torch.cfloat)), "real"),
+    "step in words": (lambda o, p: o.state[p].update({**a_state(p), "step": "seven"}), "whole number.*'seven'"),
+    "steps": (lambda o, p: o.state.update({p: {**a_state(p), "step": torch.ones(2)}}), "whole number.*1., 1."),
+    "pop of a part": (lambda o, p: o.state[p].pop("exp_avg"), r"0\.weight.*cannot be removed"),
+    "popitem of a part": (lambda o, p: o.state[p].popitem(), r"0\.weight.*cannot be removed"),
+    "setdefault of an unknown part": (lambda o, p: o.state[p].setdefault("x", 1), "no 'x'"),
     "view": (lambda o, p: o.state[p]["exp_avg"][0].zero_(), r"exp_avg of 0\.weight.*\['exp_avg'\]\.copy_\(value\)`\)$"),
     "address": (lambda o, p: o.state[p]["exp_avg"].data_ptr(), r"exp_avg of 0\.weight.*Use `\.clone\(\)` for a copy$"),
     "data": (lambda o, p: setattr(o.state[p]["exp_avg"], "data", p), r"exp_avg of 0\.weight"),
@@ -142,6 +180,10 @@ REFUSED: dict[str, tuple[Write, str]] = {
     "other tensor": (lambda o, p: o.state.__setitem__(nn.Parameter(p.detach()), a_state(p)), "nothing else"),
     "other states": (lambda o, p: setattr(o, "state", {"x": {}}), "nothing else"),
 }
+
+
+def on_meta(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: part if name == "step" else part.to("meta") for name, part in state.items()}
 
 
 def unused(optimizer: torch.optim.Optimizer) -> nn.Parameter:
