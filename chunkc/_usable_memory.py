@@ -1,9 +1,8 @@
 """Memory of a named machine less what CUDA, fragments, the system and processes keep.
 
-A run on a GPU measures the context, and leaves as much to fragments of the allocator, but at least 128 MiB
-(`chunkc.runtime.cuda_memory`), which is more on GPUs below 8 GiB. A plan for a machine that is not here assumes both,
-and so does a run that stands in for the machine in host memory. An emulated device by name (``emulated-64m-2g``) is a
-budget and keeps nothing back.
+A run on a GPU measures the context (`chunkc.runtime.cuda_memory`). A plan for a machine that is not here assumes it,
+and so does a run that stands in for the machine in host memory. All of them leave the same slack of a GPU's memory to
+fragments (`slack_nbytes`). An emulated device by name (``emulated-64m-2g``) is a budget and keeps nothing back.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from typing import Final
 from chunkc._assumed import assumed
 from chunkc.hardware import Hardware
 
-SLACK_PARTS: Final = 64
-"""One part in so many of a GPU's memory is left to fragments of the allocator and to kernels that are loaded late."""
-
 _MIB: Final = 2**20
+_SLACK_PARTS: Final = 64
+_LEAST_SLACK_NBYTES: Final = 128 * _MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +25,14 @@ class UsableMemory:
     Attributes:
         device_nbytes, host_nbytes: what training may take.
         context_nbytes: of the device, what CUDA's context keeps.
-        slack_parts: one part in so many of the device's memory is left free; 0 for none.
+        leaves_slack: whether `slack_nbytes` of the device's memory are left free.
         kept_host_nbytes: of the rank's share of the host's memory, what the system and the process keep.
     """
 
     device_nbytes: int
     host_nbytes: int
     context_nbytes: int = 0
-    slack_parts: int = 0
+    leaves_slack: bool = False
     kept_host_nbytes: int = 0
 
     @classmethod
@@ -47,14 +45,24 @@ class UsableMemory:
         context_nbytes = facts.cuda_context_mib * _MIB
         kept_host_nbytes = (facts.system_host_mib // hw.gpus_per_node + facts.process_host_mib) * _MIB
         return cls(
-            max(0, device_nbytes - device_nbytes // SLACK_PARTS - context_nbytes),
+            max(0, device_nbytes - slack_nbytes(device_nbytes) - context_nbytes),
             max(0, host_nbytes - kept_host_nbytes),
             context_nbytes,
-            SLACK_PARTS,
+            True,
             kept_host_nbytes,
         )
 
 
-def named_nbytes(needed_nbytes: int, slack_parts: int) -> int:
-    """The least memory of which ``needed_nbytes`` are left without one part in ``slack_parts``."""
-    return needed_nbytes + (needed_nbytes - 1) // (slack_parts - 1) if slack_parts and needed_nbytes else needed_nbytes
+def slack_nbytes(gpu_nbytes: int) -> int:
+    """What of a GPU's memory is left to fragments of the allocator and to kernels that are loaded late.
+
+    One part in 64, and 128 MiB at least, which is more below 8 GiB.
+    """
+    return max(_LEAST_SLACK_NBYTES, gpu_nbytes // _SLACK_PARTS)
+
+
+def least_gpu_nbytes(needed_nbytes: int) -> int:
+    """The least memory of a GPU of which ``needed_nbytes`` are left without the slack; 0 where none are needed."""
+    if not needed_nbytes:
+        return 0
+    return needed_nbytes + max(_LEAST_SLACK_NBYTES, (needed_nbytes - 1) // (_SLACK_PARTS - 1))

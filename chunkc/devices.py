@@ -56,7 +56,7 @@ class SharedEmulated(EmulatedDevice):
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
         law, memory = Throttle(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
         super().__init__(str(hw), memory.device_nbytes, memory.host_nbytes, settings, law)
-        self.overhead_nbytes, self.slack_parts = memory.context_nbytes, memory.slack_parts
+        self.overhead_nbytes, self.leaves_slack = memory.context_nbytes, memory.leaves_slack
         self.kept_host_nbytes = memory.kept_host_nbytes
         self.hardware = hw
 

@@ -205,7 +205,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
         world_size=world_size,
         rank=scenario.rank % world_size,
         reserved_nbytes=memory.context_nbytes,
-        slack_parts=memory.slack_parts,
+        leaves_slack=memory.leaves_slack,
         reserved_host_nbytes=memory.kept_host_nbytes,
         num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,

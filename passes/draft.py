@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from chunkc._usable_memory import named_nbytes
+from chunkc._usable_memory import least_gpu_nbytes
 from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
@@ -29,9 +29,9 @@ class Target:
     """What the plan is made for: budgets are bytes of one rank.
 
     Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other models, CUDA's context), nor
-    is one part in ``slack_parts``; of the host's, ``reserved_host_nbytes`` are not. ``rates`` are the machine's where
-    they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and ``num_replicas``
-    times as many train it, as in a `Layout`.
+    is a GPU's slack where ``leaves_slack``; of the host's, ``reserved_host_nbytes`` are not. ``rates`` are the
+    machine's where they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and
+    ``num_replicas`` times as many train it, as in a `Layout`.
     """
 
     model: str
@@ -43,12 +43,13 @@ class Target:
     reserved_nbytes: int = 0
     rates: CostRates | None = None
     num_replicas: int = 1
-    slack_parts: int = 0
+    leaves_slack: bool = False
     reserved_host_nbytes: int = 0
 
     def device_memory_nbytes(self, budget_nbytes: int) -> int:
         """The least memory of a device that has this budget."""
-        return named_nbytes(budget_nbytes + self.reserved_nbytes, self.slack_parts)
+        needed_nbytes = budget_nbytes + self.reserved_nbytes
+        return least_gpu_nbytes(needed_nbytes) if self.leaves_slack else needed_nbytes
 
     def host_memory_nbytes(self, budget_nbytes: int) -> int:
         """The least host memory of a rank that has this budget."""

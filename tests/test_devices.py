@@ -127,7 +127,7 @@ def test_a_shared_gpu_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_gpu_that_is_here_is_used_without_a_word(hw: str, caplog: pytest.LogCaptureFixture) -> None:
     device = on_h200(hw)
     named, context = chunkc.Hardware.parse(hw).gpu_memory_nbytes, PHYSICAL - 138 * GIB
-    assert device.device_budget_nbytes == min(named - context, 138 * GIB - 138 * GIB // 64)
+    assert device.device_budget_nbytes == min(named - context, 138 * GIB - PHYSICAL // 64)
     assert device.host_budget_nbytes == 512 * GIB
     assert not said(caplog)
 
@@ -219,7 +219,7 @@ def test_devices_on_one_gpu_share_it_and_an_object_shares_its_device() -> None:
     assert on_h200(hw) is first
     second = on_h200("v100-240g", free=100 * GIB)
     first.reserve(120 * GIB)
-    assert second.free_device_nbytes() == 138 * GIB - 138 * GIB // 64 - 120 * GIB < second.device_budget_nbytes
+    assert second.free_device_nbytes() == 138 * GIB - PHYSICAL // 64 - 120 * GIB < second.device_budget_nbytes
     del first, hw
     gc.collect()
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 
 import chunkc
 from chunkc._assumed import assumed
 from chunkc._usable_memory import UsableMemory
 from chunkc.devices import device_for
 from chunkc.hardware import Hardware
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
 
 MIB, GIB = 2**20, 2**30
 
@@ -22,6 +25,18 @@ def test_context_slack_and_the_system_are_off() -> None:
 
 def test_an_emulated_device_keeps_nothing_back() -> None:
     assert UsableMemory.of(Hardware.parse("emulated-1m-2m")) == UsableMemory(MIB, 2 * MIB)
+
+
+@pytest.mark.parametrize("gpu_gib", [4, 6, 8, 16, 80])
+def test_a_plan_ahead_has_the_device_budget_of_a_run_on_such_a_gpu(gpu_gib: int) -> None:
+    """Where CUDA's context is as large as assumed, and nothing else is on the GPU."""
+    hw = Hardware.parse(f"sm86-{gpu_gib}g-64g")
+    context_nbytes = assumed("sm86").cuda_context_mib * MIB
+    api = FakeCuda(total=gpu_gib * GIB, free=gpu_gib * GIB - context_nbytes)
+    run = CudaDevice(str(hw), api, MemoryLedger(api), hw.gpu_memory_nbytes, hw.host_nbytes_per_rank)
+    ahead = UsableMemory.of(hw)
+    assert run.device_budget_nbytes == ahead.device_nbytes == api.free - max(128 * MIB, gpu_gib * GIB // 64)
+    assert run.overhead_nbytes == ahead.context_nbytes
 
 
 def test_less_than_nothing_is_nothing() -> None:

@@ -77,7 +77,7 @@ class CudaDevice:
         self._api, self._ledger, self._named_nbytes = api, ledger, named_nbytes
         self._take_budget()
         self.host_budget_nbytes = host_budget_nbytes
-        self.slack_parts, self.kept_host_nbytes = 0, 0  # slack and free host memory are measured
+        self.leaves_slack, self.kept_host_nbytes = False, 0  # slack and free host memory are measured
         self.settings = settings if settings is not None else DebugSettings()
         self.num_arena_allocations = 0
         self._reserved_nbytes = 0

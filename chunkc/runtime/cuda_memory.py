@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
 
-from chunkc._usable_memory import SLACK_PARTS
+from chunkc._usable_memory import slack_nbytes
 from chunkc.runtime.cuda_api import CudaApi
-
-_SLACK_NBYTES: Final = 128 * 2**20
 
 
 class MemoryLedger:
@@ -16,8 +13,8 @@ class MemoryLedger:
 
     Attributes:
         context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
-        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack (1/64, at
-            least 128 MiB) for fragments of the allocator and for kernels, which CUDA loads when they are first called.
+        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack for
+            fragments of the allocator and for kernels, which CUDA loads when they are first called.
         base_nbytes: what the process had of the allocator before: workspaces of libraries (cuBLAS takes 32 MiB or more
             for each thread that it works for), and tensors of the script.
         reserved_nbytes: set aside by models.
@@ -30,7 +27,7 @@ class MemoryLedger:
         self.base_nbytes = api.allocator_nbytes("allocated", "current")
         unused = reserved - self.base_nbytes
         self.context_nbytes = total - free - reserved
-        self.capacity_nbytes = max(0, free + unused - max(_SLACK_NBYTES, (free + unused) // SLACK_PARTS))
+        self.capacity_nbytes = max(0, free + unused - slack_nbytes(total))
         self.reserved_nbytes = 0
         self.lock = threading.Lock()
 

@@ -58,7 +58,7 @@ class Device(Protocol):
         torch_device: where arena tensors live.
         device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
         overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more,
-        slack_parts: and one part in so many of itself; 0 for none.
+        leaves_slack: and, where this is true, the slack of its size (`chunkc._usable_memory`).
         kept_host_nbytes: of the host memory named, what the system and the process keep.
     """
 
@@ -67,7 +67,7 @@ class Device(Protocol):
     device_budget_nbytes: int
     host_budget_nbytes: int
     overhead_nbytes: int
-    slack_parts: int
+    leaves_slack: bool
     kept_host_nbytes: int
 
     def free_device_nbytes(self) -> int:

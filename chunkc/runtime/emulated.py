@@ -76,7 +76,8 @@ class EmulatedDevice:
             )
         self.name = name
         self.torch_device = torch.device("cpu")
-        self.overhead_nbytes = self.slack_parts = self.kept_host_nbytes = 0
+        self.overhead_nbytes = self.kept_host_nbytes = 0
+        self.leaves_slack = False
         self.device_budget_nbytes = device_budget_nbytes
         self.host_budget_nbytes = host_budget_nbytes
         self.settings = settings if settings is not None else DebugSettings()

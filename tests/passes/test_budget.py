@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, schedule, target
 
+from chunkc._usable_memory import slack_nbytes
 from chunkc.errors import BudgetError
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Options, Target, make_plan
@@ -115,11 +116,11 @@ def test_device_memory_is_what_misses_where_segments_have_no_room() -> None:
 
 @given(st.integers(0, 2**40), st.integers(0, 2**30))
 def test_the_memory_that_an_error_names_is_the_least_that_leaves_the_budget(budget: int, reserved: int) -> None:
-    """Where one part in 64 of it is left free, too."""
-    where = replace(target(), reserved_nbytes=reserved, slack_parts=64)
+    """Where slack of a GPU is left free, too."""
+    where = replace(target(), reserved_nbytes=reserved, leaves_slack=True)
     memory = where.device_memory_nbytes(budget)
-    assert memory - memory // 64 - reserved >= budget
-    assert not memory or (memory - 1) - (memory - 1) // 64 - reserved < budget
+    assert not memory or memory - slack_nbytes(memory) - reserved >= budget
+    assert not memory or (memory - 1) - slack_nbytes(memory - 1) - reserved < budget
     assert replace(where, reserved_host_nbytes=7).host_memory_nbytes(budget) == budget + 7
 
 

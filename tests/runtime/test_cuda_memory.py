@@ -19,11 +19,11 @@ def device_on(api: FakeCuda, named: int) -> CudaDevice:
 @pytest.mark.parametrize(
     ("named", "free", "allocated", "reserved", "wanted"),
     [
-        # context = total 11 - free - reserved; slack = 1/64 of what is free or held unused
+        # context = total 11 - free - reserved; slack = 1/64 of total
         (6 * GIB, 10 * GIB, 0, 0, 5 * GIB),
         (6 * GIB, 10 * GIB - 96 * MIB, 64 * MIB, 96 * MIB, 5 * GIB - 64 * MIB),
-        (80 * GIB, 10 * GIB, 0, 0, 10 * GIB - 10 * GIB // 64),
-        (80 * GIB, 6 * GIB, 2 * GIB, 4 * GIB, 8 * GIB - 128 * MIB),
+        (80 * GIB, 10 * GIB, 0, 0, 10 * GIB - 11 * GIB // 64),
+        (80 * GIB, 6 * GIB, 2 * GIB, 4 * GIB, 8 * GIB - 11 * GIB // 64),
         (6 * GIB, 6 * GIB, 4 * GIB, 4 * GIB, GIB),
     ],
 )
