@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -40,6 +41,7 @@ __all__ = [
     "BackendCompilerFailed",
     "CaptureFailed",
     "FakeTensorMode",
+    "Finalizer",
     "OpOverload",
     "RecompileLimitHit",
     "aot_backend",
@@ -281,6 +283,20 @@ def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
 def hidden_from_dynamo(function: F) -> F:
     """Dynamo traces neither ``function`` nor anything that it calls, unless that is compiled by itself."""
     return torch.compiler.disable(function, recursive=True)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Finalizer(weakref.finalize):  # type: ignore[type-arg]
+    """``weakref.finalize`` that Dynamo does not trace, neither itself nor what it calls.
+
+    Python calls finalizers wherever an object goes, also in frames of user code that Dynamo runs, where Dynamo compiles
+    every Python function that is called.
+    """
+
+    __slots__ = ()
+
+    @hidden_from_dynamo
+    def __call__(self, _: Any = None) -> Any:
+        return super().__call__(_)
 
 
 def fresh_code(function: Any) -> Any:

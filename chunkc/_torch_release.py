@@ -52,12 +52,8 @@ class ReleasableBackend:
             with _disable_current_modes():
                 PhiloxStateTracker.reset()  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def release(self) -> None:
-        """Drop the compiler and all frames that were compiled by it; frames of other backends stay.
-
-        Dynamo traces none of this: the garbage collector may call it within a frame that Dynamo runs.
-        """
+        """Drop the compiler and all frames that were compiled by it; frames of other backends stay."""
         self._compile_graph = _compile_released
         for mode in self._fake_modes:
             if mode.shape_env is not None and mode.shape_env.tracked_fakes is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from chunkc import job
-from chunkc._torch_compat import hidden_from_dynamo
+from chunkc._torch_compat import Finalizer
 from chunkc._usable_memory import UsableMemory
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
@@ -169,7 +168,7 @@ def compile(  # the name that torch.compile taught users
     attach(model)
     stream_saves(model)
     model._compiled_call_impl = compiled
-    weakref.finalize(model, hidden_from_dynamo(runtime.close_from_host))  # the collector may call it in any frame
+    Finalizer(model, runtime.close_from_host)
     return model
 
 

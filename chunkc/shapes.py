@@ -11,7 +11,6 @@ of it: a graph that changes an input in place is made for inputs that lie so.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import RecompileLimitHit, call_plain, fresh_code, storage_address
+from chunkc._torch_compat import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
 from chunkc._torch_release import ReleasableBackend
 from chunkc.errors import ShapeLimitError
 
@@ -155,7 +154,7 @@ def entry_maker(
         )
         return compiled
 
-    weakref.finalize(make_run, releasable.release).atexit = False
+    Finalizer(make_run, releasable.release).atexit = False
     return make_run
 
 

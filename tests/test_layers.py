@@ -199,6 +199,31 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
     return faults
 
 
+def finalizer_faults(modules: Mapping[str, str]) -> list[str]:
+    """Calls that Python makes when an object goes, other than by ``chunkc._torch_compat.Finalizer``.
+
+    Those are ``__del__``, ``weakref.finalize`` and callbacks of weak references.
+    """
+    faults = []
+    for module in modules:
+        if module == "chunkc._torch_compat":
+            continue
+        for node in ast.walk(ast.parse(modules[module])):
+            named = isinstance(node, ast.FunctionDef) and node.name == "__del__"
+            imported = isinstance(node, ast.ImportFrom) and node.module == "weakref"
+            hidden = imported and {"finalize", "ref", "WeakMethod"} & {alias.name for alias in node.names}
+            if named or hidden or (isinstance(node, ast.Call) and _calls_back(node)):
+                faults.append(f"{module}:{node.lineno} is called when an object goes, where Dynamo may trace it")
+    return faults
+
+
+def _calls_back(call: ast.Call) -> bool:
+    """Whether the call makes a weak reference that calls a function when its object goes."""
+    function = ast.unparse(call.func)
+    num_given = len(call.args) + len(call.keywords)
+    return function == "weakref.finalize" or (function in ("weakref.ref", "weakref.WeakMethod") and num_given > 1)
+
+
 def _is_private_torch(name: str) -> bool:
     first, *rest = name.split(".")
     return first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in rest)
@@ -221,6 +246,10 @@ def test_triton_is_imported_lazily() -> None:
 
 def test_private_torch_apis_stand_in_two_files() -> None:
     assert private_torch_faults(MODULES) == []
+
+
+def test_dynamo_sees_no_finalizer() -> None:
+    assert finalizer_faults(MODULES) == []
 
 
 def test_every_folder_is_packaged() -> None:
@@ -321,3 +350,22 @@ def test_a_private_torch_use_is_found(source: str) -> None:
 
 def test_public_torch_uses_pass() -> None:
     assert not private_torch_faults({"chunkc.api": "import torch\nv = torch.__version__\nx = self._torch.nn._x"})
+
+
+FINALIZERS = [
+    "class A:\n    def __del__(self): pass",
+    "import weakref\nweakref.finalize(a, print)",
+    "import weakref\nweakref.ref(a, print)",
+    "import weakref\nweakref.WeakMethod(a.b, callback=print)",
+    "from weakref import finalize",
+]
+
+
+@pytest.mark.parametrize("source", FINALIZERS)
+def test_a_finalizer_is_found(source: str) -> None:
+    assert finalizer_faults({"chunkc.api": source})
+    assert not finalizer_faults({"chunkc._torch_compat": source})
+
+
+def test_weak_references_without_a_call_pass() -> None:
+    assert not finalizer_faults({"chunkc.api": "import weakref\nfrom weakref import WeakSet\na = weakref.ref(b)"})

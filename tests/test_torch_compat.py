@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fake_cuda import FakeCuda
 from torch import nn
+from torch._dynamo.utils import counters
 
 import chunkc
 from chunkc._torch_compat import capture_settings
+from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_memory import MemoryLedger
+from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.executor import Executor
+from chunkc.runtime.meter import NonModelMeter
+from chunkc.runtime.slab import allocate_slab
+from chunkc.runtime.transaction import Transactions
 
 logger = logging.getLogger("talkative")
 
@@ -58,3 +69,56 @@ def test_no_dispatch_mode_looks_at_what_a_plan_is_bound_with(monkeypatch: pytest
     model = chunkc.compile(nn.Linear(4, 4), "emulated-1m-1m", backend="eager")
     model(torch.ones(2, 4)).sum().backward()
     assert seen == [0]
+
+
+def collected_while_dynamo_runs(owners: list[object]) -> int:
+    """How many frames Dynamo compiles of a forward that breaks in two, in whose second part ``owners`` go."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        torch._dynamo.graph_break()
+        owners.clear()
+        return x * 2
+
+    torch._dynamo.reset()  # frames without tensors are compiled once a process
+    counters.clear()
+    run = torch.compile(forward, backend=lambda module, inputs: module.forward)
+    assert torch.equal(run(torch.ones(2)), torch.full((2,), 4.0))
+    return int(counters["frames"]["total"])
+
+
+def cuda_device() -> CudaDevice:
+    api = FakeCuda()
+    return CudaDevice("fake", api, MemoryLedger(api), api.total, 2**20)
+
+
+def transactions() -> Transactions:
+    made = Transactions(lambda: None, lambda work: work)
+    made.run(lambda: None)
+    return made
+
+
+OWNERS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "slab": lambda: allocate_slab(4096)[0],
+    "meter": NonModelMeter,
+    "emulated device": lambda: EmulatedDevice("emulated-1m-1m", 2**20, 2**20),
+    "CUDA device": cuda_device,
+    "transactions": transactions,
+}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_dynamo_traces_nothing_of_what_is_called_when_an_object_goes(owner: str) -> None:
+    """Compiled frames of finalizers take seconds, keep guards, and may be refused for what they call."""
+    gc.collect()
+    assert collected_while_dynamo_runs([OWNERS[owner]()]) == 2
+
+
+def test_a_finalizer_of_pythons_own_is_traced() -> None:
+    """So the test above sees one."""
+    model = nn.Identity()
+    weakref.finalize(model, list)
+    owners: list[object] = [model]
+    del model
+    assert collected_while_dynamo_runs(owners) > 2

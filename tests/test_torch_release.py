@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
+from chunkc._torch_compat import Finalizer
 from chunkc._torch_release import ReleasableBackend, compilations_forgotten, forget_source
 
 
@@ -61,10 +63,15 @@ def test_a_release_within_a_frame_of_another_model_is_not_traced() -> None:
     run(torch.ones(2))
     gone = weakref.ref(compiler)
     del compiler, run
+    model = nn.Identity()
+    Finalizer(model, backend.release)
+    models = [model]
+    del model
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = x + 1
-        backend.release()
+        torch._dynamo.graph_break()
+        models.clear()
         return x * 2
 
     other = Compiler()

@@ -19,14 +19,13 @@ forward begins, which ``torch.cuda.max_memory_allocated`` then shows too.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
 import torch
 
-from chunkc._torch_compat import outlives
+from chunkc._torch_compat import Finalizer, outlives
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ALIGNMENT_NBYTES
@@ -89,7 +88,7 @@ class CudaDevice:
         self._has_warned = False
         self._reading = AllocatorReading(api)
         self._streams = CudaStreams(name, api, self.settings)
-        self._stop = weakref.finalize(self, _stop, self._streams, self._homes)  # also at exit
+        self._stop = Finalizer(self, _stop, self._streams, self._homes)  # also at exit
 
     def _take_budget(self) -> None:
         ledger, named_nbytes = self._ledger, self._named_nbytes

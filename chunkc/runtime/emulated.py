@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
 
+from chunkc._torch_compat import Finalizer
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
@@ -99,7 +99,7 @@ class EmulatedDevice:
             long_work=self.meter.long_work(),
             timekeeper=self.timekeeper,
         )
-        self._stop = weakref.finalize(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
+        self._stop = Finalizer(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
 
     @property
     def num_synchronizes(self) -> int:

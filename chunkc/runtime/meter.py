@@ -19,12 +19,13 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final
 
 import torch
+
+from chunkc._torch_compat import Finalizer
 
 Reader = Callable[[], int]
 
@@ -85,7 +86,7 @@ class NonModelMeter:
         self._level = _Level(read if read is not None else malloc_reader())
         self._section = LongWork(self._level, period_ms)
         self.available = self._level.read is not None
-        weakref.finalize(self, self._section.switch_off)
+        Finalizer(self, self._section.switch_off)
 
     def start(self) -> None:
         """Take this moment's level as the baseline, forget the peak and the held bytes, and watch long work."""

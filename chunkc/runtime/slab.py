@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 
+from chunkc._torch_compat import Finalizer
 from chunkc.errors import HardwareError
 
 _IS_LINUX: Final = sys.platform == "linux"
@@ -121,7 +122,7 @@ class Slab:
         self.is_fork_safe = _IS_LINUX
         self._pid = os.getpid()
         self._pages = weakref.ref(pages)
-        self._report = weakref.finalize(pages, _call, on_free, nbytes, self._pid)
+        self._report = Finalizer(pages, _call, on_free, nbytes, self._pid)
         self._report.atexit = False
 
     @property
@@ -165,7 +166,7 @@ def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ub
             "this process (ulimit -v, cgroup), or name a smaller host memory in hw"
         )
     pages = (ctypes.c_ubyte * mapped_nbytes).from_address(address)
-    weakref.finalize(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
+    Finalizer(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
     _advise(address, mapped_nbytes, mmap.MADV_DONTFORK)
     if huge_pages and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         _advise(address, mapped_nbytes, mmap.MADV_HUGEPAGE)

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
 
+from chunkc._torch_compat import Finalizer
 from chunkc.runtime.latch import Latch
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Transactions:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._has_left = False
-        weakref.finalize(self, self._calls.put, None).atexit = False
+        Finalizer(self, self._calls.put, None).atexit = False
 
     def run(self, call: Callable[[], T]) -> T:
         """What ``call`` returns or raises; inside another transaction ``call`` becomes part of that one.
