@@ -19,8 +19,6 @@ weights beside it are those of ``save_pretrained``, for whoever wants to use the
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -43,6 +41,7 @@ from chunkc.integrations.hf_checks import (
     check_transformers,
     wanted_dtype,
 )
+from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
 from chunkc.runtime.grad_scaler import GradScaler
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.optimizer import Adam, AdamW
@@ -189,9 +188,15 @@ class ChunkcTrainer(Trainer):
     # Checkpoints.
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
-        """As Trainer's. ``resume_from_checkpoint=True`` passes over a last checkpoint that was not finished."""
+        """As Trainer's. ``resume_from_checkpoint=True`` passes over a last checkpoint that was not finished.
+
+        Raises:
+            CheckpointError: for a ``trainer_state.json`` that is none.
+        """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = _newest_complete(Path(str(self.args.output_dir))) or True
+            resume_from_checkpoint = newest_complete(Path(str(self.args.output_dir))) or True
+        elif isinstance(resume_from_checkpoint, str) and (Path(resume_from_checkpoint) / STATE_NAME).exists():
+            check_trainer_state(Path(resume_from_checkpoint))
         return super().train(resume_from_checkpoint, *positional, **named)
 
     @property
@@ -263,15 +268,3 @@ class _PreparedOptimizer(AcceleratedOptimizer):
 def _of_fp32_outputs(loss: Any) -> Any:
     """``loss`` of outputs in fp32."""
     return lambda outputs, *positional, **named: loss(convert_to_fp32(outputs), *positional, **named)
-
-
-def _newest_complete(directory: Path) -> str | None:
-    """The last of Trainer's checkpoints whose final file, the trainer's state, is whole."""
-    folders = {int(m[1]): p for p in directory.glob("checkpoint-*") if (m := re.fullmatch(r"checkpoint-(\d+)", p.name))}
-    for step in sorted(folders, reverse=True):
-        try:
-            json.loads((folders[step] / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        return str(folders[step])
-    return None
