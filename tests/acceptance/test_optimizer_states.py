@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import PHASES, TOLERANCE, Twins, twins_at
+from small import OPTIONS, PHASES, TOLERANCE, Twins, twins_at
 
 import chunkc
 
@@ -54,6 +54,42 @@ def test_states_are_read_and_written_in_every_phase(
     check_states(twins)
     twins.check_training()
     check_states(twins)
+
+
+@pytest.mark.parametrize("phase", ["graded", "pending", "settled"])
+def test_an_edit_that_adam_magnifies_is_as_near_to_float64_as_in_plain_pytorch(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Momentum of 0.97 beside variances of 1e-8 and less moves parameters by hundreds.
+
+    Adam divides by roots of variances, so a rounding of 1e-7 of the quotient becomes 1e-5 and more of the parameter,
+    and two float32 results differ by that. Each is within roundings of the same step in float64; a lost or late edit,
+    or one in 16 bits, would be 1e-2 of the update or more away.
+    """
+    monkeypatch.setenv("CHUNKC_EMULATED", "poison,delay=2,seed=5")
+    twins = twins_at(phase)
+    for _, optimizer in twins.sides():
+        for state in optimizer.state.values():
+            state["exp_avg"].fill_(0.97)
+    if phase != "graded":
+        twins.backward()
+    exact = copy.deepcopy(twins.plain).double()
+    exact_optimizer = torch.optim.AdamW(exact.parameters(), **OPTIONS)
+    for p, q in zip(exact.parameters(), twins.plain.parameters(), strict=True):
+        p.grad = None if q.grad is None else q.grad.double()
+        exact_optimizer.state[p] = {name: part.double() for name, part in twins.plain_optimizer.state[q].items()}
+    before = [p.detach().clone() for p in exact.parameters()]
+    twins.step()
+    exact_optimizer.step()
+    largest = 0.0
+    sides = exact.parameters(), twins.model.parameters(), twins.plain.parameters()
+    for old, new, p, q in zip(before, *sides, strict=True):
+        wanted = new.detach()
+        bound = 32 * torch.finfo(torch.float32).eps * torch.maximum((wanted - old).abs(), old.abs())
+        for found in (p.detach().clone(), q.detach()):
+            assert bool(((found.double() - wanted).abs() <= bound).all())
+        largest = max(largest, float((wanted - old).abs().max()))
+    assert largest > 100
 
 
 def replace_by_assignment(twins: Twins, states: dict[str, dict[str, torch.Tensor]]) -> None:
