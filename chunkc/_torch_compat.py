@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc._torch_release import compilations_forgotten
 
+StorageKey = StorageWeakRef
 CaptureFailed = torch._dynamo.exc.TorchDynamoException
 RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
 BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
@@ -44,6 +45,7 @@ __all__ = [
     "Finalizer",
     "OpOverload",
     "RecompileLimitHit",
+    "StorageKey",
     "aot_backend",
     "as_plain_subclass",
     "break_reason",
@@ -54,6 +56,7 @@ __all__ = [
     "current_backward",
     "decides_recomputation",
     "dynamo_example",
+    "dynamo_value",
     "engine_runs",
     "fresh_code",
     "graph_break",
@@ -71,8 +74,10 @@ __all__ = [
     "pytree",
     "recomputed_region",
     "refuses_shared_inputs",
+    "refuses_shared_outputs",
     "shared_frames",
     "storage_address",
+    "storage_key",
     "swap_tensors",
     "tag_must_recompute",
     "tag_must_save",
@@ -143,6 +148,12 @@ def refuses_shared_inputs(error: RuntimeError) -> bool:
     """Whether AOTAutograd says that an input shares memory with one that the graph changes in place, which it does not
     capture beside tensor subclasses."""
     return "aliased inputs that are mutated" in str(error)
+
+
+def refuses_shared_outputs(error: AssertionError) -> bool:
+    """Whether AOTAutograd says that outputs are views of one tensor, which it does not capture beside tensor
+    subclasses."""
+    return "two graph outputs\nthat alias one another" in str(error)
 
 
 def wrapper_tensor(cls: type, inner: torch.Tensor, requires_grad: bool) -> Any:
@@ -226,6 +237,18 @@ def dynamo_example(placeholder: torch.fx.Node) -> Any:
     """The live object behind a placeholder of a Dynamo graph: for a parameter, the parameter itself."""
     grapharg = placeholder.meta.get("grapharg")
     return None if grapharg is None else grapharg.example
+
+
+def dynamo_value(node: torch.fx.Node) -> Any:
+    """The fake value of a node of a Dynamo graph: a tensor, a tuple of them, or None."""
+    return node.meta.get("example_value")
+
+
+def storage_key(value: Any) -> StorageKey | None:
+    """What dense tensors over the same memory have in common, fake ones too; None for anything else."""
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def graph_break(reason: str) -> Exception:

@@ -26,12 +26,14 @@ from chunkc._torch_compat import (
     num_forward_outputs,
     outputs_aliasing_inputs,
     refuses_shared_inputs,
+    refuses_shared_outputs,
     storage_address,
 )
 from chunkc._torch_release import forget_source
 from chunkc.capture.attention import drop_attention_dropout
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
+from chunkc.capture.shared_outputs import return_bases, without_last
 from chunkc.capture.tangents import find_reached, keeps_undefined, tangents_of
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
@@ -100,13 +102,21 @@ class CaptureBackend:
             partition_fn=capture.partition,
             **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
         )
+        num_bases = return_bases(module)
         try:
             compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
         except RuntimeError as error:
             if refuses_shared_inputs(error):
                 raise _shared_inputs_error(handed_in) from error
             raise
-        return keeps_undefined(compiled)
+        except AssertionError as error:
+            if refuses_shared_outputs(error):
+                raise CaptureError(
+                    "forward returns several views of one tensor, and how it made that is not captured; return that "
+                    "tensor too, or a clone in place of all views but one"
+                ) from error
+            raise
+        return without_last(keeps_undefined(compiled), num_bases)
 
 
 class _GraphCapture:
