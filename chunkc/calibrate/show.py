@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tabulate import tabulate
-
 from chunkc._rates import CopyRate, DtypeRate, Figure, Rates
 from chunkc.calibrate.rounds import TOGETHER
 from chunkc.hardware import Hardware, format_size
-from chunkc.report.units import wrapped
+from chunkc.report.columns import table, wrapped
 
 
 def tables(hw: Hardware, rates: Rates) -> str:
@@ -18,17 +16,14 @@ def tables(hw: Hardware, rates: Rates) -> str:
     together = "times as long as alone, while the activities on the left run"
     copies = f"copies by size, in microseconds; {_law('h2d', rates.h2d)}, {_law('d2h', rates.d2h)}"
     return "\n\n".join(
-        f"{wrapped(title, '  ')}\n\n{table}"
-        for title, table in ((heading, _rates(rates)), (together, _together(rates)), (copies, _copies(rates)))
+        f"{wrapped(title, '  ')}\n\n{numbers}"
+        for title, numbers in ((heading, _rates(rates)), (together, _together(rates)), (copies, _copies(rates)))
     )
 
 
 def _rates(rates: Rates) -> str:
     rows = [(name, unit, f"{figure.median:.4g}", spread(figure)) for name, unit, figure in _figures(rates)]
-    return tabulate(rows, headers=("", "unit", "median", "spread"), disable_numparse=True, colalign=_ALIGNED)
-
-
-_ALIGNED = ("left", "left", "right", "right")
+    return table(("", "unit", "median", "spread"), rows, "llrr")
 
 
 def _figures(rates: Rates) -> Iterator[tuple[str, str, Figure]]:
@@ -62,7 +57,7 @@ def _together(rates: Rates) -> str:
         (" + ".join(by), *(f"{found[of, by].median:.2f}" if (of, by) in found else "" for of in TOGETHER))
         for by in by_sets
     ]
-    return tabulate(rows, headers=("", *TOGETHER), disable_numparse=True, colalign=("left", *["right"] * 4))
+    return table(("", *TOGETHER), rows, "l" + "r" * len(TOGETHER))
 
 
 def _law(name: str, rate: CopyRate) -> str:
@@ -75,5 +70,4 @@ def _copies(rates: Rates) -> str:
         for entry in (entry for entry in rates.table if entry.name == f"copy {name}"):
             median_us, fitted_us = entry.figure.median, rate.time_us(entry.size)
             rows.append((name, format_size(entry.size), f"{median_us:.4g}", spread(entry.figure), f"{fitted_us:.4g}"))
-    headers = ("", "size", "median", "spread", "fitted")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("left", *["right"] * 4))
+    return table(("", "size", "median", "spread", "fitted"), rows, "lrrrr")

@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from tabulate import tabulate
-
 from chunkc.baselines import POLICIES, Course, Machine, Outcome, Policy
 from chunkc.cli.advice import missing
 from chunkc.cli.output import show, tell
@@ -21,8 +19,9 @@ from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, t
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
+from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, duration
-from chunkc.report.units import size, wrapped
+from chunkc.report.units import size
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "what other systems, modelled, would make of a model on a machine"
@@ -114,17 +113,12 @@ def _moved_nbytes(timeline: Timeline) -> int:
 
 def render(rows: Sequence[dict[str, Any]]) -> str:
     """Two tables, of speeds and of bytes; policies by which the model does not fit say why below them."""
-    align = ("left", "left", "left", "right", "right", "right", "left")
     priced_rows = [row for row in rows if row["step_ms"] is not None]
-    parts = [_table(_SPEEDS, [_speeds(row) for row in rows], align)]
+    parts = [table(_SPEEDS, [_speeds(row) for row in rows], "lllrrrl")]
     if priced_rows:
-        parts.append(_table(_BYTES, [_bytes(row) for row in priced_rows], ("left", *["right"] * 4)))
+        parts.append(table(_BYTES, [_bytes(row) for row in priced_rows], "lrrrr"))
     reasons = [wrapped(f"{row['policy']} does not fit: {row['why_not']}", "  ") for row in rows if not row["fits"]]
     return "\n\n".join(parts + (["\n".join(reasons)] if reasons else []))
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], align: Sequence[str]) -> str:
-    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
 def _speeds(row: dict[str, Any]) -> tuple[str, ...]:

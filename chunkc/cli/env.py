@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from chunkc.cli.output import show
+from chunkc.report.columns import wrapped
 from chunkc.report.environment import environment
-from chunkc.report.units import wrapped
 
 HELP = "versions, processor, memory, GPUs and variables, for a bug report"
 

@@ -15,16 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from tabulate import tabulate
-
 from chunkc.cli.advice import missing
 from chunkc.cli.options import DTYPES, MAX_RANKS, MAX_SEQUENCE, positive, up_to
 from chunkc.cli.output import show, tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.models import FAMILIES, Transformer, family
+from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import duration
-from chunkc.report.units import wrapped
 from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
 
 HELP = "the largest built-in model and batch that fit a machine and meet a bar of throughput"
@@ -143,12 +141,11 @@ def _count(fits: Callable[[int], bool], size: int) -> int:
 def _render(tried: Sequence[Answer], found: Answer | None) -> str:
     rows = [list(_cells(answer, answer is found)) for answer in tried]
     headers = ("model", "batch", "again", "fits", "step", "tokens/s", "TFLOPS", "bound", "")
-    align = ("left", "right", "left", "left", "right", "right", "right", "left", "left")
-    table = tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
+    answers = table(headers, rows, "lrllrrrll")
     reasons = "\n".join(_reasons(tried))
     told = "nothing fits and meets the bar" if found is None else f"largest: {found.scenario}"
     told = wrapped(f"{told}; times are simulated, not measured", "  ")
-    return "\n\n".join(part for part in (table, reasons, told) if part)
+    return "\n\n".join(part for part in (answers, reasons, told) if part)
 
 
 def _reasons(tried: Sequence[Answer]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from chunkc.cli.output import tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
-from chunkc.report.units import shorten
+from chunkc.report.columns import shorten
 
 Planner = Callable[..., Any]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from tabulate import tabulate
-
 from chunkc._usable_memory import UsableMemory
 from chunkc.cli.advice import Advice, missing
 from chunkc.hardware import Hardware
+from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
-from chunkc.report.units import SCREEN_COLUMNS, percent, size, wrapped
+from chunkc.report.units import percent, size
 from chunkc.whatif import Answer
 
 TIGHT_SHARE: Final = 0.97
@@ -38,7 +36,7 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
         *_speed(answer),
         *_advice(advice),
     ]
-    return "\n\n".join([*parts, where] if where else parts)
+    return "\n\n".join([*parts, wrapped(where, "  ")] if where else parts)
 
 
 def _memory(answer: Answer, hw: Hardware) -> str:
@@ -49,17 +47,15 @@ def _memory(answer: Answer, hw: Hardware) -> str:
     ):
         tight = "tight" if answer.fits and needed > TIGHT_SHARE * there else ""
         rows.append((kind, size(needed), size(there), size(there - needed), percent(needed, there), tight))
-    align = ("left", "right", "right", "right", "right", "left")
-    names = ("memory", "needed", "there", "left", "share", "")
-    table = tabulate(rows, headers=names, tablefmt="simple", colalign=align, disable_numparse=True)
-    return "\n".join((table, *_kept(hw, usable)))
+    needs = table(("memory", "needed", "there", "left", "share", ""), rows, "lrrrrl")
+    return "\n".join((needs, *_kept(hw, usable)))
 
 
 def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
     """What is not there, although the machine has it."""
     if not hw.emulated:
         of_device, of_host = hw.gpu_memory_nbytes - usable.device_nbytes, hw.host_nbytes_per_rank - usable.host_nbytes
-        yield f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system"
+        yield wrapped(f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system", "  ")
 
 
 def _needs(answer: Answer, hw: Hardware) -> tuple[int, int]:
@@ -99,9 +95,7 @@ def _rates(timeline: Timeline) -> Iterator[str]:
 
 def _advice(advice: Sequence[Advice]) -> Iterator[str]:
     if advice:
-        width = max(len("with"), *(len(found.change) for found in advice))
-        rows = [(found.change, textwrap.fill(found.effect, SCREEN_COLUMNS - width - 2)) for found in advice]
-        yield tabulate(rows, headers=("with", "it"), tablefmt="simple", disable_numparse=True)
+        yield table(("with", "it"), [(found.change, found.effect) for found in advice], "ll")
 
 
 def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[str, Any]:

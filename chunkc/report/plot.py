@@ -21,10 +21,11 @@ from chunkc.files import save_bytes
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.colours import DARK, KIND_COLOURS, WORK_COLOURS
+from chunkc.report.columns import shorten
 from chunkc.report.frame import Bar, Frame, Work, frame_of
 from chunkc.report.lanes import Array, Lane, lane_of, thinned
 from chunkc.report.memory_curve import Kind, memory_curve
-from chunkc.report.units import percent, plural, replicas_of, shorten, unit_for
+from chunkc.report.units import percent, plural, replicas_of, unit_for
 
 SIZE: Final = (1920, 1080)
 SUFFIXES: Final = (".png", ".svg", ".pdf")

@@ -5,13 +5,12 @@ Sizes without padding count elements, as papers do; homes, slots and budgets cou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
-from tabulate import tabulate
+from collections.abc import Iterator, Sequence
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
+from chunkc.report.columns import table, wrapped
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
 _TRIPLE = ("param32", "momentum", "variance")
@@ -25,29 +24,25 @@ def summarize(plan: Plan) -> str:
     ranks = f" (rank {layout.rank} of {layout.world_size}{replicas_of(layout)})" if layout.world_size > 1 else ""
     stored = "stored, padded" if layout.world_size == 1 else f"stored by rank {layout.rank}, padded"
     parts = [
-        printable(f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}"),
-        _table(("memory", "planned", "budget", "share", "where"), _memory(plan, unit)),
-        _table(("model data", "elements", unit.name, stored, "always on device"), _model_data(layout, unit)),
-        _table(("chunks", "dtype", "count", "elements each", unit.name, "utilisation", "home"), _chunks(layout, unit)),
-        _table((f"moved per {repeated(plan)}", "stream", "copies", unit.name), _moved(plan, unit)),
-        "\n".join(_notes(plan, unit)),
+        wrapped(printable(f"{plan.model} on {plan.hw}, plan {plan.digest()}{ranks}, sizes in {unit.name}"), "  "),
+        table(("memory", "planned", "budget", "share", "where"), _memory(plan, unit), "lrrrl"),
+        table(("model data", "elements", unit.name, stored, "always on device"), _model_data(layout, unit), "lrrrr"),
+        table(
+            ("chunks", "dtype", "count", "elements each", unit.name, "utilisation", "home", "state"),
+            _chunks(layout, unit),
+            "llrrrrll",
+        ),
+        table((f"moved per {repeated(plan)}", "stream", "copies", unit.name), _moved(plan, unit), "llrr"),
+        "\n".join(wrapped(note, "  ") for note in _notes(plan, unit)),
     ]
     return "\n\n".join(parts)
-
-
-def _table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Text cells left, numbers (already formatted) right."""
-    cells = list(rows)
-    left = {"memory", "where", "model data", "chunks", "dtype", "home", "stream"}
-    align = ["left" if header in left or header.startswith("moved") else "right" for header in headers]
-    return tabulate(cells, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
 def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     memory = plan.memory
     budget, peak = memory.device_budget_nbytes, memory.device_peak_nbytes
     segment = plan.segment(memory.nonmodel_segment)
-    workspace = f"{memory.nonmodel_segment}, {unit.of(segment.workspace_nbytes)} of it workspace allowance"
+    workspace = f"{memory.nonmodel_segment}, with {unit.of(segment.workspace_nbytes)} workspace"
     yield "device peak", unit.of(peak), unit.of(budget), percent(peak, budget), f"at {segment.name}"
     yield "of it arena", unit.of(memory.arena_nbytes), "", percent(memory.arena_nbytes, budget), "static, all the time"
     yield "of it non-model", unit.of(memory.nonmodel_nbytes), "", percent(memory.nonmodel_nbytes, budget), workspace
@@ -101,19 +96,19 @@ def _kind(name: str, numel: int, nbytes: int, stored: int, resident: int, unit: 
 def _chunks(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
     """A row for each kind of chunk, and all of them with PatrickStar's utilisation (section 9.2.2)."""
     held = _held_numel(layout)
-    kinds: dict[tuple[str, str, int, str], list[Chunk]] = {}
+    kinds: dict[tuple[str, str, int, str, str], list[Chunk]] = {}
     for chunk in layout.chunks:
-        home = f"{chunk.home}, state {chunk.os_home}" if chunk.os_home else str(chunk.home)
-        kind = str(chunk.list) if chunk.used_numel else "rank padding"
-        kinds.setdefault((kind, chunk.dtype, chunk.numel, home), []).append(chunk)
-    for (kind, dtype, numel, home), group in kinds.items():
+        kind = str(chunk.list) if chunk.used_numel else "padding"
+        homes = str(chunk.home), str(chunk.os_home or "")
+        kinds.setdefault((kind, chunk.dtype, chunk.numel, *homes), []).append(chunk)
+    for (kind, dtype, numel, home, os_home), group in kinds.items():
         nbytes = sum(c.nbytes for c in group)
         share = percent(sum(held[c.index] for c in group), numel * len(group))
-        yield kind, dtype, f"{len(group):,}", f"{numel:,}", unit.of(nbytes), share, home
+        yield kind, dtype, f"{len(group):,}", f"{numel:,}", unit.of(nbytes), share, home, os_home
     nbytes = sum(c.nbytes for c in layout.chunks)
     share = percent(layout.utilisation(), 1)
-    yield "parameters", "", "", "", "", share, "without grad and rank padding"
-    yield "total", "", f"{len(layout.chunks):,}", "", unit.of(nbytes), "", ""
+    yield "parameters", "", "", "", "", share, "", ""
+    yield "total", "", f"{len(layout.chunks):,}", "", unit.of(nbytes), "", "", ""
 
 
 def _held_numel(layout: Layout) -> list[int]:
@@ -171,4 +166,5 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
     yield f"free under the device budget at its peak: {used}"
     if plan.memory.is_bound:
         yield BOUND_NOTE
+    yield "utilisation of parameters: without grad chunks and rank padding"
     yield "param16: parameters in compute dtype. state: param32, momentum and variance, 12 bytes per element."

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
+from chunkc.report.columns import SCREEN_COLUMNS, shorten, wrapped
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
 from chunkc.report.units import (
@@ -25,42 +26,41 @@ from chunkc.report.units import (
     ranges,
     repeated,
     replicas_of,
-    shorten,
     unit_of,
 )
 
-MAX_COLUMNS = 100
-MAX_PROGRAM_LINES = 9
+MAX_PROGRAM_ROWS = 9
 _MAX_CHUNKS_COLUMNS = 16
+_BELOW = " " * 6  # before actions that stand below their segments
 _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)
 _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
-    "accumulate": ", in place of backward from the second micro-batch of a step on",
-    "restore": ", in place of step: gradients are given up, nothing is updated",
+    "accumulate": ", backward from the second micro-batch of a step on",
+    "restore": ", in place of step: gradients are given up",
     "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",
-    "resume": ", before a backward that does not directly follow its forward",
-    "forward_again": ": forward between micro-batches, with its groups still gathered",
-    "backward_unreduced": ": backward of the first of several micro-batches, without exchanges",
+    "resume": ", before a backward that is not right behind its forward",
+    "forward_again": ": between micro-batches, groups still gathered",
+    "backward_unreduced": ": of the first micro-batch, without exchanges",
     "accumulate_unreduced": ": accumulate without exchanges",
-    "accumulate_last": ": accumulate behind those, with the gradients of all reduced",
-    "reduce_all": ", when something comes before the last micro-batch of a step",
+    "accumulate_last": ": behind those; reduces the gradients of all",
+    "reduce_all": ", when something comes before the last micro-batch",
 }
 _LEGEND = (
-    "[fwd.1-12] x12    12 segments of equal structure in one line: chunks and actions of all of them,",
-    "                  ops of one, live and total of the largest.  (3 each): the part that repeats has 3",
+    "[fwd.1-12] x12    12 equal segments: ops of one, chunks and actions of all,",
+    "                  largest live and total.  x4 of 3: a part of 3 segments 4 times",
     "[bwd.1-3] mixed   different segments in one line, for space: ops of all of them",
-    "ops, chunks read  operators that run, the chunks whose parameters they read, and the chunks' size",
-    "live, total       activations, gradients under way and workspace; live and the whole arena",
-    "c3, os3, g3       chunk; its optimizer state (fp32 parameter, momentum, variance); group of chunks",
-    "fetch, load       host to device.  evict, store: device to host.  drop: free, the host copy is valid",
-    "stash             gradients land in the chunk.  update: Adam.  restore: parameter again from fp32",
+    "ops, chunks read  operators; chunks whose parameters they read, and their size",
+    "live, total       activations, gradients under way, workspace; with the arena",
+    "c3, os3, g3       chunk; its fp32 parameter, momentum, variance; group of chunks",
+    "fetch, load       to the device.  evict, store: to the host.  drop: home has it",
+    "stash             gradients land.  update: Adam.  restore: parameter from fp32",
 )
 _LEGEND_OF_RANKS = (
-    "gather, release   chunks of other ranks come and go.  reduce: gradients of all ranks, to the owner",
-    "norm, sum         squares of gradients, of a chunk and over all ranks, which decide waits for",
+    "gather, release   other ranks' chunks come, go.  reduce: gradients to the owner",
+    "norm, sum         squares of gradients: of a chunk, over all ranks, for decide",
 )
 
 
@@ -86,37 +86,42 @@ class _Row:
 
 
 def render(plan: Plan) -> str:
-    """The table of ``plan``: one screen of at most 100 columns, sizes in the one unit that the first line names."""
+    """The table of ``plan``, within the columns of a screen; sizes are in the one unit that the first line names."""
     unit = unit_of(plan)
     rows = [row for program in plan.programs for row in _program(plan, program, unit)]
-    lines = [*_header(plan, unit), "", *_aligned(rows), "", *_totals(plan, unit), "", *_LEGEND]
-    if plan.layout.world_size > 1:
-        lines += _LEGEND_OF_RANKS
-    return "\n".join(shorten(printable(line), MAX_COLUMNS) for line in lines)
+    legend = _LEGEND + (_LEGEND_OF_RANKS if plan.layout.world_size > 1 else ())
+    parts = (
+        (_header(plan, unit), "    "),
+        (_aligned(rows), " " * 8),
+        (_totals(plan, unit), "  "),
+        (legend, " " * 18),
+    )
+    return "\n\n".join("\n".join(wrapped(printable(line), indent) for line in lines) for lines, indent in parts)
 
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
     memory, layout = plan.memory, plan.layout
-    ranks = f"rank {layout.rank} of world size {layout.world_size}{replicas_of(layout)}"
-    yield f"plan {plan.digest()}: {plan.model} on {plan.hw}, {ranks}, sizes in {unit.name}"
+    ranks = "" if layout.world_size == 1 else f", rank {layout.rank} of {layout.world_size}{replicas_of(layout)}"
+    yield f"plan {plan.digest()}: {plan.model} on {plan.hw}{ranks}, sizes in {unit.name}"
     peak, budget = memory.device_peak_nbytes, memory.device_budget_nbytes
+    yield f"  device  planned peak {unit.of(peak)} of budget {unit.of(budget)} ({percent(peak, budget)}):"
     yield (
-        f"  device  planned peak {unit.of(peak)} of budget {unit.of(budget)} ({percent(peak, budget)}): "
-        f"arena {unit.of(memory.arena_nbytes)} + live {unit.of(memory.nonmodel_nbytes)} at {memory.nonmodel_segment}"
+        f"          arena {unit.of(memory.arena_nbytes)} + live {unit.of(memory.nonmodel_nbytes)} "
+        f"at {memory.nonmodel_segment}"
     )
     host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
     yield f"  host    {unit.of(host)} of budget {unit.of(host_budget)} ({percent(host, host_budget)})"
     if memory.is_bound:
         yield f"  {BOUND_NOTE}"
+    yield f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states:"
     yield (
-        f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states: "
-        f"{plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')} "
+        f"          {plural(len(layout.params), 'parameter')} in {plural(len(layout.chunks), 'chunk')} "
         f"of {layout.chunk_numel:,} elements"
     )
 
 
 def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
-    """Columns as wide as their widest cell; the actions take what is left of the line."""
+    """Columns as wide as their widest cell; actions stand behind them, or below where the line has no room."""
     cells = [_HEADINGS, *(row.cells for row in rows if row.cells)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADINGS))]
 
@@ -129,8 +134,15 @@ def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
 
     yield line(_HEADINGS) + "actions"
     for row in rows:
+        if row.heading:
+            yield row.heading
+            continue
         start = line(row.cells) if row.cells else "  "
-        yield row.heading or (start + _brief(row.actions, MAX_COLUMNS - len(start))).rstrip()
+        shown, fits = _brief(row.actions, SCREEN_COLUMNS - len(start))
+        if row.cells and not fits:
+            yield start.rstrip()
+            start = _BELOW
+        yield (start + shown).rstrip()
 
 
 def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
@@ -144,7 +156,7 @@ def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
     if not steps:
         yield _Row(actions=program.actions)
         return
-    for run in merge(_fitting_runs(plan, steps), MAX_PROGRAM_LINES):
+    for run in merge(_fitting_runs(plan, steps), MAX_PROGRAM_ROWS):
         yield _row(plan, steps, run, unit)
 
 
@@ -166,7 +178,7 @@ def _fitting_runs(plan: Plan, steps: Sequence[_Step]) -> tuple[Run, ...]:
     """Folded by the strongest equality whose lines fit; by the weakest when none does."""
     for strength in (2, 1):
         runs = fold([_structure(plan, step, strength) for step in steps])
-        if len(runs) <= MAX_PROGRAM_LINES:
+        if len(runs) <= MAX_PROGRAM_ROWS:
             return runs
     return fold([step.num_ops for step in steps])
 
@@ -200,17 +212,22 @@ def _name(part: Sequence[_Step], run: Run) -> str:
     name = f"[{first.name}-{last.index}]"
     if run.num_repeats == 1:
         return f"{name} mixed"
-    return f"{name} x{run.num_repeats}" + (f" ({run.period} each)" if run.period > 1 else "")
+    return f"{name} x{run.num_repeats}" + (f" of {run.period}" if run.period > 1 else "")
 
 
-def _brief(actions: Sequence[Action], width: int) -> str:
-    """Actions by kind with their targets, ``fetch c0 c13, drop c13``; with their numbers where these do not fit."""
+def _brief(actions: Sequence[Action], width: int) -> tuple[str, bool]:
+    """Actions by kind with their targets, ``fetch c0 c13, drop c13``, and whether they fit ``width`` columns.
+
+    Where targets do not even fit a line of their own, the numbers of actions stand for them, ``fetch x2``.
+    """
     kinds: dict[str, list[Action]] = {}
     for action in actions:
         name = f"{action.op} @{action.stream}" if action.op in _ON_ANY_STREAM else str(action.op)
         kinds.setdefault(name, []).append(action)
     text = ", ".join(_targets(name, group) for name, group in kinds.items()) or "none"
-    return text if len(text) <= width else ", ".join(f"{name} x{len(group)}" for name, group in kinds.items())
+    if len(text) > SCREEN_COLUMNS - len(_BELOW):
+        text = ", ".join(f"{name} x{len(group)}" for name, group in kinds.items())
+    return text, len(text) <= width
 
 
 def _targets(name: str, actions: Sequence[Action]) -> str:

@@ -3,6 +3,7 @@
 The text has a header (model, budgets, provenance), the layout (chunks with their parameters, slots), and the programs.
 In a program each action stands on a line of its own behind its label, in the form that `chunkc.ir.actions.parse` reads
 back; all other lines of a program start with ``#``. Before each ``run`` stands its moment: what is resident, and bytes.
+What is longer than a screen is wide goes on in the next line, further to the right.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from collections.abc import Iterator
 
 from chunkc.ir.layout import Chunk, Layout, Placement
 from chunkc.ir.plan import Plan, Program, State
+from chunkc.report.columns import wrapped
 from chunkc.report.moments import Moment, moments
-from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, replicas_of, unit_of
+from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, ranges, replicas_of, unit_of
 
 
 def full_text(plan: Plan) -> str:
@@ -20,7 +22,13 @@ def full_text(plan: Plan) -> str:
     unit = unit_of(plan)
     sections = [_header(plan, unit), _stages(plan), _layout(plan.layout, unit), _slots(plan.layout, unit)]
     sections += [_program(plan, program, unit) for program in plan.programs]
-    return "\n\n".join("\n".join(map(printable, section)) for section in sections) + "\n"
+    return "\n\n".join("\n".join(map(_fitted, section)) for section in sections) + "\n"
+
+
+def _fitted(line: str) -> str:
+    """``line`` within the columns of a screen: it goes on further to the right, as a comment where it is one."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    return wrapped(printable(line), "  #     " if line.startswith("  #") else f"{indent}    ")
 
 
 def _header(plan: Plan, unit: Unit) -> Iterator[str]:
@@ -128,13 +136,13 @@ def _in_slots(run: list[tuple[str, int, int]]) -> str:
 def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:
     """What is resident before a segment, and the bytes while it runs."""
     segment, budget = moment.segment, unit.of(plan.memory.device_budget_nbytes)
-    reads = " ".join(f"c{c}" for c in plan.layout.chunks_of(segment.reads)) or "no chunk"
+    reads = ranges("c", plan.layout.chunks_of(segment.reads)) or "no chunk"
     gathered = f"; gathered {' '.join(moment.gathered)}" if moment.gathered else ""
     yield f"  # moment {segment.name}: resident {_resident(moment.resident)}{gathered}"
     elastic = f" + elastic {unit.of(moment.elastic_nbytes)}" if moment.elastic_nbytes else ""
+    used = f"{unit.named(moment.used_nbytes)} of the arena in use"
+    yield f"  #   operators {segment.first_op}..{segment.end_op - 1} read {reads}; {used}"
     yield (
-        f"  #   operators {segment.first_op}..{segment.end_op - 1} read {reads}; {unit.name}: arena "
-        f"{unit.of(plan.layout.arena_nbytes)} (in use {unit.of(moment.used_nbytes)}){elastic} + non-model "
-        f"{unit.of(segment.nonmodel_nbytes)} (live {unit.of(segment.live_nbytes)}, workspace "
-        f"{unit.of(segment.workspace_nbytes)}) = {unit.of(moment.total_nbytes)} of {budget}"
+        f"  #   {unit.of(moment.total_nbytes)} of {budget} {unit.name} = arena {unit.of(plan.layout.arena_nbytes)}"
+        f"{elastic} + live {unit.of(segment.live_nbytes)} + workspace {unit.of(segment.workspace_nbytes)}"
     )

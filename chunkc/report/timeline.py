@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
-
-from tabulate import tabulate
 
 from chunkc import cost
 from chunkc.cost.timeline import OVERHEAD, Stall
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
-from chunkc.report.units import percent, plural, printable, shorten, unit_for, wrapped
+from chunkc.report.columns import table, wrapped
+from chunkc.report.units import percent, plural, printable, unit_for
 
 MAX_STALLS = 8
-_MAX_ACTION_COLUMNS = 22
-_MAX_MEANWHILE_COLUMNS = 20
 _MEANINGS = {
     "compute": "computing on the device",
     "h2d": "copies to the device",
@@ -101,7 +96,7 @@ def bounds(timeline: cost.Timeline) -> Iterator[str]:
 
 def _streams(timeline: cost.Timeline) -> str:
     unit = unit_for(max((s.nbytes for s in timeline.streams), default=0))
-    rows: list[Sequence[Any]] = [
+    rows: list[tuple[str, ...]] = [
         (
             str(s.stream),
             f"{s.busy_ms:,.3f}",
@@ -114,7 +109,8 @@ def _streams(timeline: cost.Timeline) -> str:
         for s in timeline.streams
     ]
     rows.append((OVERHEAD, "", "", "", f"{timeline.overhead_ms:,.3f}", "", ""))
-    return _table(("stream", "busy ms", "share", "alone ms", "critical ms", "actions", unit.name), rows, 1)
+    headings = ("stream", "busy ms", "share", "alone ms", "critical ms", "actions", unit.name)
+    return table(headings, rows, "lrrrrrr")
 
 
 def _stalls(timeline: cost.Timeline) -> str:
@@ -124,9 +120,9 @@ def _stalls(timeline: cost.Timeline) -> str:
     rows = [
         (
             f"{stall.stall_ms:,.3f}",
-            shorten(f"{stall.label} {_without_stream(stall.action)}", _MAX_ACTION_COLUMNS),
-            shorten(_without_stream(stall.waited_for), _MAX_ACTION_COLUMNS),
-            textwrap.fill(_meanwhile(stall), _MAX_MEANWHILE_COLUMNS),
+            f"{stall.label} {_without_stream(stall.action)}",
+            _without_stream(stall.waited_for),
+            _meanwhile(stall),
         )
         for stall in timeline.stalls[:MAX_STALLS]
     ]
@@ -134,7 +130,7 @@ def _stalls(timeline: cost.Timeline) -> str:
     heading = (
         f"the compute stream waits {duration(total_ms)} of a step in {plural(len(timeline.stalls), 'stall')}{shown}\n\n"
     )
-    return heading + _table(("ms", "before", "waits for", "meanwhile, ms"), rows, 0)
+    return heading + table(("ms", "before", "waits for", "meanwhile, ms"), rows, "rlll")
 
 
 def _without_stream(action: str) -> str:
@@ -144,13 +140,6 @@ def _without_stream(action: str) -> str:
 
 def _meanwhile(stall: Stall) -> str:
     return ", ".join(f"{name} {ms:,.3f}" for name, ms in stall.path_ms if ms >= stall.stall_ms / 100)
-
-
-def _table(headers: Sequence[str], rows: Sequence[Sequence[Any]], num_left: int) -> str:
-    """Cells are text already; numbers stand right, names left."""
-    names = {"before", "waits for", "meanwhile, ms"}
-    align = ["left" if i < num_left or h in names else "right" for i, h in enumerate(headers)]
-    return tabulate(rows, headers=headers, tablefmt="simple", colalign=align, disable_numparse=True)
 
 
 def duration(elapsed_ms: float) -> str:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
 
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 
-BOUND_NOTE = "activations are a bound: each operator alone; compile fuses them and states what that takes"
-SCREEN_COLUMNS: Final = 80
-"""Of what commands print, where no name is longer; a plan's own table has more."""
+BOUND_NOTE = "activations are a bound: operators one by one; compile fuses and states them"
 
 _UNITS = (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
 
@@ -89,18 +85,6 @@ def ranges(prefix: str, numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return " ".join(f"{prefix}{a}" if a == b else f"{prefix}{a}-{b}" for a, b in runs)
-
-
-def shorten(text: str, width: int) -> str:
-    """``text`` cut to ``width`` columns; three dots say that something is missing."""
-    return text if len(text) <= width else text[: width - 3].rstrip() + "..."
-
-
-def wrapped(text: str, indent: str = "") -> str:
-    """``text`` in lines of at most 80 columns, all but the first behind ``indent``; no word is broken."""
-    wrapper = textwrap.TextWrapper(SCREEN_COLUMNS, subsequent_indent=indent)
-    wrapper.break_long_words = wrapper.break_on_hyphens = False
-    return wrapper.fill(text)
 
 
 def printable(line: str) -> str:

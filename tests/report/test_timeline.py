@@ -46,8 +46,7 @@ the compute stream waits 5.000 ms of a step in 2 stalls
 
    ms  before        waits for          meanwhile, ms
 -----  ------------  -----------------  --------------------
-4.000  f1 run fwd.0  f0 fetch c0 -> d0  cpu 2.000, d2h
-                                        1.000, h2d 1.000
+4.000  f1 run fwd.0  f0 fetch c0 -> d0  cpu 2.000, d2h 1.000, h2d 1.000
 1.000  f6 run fwd.2  f5 fetch c2 -> d0  h2d 1.000
 """
 

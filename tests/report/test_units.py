@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkc.report.units import Unit, percent, plural, printable, ranges, shorten, unit_for
+from chunkc.report.units import Unit, percent, plural, printable, ranges, unit_for
 
 GIB, MIB, KIB = 1024**3, 1024**2, 1024
 
@@ -40,7 +40,6 @@ def test_ranges_join_neighbours() -> None:
 def test_small_words() -> None:
     assert (plural(1, "chunk"), plural(0, "chunk"), plural(1024, "chunk")) == ("1 chunk", "0 chunks", "1,024 chunks")
     assert (percent(1, 3), percent(1, 0)) == ("33.3 %", "-")
-    assert (shorten("abcdef", 6), shorten("abcdefg", 6)) == ("abcdef", "abc...")
 
 
 def test_what_is_not_printed_is_escaped() -> None:
