@@ -1,4 +1,4 @@
-"""The command line: make a plan without running anything, look at it, simulate it; measure this machine, describe it.
+"""The command line: make, show and simulate plans without running them; measure this machine.
 
     chunkc plan gpt-10b --hw v100-240g --batch 8 [--save plan.json] [--table | --full | --json]
         [--plot out.png] [--html out.html] [--trace out.json]

@@ -1,4 +1,4 @@
-"""What would help: other scenarios near the one that was asked for, each planned and simulated before it is named.
+"""Advice: scenarios near the one that was asked for, each planned and simulated before it is named.
 
 A model that fits is tried with the least device memory that works, with twice the batch, and again as long as that
 pays, and with layers computed again where they are not. One that does not fit is tried with the memory that is missing

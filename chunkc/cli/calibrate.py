@@ -1,4 +1,4 @@
-"""``chunkc calibrate``: measure this machine's copies, updates and arithmetic, and write them as a profile."""
+"""``chunkc calibrate``: measure this machine's copies, updates and arithmetic into a profile."""
 
 from __future__ import annotations
 

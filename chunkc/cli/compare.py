@@ -1,4 +1,4 @@
-"""``chunkc compare``: what other systems, modelled, would make of a model on a machine, beside chunkc's plan.
+"""``chunkc compare``: other systems, modelled, beside chunkc's plan of a model on a machine.
 
 All of them get the same operators and the same rates. ``--recompute auto`` holds for each by itself: layers are
 computed again where the model does not fit otherwise.

@@ -1,4 +1,4 @@
-"""``chunkc frontier``: the largest built-in model, and its largest batch, that a machine trains fast enough.
+"""``chunkc frontier``: the largest built-in model and batch that a machine trains fast enough.
 
 What is searched. Fitting is monotone: a larger model of a family, or a larger batch, needs no less memory. So the
 largest model that fits with one sequence is found by bisection over the family, and its largest batch by bisection over

@@ -65,7 +65,7 @@ def _imported(module_name: str, folder: str) -> Any:
 
 @contextmanager
 def _errors_of_users(name: str, program: str, folder: str) -> Iterator[None]:
-    """Tell what the user's code called ``name`` raises as one error; ``program`` shows all of its traceback."""
+    """Raise errors of the user's code ``name`` as one error; ``program`` shows the whole traceback."""
     try:
         yield
     except ChunkcError:
@@ -76,7 +76,7 @@ def _errors_of_users(name: str, program: str, folder: str) -> Iterator[None]:
 
 
 def _place(raised: TracebackType | None, folder: str) -> str:
-    """The innermost line in a file below ``folder``; of any file where there is none; nothing without a line."""
+    """The innermost line in a file below ``folder``, else of any file; nothing without a line."""
     frames = [frame for frame in extract_tb(raised) if not _is_of_import(frame)]
     own = [frame for frame in frames if _is_below(folder, Path(frame.filename))] or frames
     return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""

@@ -1,4 +1,4 @@
-"""What several commands share: kinds of arguments, checked when they are parsed, and files, read and written."""
+"""Arguments that several commands share, checked when they are parsed; files, read and written."""
 
 from __future__ import annotations
 

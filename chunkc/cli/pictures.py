@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | None, unpriced: str = "") -> None:
-    """Write the files that were asked for; without a timeline pictures show the order of actions, and stderr says why.
+    """Write the files asked for; without a timeline they show the order of actions, and stderr says why.
 
     Args:
         args: with the options of `add_arguments`.

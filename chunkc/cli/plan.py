@@ -1,4 +1,4 @@
-"""``chunkc plan``: can this model be trained on that machine, how fast, and what is in the way? Nothing runs."""
+"""``chunkc plan``: can this model be trained on that machine, how fast, and what is in the way?"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ TIGHT_SHARE: Final = 0.97
 
 
 def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title: str, where: str) -> str:
-    """One screen: does it fit and by how much, how fast, what bounds it, what would help, where the plan is.
+    """One screen: does it fit, by how much, how fast, what bounds it, what would help, where is the plan.
 
     Args:
         answer: what became of it.
@@ -59,7 +59,7 @@ def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
 
 
 def _needs(answer: Answer, hw: Hardware) -> tuple[int, int]:
-    """Device and host bytes of one rank: of the plan, or the least of which training may take enough for one."""
+    """Device and host bytes of one rank: of the plan, or the least with which there would be one."""
     if answer.plan is not None:
         return answer.plan.memory.device_peak_nbytes, answer.plan.memory.host_nbytes
     if answer.shortage is None:

@@ -1,4 +1,4 @@
-"""``chunkc simulate``: how long a step of a plan takes, and what bounds it, of a saved plan or of a model."""
+"""``chunkc simulate``: the time of a step of a saved plan or a model, and what bounds it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command is about: a model by name, by its Hugging Face configuration or from a function, and its training."""
+"""Subject of a command: a model by name, Hugging Face configuration or function, and its training."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
 
 @contextlib.contextmanager
 def _without_torch_errors() -> Iterator[None]:
-    """Keep torch from logging the traceback of an operator that it cannot trace; the error that follows names it."""
+    """Keep torch from logging the traceback of an untraceable operator, which the error names anyway."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

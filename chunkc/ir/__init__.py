@@ -1,4 +1,4 @@
-"""The intermediate representation: what is executed when (schedule), where data lives (layout), what is done (plan).
+"""The intermediate representation: order of execution (schedule), places of data (layout), the plan.
 
 Everything here is frozen data and pure functions: no torch tensors, no devices, no passes.
 """

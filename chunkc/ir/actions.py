@@ -159,7 +159,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        """The number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``, bytes of ``grow``."""
+        """Number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``, bytes of ``grow``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The layout: which chunk holds which parameter, where chunks live when they are not on the device, and the arena.
+"""The layout: parameters in chunks, homes of chunks off the device, and the arena.
 
 One layout per model, fixed, shared by all its programs. A chunk is a fixed number of elements of one dtype. The lists
 param16, param32, momentum and variance share one mapping, so a parameter has the same (chunk, offset) in all of them:
@@ -35,7 +35,7 @@ class ChunkList(StrEnum):
 
 
 class Home(StrEnum):
-    """Where a payload or a triple lives when no action has moved it: host memory, or always in its device slot."""
+    """Place of a payload or triple that no action has moved: host memory, or always its device slot."""
 
     HOST = "host"
     DEVICE = "device"
@@ -43,7 +43,7 @@ class Home(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``numel`` elements of ``dtype``; the first ``used_numel`` hold data (padding between tensors included)."""
+    """``numel`` elements of ``dtype``; the first ``used_numel`` hold data, with padding between tensors."""
 
     index: int
     list: ChunkList
@@ -77,7 +77,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a parameter lives: ``offset`` elements into chunk ``chunk``, reaching over ``num_chunks`` chunks."""
+    """Place of a parameter: ``offset`` elements into ``chunk``, reaching over ``num_chunks`` chunks."""
 
     param: int
     chunk: int
@@ -91,7 +91,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A communication group: ``num_chunks`` consecutive chunks, chunk ``first_chunk + r`` owned by rank ``r``."""
+    """A communication group: consecutive chunks, of which ``first_chunk + r`` is owned by rank ``r``."""
 
     index: int
     first_chunk: int
@@ -179,7 +179,7 @@ class Layout:
         return tuple(c for c in chunks if self.owner(c) != self.rank)
 
     def moved_nbytes(self, action: Action) -> int:
-        """Bytes that ``action`` copies over the link to the host, or that this rank receives from others by it.
+        """Bytes that ``action`` copies over the link to the host, or receives from other ranks.
 
         A copy moves what is used of a chunk, a collective whole chunks: of a group those of all other ranks, to have
         them (gather) or to add them to the own one (reduce). In the serial variant every rank but the owner receives a

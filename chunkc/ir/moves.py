@@ -1,4 +1,4 @@
-"""Effects of the actions that move chunks and triples: fetch, open, evict, drop, load, store, gather, release, reduce.
+"""Effects of the actions that move chunks and triples, from fetch and evict to gather and reduce.
 
 A remote chunk has no home on this rank. The slots of a gathered group follow from the slot of the rank's own chunk:
 ``world_size`` adjacent slots, the own one at position ``rank``. All ranks carry out the same collectives on the same
@@ -178,7 +178,7 @@ def _reduce(machine: Machine, event: Event) -> None:
 
 
 def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:
-    """Refuse a reduction of gradient chunks in none of which anything has landed since they were reduced or opened.
+    """Refuse a reduction of gradient chunks in which nothing has landed since the last one or opening.
 
     It adds what other ranks hold of a chunk to what its owner has: once for each time that they were opened.
     """

@@ -1,4 +1,4 @@
-"""The plan: a layout, the segments of both graphs, and programs of actions with declared entry and exit states.
+"""The plan: a layout, segments of both graphs, and programs with declared entry and exit states.
 
 The plan decides everything. The verifier, the report and the executor read the same object; it saves to JSON with a
 format version and has a digest over everything that decides what happens (not over how long planning took).

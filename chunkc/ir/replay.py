@@ -1,4 +1,4 @@
-"""Memory of one rank while a plan is replayed: what stands in every slot and home, and which copy is the true one.
+"""Memory of one rank while a plan is replayed: contents of slots and homes, and the true copies.
 
 Contents are symbolic. A payload is the number of updates its param16 has seen, the parameters in it that their
 gradients have overlaid, and whether these gradients are reduced. For every chunk the machine keeps the *truth*, the
@@ -142,7 +142,7 @@ class Iteration:
 
 
 class Machine:
-    """Slots, homes and truths of one rank; the attributes are read and written by the effects of the actions.
+    """Slots, homes and truths of one rank, read and written by the effects of actions.
 
     Attributes:
         slot_of: slot of every resident target (``c3``, ``os3``).
@@ -214,7 +214,7 @@ class Machine:
         return chunk
 
     def occupy(self, event: Event, target: str, slot: int, nbytes: int) -> None:
-        """``target`` enters ``slot``, which must be free, large enough, and share no bytes with an occupied one."""
+        """Put ``target`` into ``slot``, which must be free, large enough, and apart from occupied bytes."""
         if target in self.slot_of:
             self.refuse(event, f"{target} already stands in slot d{self.slot_of[target]}")
         if slot >= len(self.layout.slots):

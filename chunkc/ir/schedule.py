@@ -107,7 +107,7 @@ class GraphSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One iteration: the parameters, the forward graph and the backward graph (without operators in an evaluation).
+    """One iteration: parameters, forward graph, and backward graph (no operators in an evaluation).
 
     ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
     ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs). ``also_trained``

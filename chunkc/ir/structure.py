@@ -1,4 +1,4 @@
-"""What must hold of a plan before it makes sense to replay it: sizes, budgets, names, labels, declared states."""
+"""Checks of a plan before it is replayed: sizes, budgets, names, labels, declared states."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
 
 
 def _num_labels(plan: Plan, own: Program) -> dict[str, int]:
-    """How many labels of each role all programs of that role have; of the role of ``own`` those of ``own`` itself."""
+    """Number of labels that all programs of a role have; of the role of ``own``, those of ``own`` itself."""
     found: dict[str, int] = {}
     for program in plan.programs:
         letter = ROLE_LETTER[program.role]

@@ -1,4 +1,4 @@
-"""Effects of the actions that compute: run, stash, add, norm, sum, decide, update, restore, grow, shrink.
+"""Effects of the actions that compute, from run and stash to update and restore.
 
 Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
 overlay is no parameter any more. Where micro-batches add to gradient chunks, each lands once in every micro-batch, and
@@ -130,7 +130,7 @@ def _refuse_lost(machine: Machine, event: Event, chunk: int, held: Payload) -> N
 
 
 def _gradients(machine: Machine, event: Event, chunk: int) -> None:
-    """Check that all gradients of ``chunk`` have landed where ``event`` runs, and record that it reads them."""
+    """Check that all gradients of ``chunk`` have landed before ``event``, and record its reads."""
     missing = machine.facts.due[chunk]
     beside = machine.facts.grad_chunk.get(chunk)
     for source in (chunk,) if beside is None else (chunk, beside):
@@ -296,7 +296,7 @@ def finish(machine: Machine, program: Program) -> str | None:
 
 
 def begin(machine: Machine, program: Program) -> None:
-    """What ``program`` changes by being the next one: a backward is one more micro-batch, or the first of a step."""
+    """Begin ``program``: a backward is one more micro-batch, or the first of a step."""
     if program.role != "backward" or not machine.facts.accumulates:
         return
     if program.name in FIRST_BACKWARDS:

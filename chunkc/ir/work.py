@@ -1,4 +1,4 @@
-"""What a segment computes, in counts that hold on any machine; a cost model turns them into time.
+"""Work of a segment in counts that hold on any machine; a cost model turns them into time.
 
 Operators of one kind and dtype are added up: a processor is as fast at all of them. A matrix product or an attention is
 bounded by arithmetic or by the bytes that it moves, whichever takes longer; anything else by bytes.

@@ -1,4 +1,4 @@
-"""What people see of a plan: a table, a full text, a summary, and the public ``chunkc.Plan`` that offers them.
+"""Reports of a plan: table, full text, summary, and the public ``chunkc.Plan`` that offers them.
 
 The representation (``chunkc.ir``) knows nothing of reports; `Plan` adds them to it and changes nothing else.
 """

@@ -1,4 +1,4 @@
-"""Colours of pictures: those of Okabe and Ito, which people with any colour vision tell apart, a few of them paler.
+"""Colours of pictures: those of Okabe and Ito, which any colour vision tells apart, a few paler.
 
 One colour means one thing: parameters are orange where they stand in memory and where they are copied.
 """

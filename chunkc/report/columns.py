@@ -63,7 +63,7 @@ def _last_break(word: str, room: int) -> int:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], align: str) -> str:
-    """A table as wide as its cells, or as the screen where that is less; wider only where numbers alone are.
+    """A table as wide as its cells, but no wider than the screen unless its numbers alone are.
 
     Args:
         headings: of the columns.

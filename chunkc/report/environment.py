@@ -1,4 +1,4 @@
-"""What ``chunkc env`` shows: versions, processor, memory with its cgroup limit, GPUs, and the variables that matter."""
+"""The environment for a bug report: versions, processor, memory with its limit, GPUs, variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fold a sequence whose parts repeat: the layers of a model are equal, and a table has one line for all of them.
+"""Fold a sequence whose parts repeat, so that a table has one line for all equal layers.
 
 A run is a stretch ``first .. end`` that consists of ``num_repeats`` copies of its first ``period`` items. Runs are
 taken greedily from the left, each the one that covers most: run-length encoding of patterns. It is not always the

@@ -52,7 +52,7 @@ _OF_OP = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One action: ``start`` lies in the window, ``end`` may lie behind it. ``text`` is the action's, without waits."""
+    """One action: ``start`` lies in the window, ``end`` may lie behind it; ``text`` is without waits."""
 
     label: str
     text: str
@@ -110,7 +110,7 @@ class Frame:
 
 
 def pieces(start: float, end: float, period: float) -> Iterator[tuple[float, float]]:
-    """The parts in ``0 .. period`` of an interval that repeats with the period; what is longer covers itself.
+    """Parts in ``0 .. period`` of an interval that repeats with the period; a longer one covers itself.
 
     >>> list(pieces(7.0, 12.0, 10.0))
     [(7.0, 10.0), (0.0, 2.0)]
@@ -129,7 +129,7 @@ Clock = dict[str, tuple[float, float]]
 
 
 def clock_of(plan: Plan, timeline: Timeline | None) -> tuple[Clock, float]:
-    """When the actions of an iteration start and end, from the start of the forward's first segment, and the period.
+    """Start and end of an iteration's actions, from the start of the first segment, and the period.
 
     Times may be negative or lie behind the period: they are those of one iteration, not yet laid into the window.
     Without a timeline, positions in the plan.
@@ -197,7 +197,7 @@ def _work(plan: Plan, program: Program, action: Action) -> Work:
 
 
 def _phases(plan: Plan, clock: Clock, period: float) -> tuple[Phase, ...]:
-    """Each program's phase ends where the compute stream begins the next one's first segment or is done with it."""
+    """Phases, each ended by the next program's first segment or by the end of its own computing."""
     if plan.is_evaluation:
         return (Phase("evaluate", 0.0, period),)
     names, begins, last = ["forward"], [0.0], 0.0

@@ -1,4 +1,4 @@
-"""One page about a plan that needs nothing else: picture, timeline to zoom into, numbers, stalls, and the full text.
+"""One self-contained page about a plan: picture, timeline to zoom into, numbers, stalls, full text.
 
 The page refers to no other resource, and tells the browser to load none. Its text stands in the page as text, so it can
 be searched without scripts; scripts add the filter and the timeline.
@@ -111,7 +111,7 @@ def _tick(time: float, frame: Frame) -> int:
 
 
 def _lane(frame: Frame, stream: Stream) -> tuple[list[int], list[int], list[int], list[str]]:
-    """Starts (as differences), durations, works and labels of a stream's bars; one that passes the end is two."""
+    """Starts (as differences), durations, works, labels of a stream's bars; a bar past the end is two."""
     order = {work: number for number, work in enumerate(Work)}
     parts = sorted(
         (_tick(start, frame), _tick(end, frame) - _tick(start, frame), order[bar.work], bar.label)
@@ -123,7 +123,7 @@ def _lane(frame: Frame, stream: Stream) -> tuple[list[int], list[int], list[int]
 
 
 def _memory(curve: MemoryCurve, frame: Frame) -> dict[str, Any]:
-    """Edges as differences, and for each kind its name, colour, and where it changes: pieces and new bytes by turns."""
+    """Edges as differences; of each kind its name, colour and changes: pieces and new bytes by turns."""
     kinds = [[str(kind), KIND_COLOURS[kind], *_changes(curve.nbytes[kind])] for kind in curve.kinds()]
     return {"edges": _differences(_tick(edge, frame) for edge in curve.edges), "kinds": kinds}
 

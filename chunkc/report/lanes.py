@@ -1,4 +1,4 @@
-"""What a picture with so many pixels shows of a stream: wide bars one by one, the others as a density.
+"""One stream in a picture's pixels: wide bars one by one, the others as a density.
 
 A plan has tens of thousands of actions, a screen has two thousand columns. Narrow bars of the same work that follow
 each other without a gap are one block. Where a stream has few blocks, or they are wide, each is drawn. Else narrow ones
@@ -31,7 +31,7 @@ _MANY_COLUMNS = 5
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Work without a gap from ``start`` to ``end``, within the window; ``bar`` is the only action, or None of many."""
+    """Work without a gap from ``start`` to ``end`` in the window; ``bar`` is its only action, else None."""
 
     start: float
     end: float
@@ -82,7 +82,7 @@ def lane_of(frame: Frame, stream: Stream, num_columns: int, min_columns: float) 
 
 
 def _blocks(frame: Frame, stream: Stream, least: float, touching: float) -> Iterator[Block]:
-    """The bars of a stream by start, narrow ones joined with those of the same work that follow without a gap."""
+    """Bars of a stream by start, narrow ones joined with the same work that follows without a gap."""
     last: Block | None = None
     parts = sorted(((*piece, bar) for bar in frame.lane(stream) for piece in frame.pieces(bar)), key=lambda p: p[:2])
     for start, end, bar in parts:
@@ -112,7 +112,7 @@ def column_shares(pieces: list[tuple[float, float]], period: float, num_columns:
 
 
 def averaged(shares: Array, stretches: Sequence[int]) -> Array:
-    """``shares`` with every column a weighted mean of its neighbours in the same stretch; a stretch keeps its sum.
+    """``shares``, each column a weighted mean of neighbours in its stretch; a stretch keeps its sum.
 
     The weights are a triangle. At the ends of a stretch the columns are mirrored, so that nothing leaves it.
 

@@ -1,4 +1,4 @@
-"""What really happened, for Perfetto: recorded actions as tracks of a process of their own, beside the planned ones."""
+"""Recorded actions for Perfetto: tracks of a process of their own, beside the planned ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MEASURED_PID = 1
 
 
 def measured_trace(spans: Iterable[Span], name: str) -> dict[str, Any]:
-    """Chrome trace events of recorded actions, for ``json.dumps``; times are in microseconds from the first start.
+    """Chrome trace events of recorded actions for ``json.dumps``, in microseconds from the first start.
 
     Args:
         spans: complete ones, in any order.

@@ -1,4 +1,4 @@
-"""Device bytes through one iteration, by what holds them: exact steps, in milliseconds or in the order of the plan.
+"""Device bytes through one iteration by holder: exact steps, in milliseconds or in plan order.
 
 What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
 brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
@@ -229,7 +229,7 @@ def _steps(held: list[_Held], period: float) -> tuple[tuple[float, ...], dict[Ki
 
 
 def _snap(times: Iterable[float], period: float) -> dict[float, float]:
-    """Times that differ by less than a steady iteration may, as one: a slot is left when the next one enters it."""
+    """Times that differ less than a steady iteration may, as one: slots are left as others enter them."""
     found: dict[float, float] = {}
     slack, anchor = _SLACK * period, 0.0
     for time in sorted({0.0, *times}):

@@ -1,4 +1,4 @@
-"""What stands on the device at each moment: a plan's actions replayed in the order in which the plan lists them.
+"""Contents of the device at each moment: a plan's actions replayed in the order of the plan.
 
 A moment is the boundary before a segment. The static arena is allocated once and counts in full towards the device
 total, however little of it is in use; non-model bytes and elastic bytes come on top.

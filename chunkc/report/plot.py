@@ -1,4 +1,4 @@
-"""A picture of one iteration: device memory by kind above a lane of actions for each stream, on one axis of time.
+"""A picture of one iteration: device memory by kind above a lane of actions for each stream.
 
 It is drawn on a figure of its own, without pyplot and its process-wide state. matplotlib is imported when a picture is
 drawn: it is an extra of the package, ``chunkc[plot]``.
@@ -42,7 +42,7 @@ _LEFT, _RIGHT = 0.075, 0.845
 
 
 def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple[int, int] = SIZE) -> None:
-    """Draw one steady iteration of ``plan`` to a file; the end of its name says as what: .png, .svg or .pdf.
+    """Draw one steady iteration of ``plan`` to a file, a .png, .svg or .pdf by its name.
 
     Args:
         plan: what to draw.
@@ -61,7 +61,7 @@ def plot(plan: Plan, timeline: Timeline | None, path: str | Path, *, size: tuple
 
 
 def picture(plan: Plan, timeline: Timeline | None, form: str = "png", *, size: tuple[int, int] = SIZE) -> bytes:
-    """The contents of the file that `plot` writes; ``form`` is png, svg or pdf. Letters grow with the width."""
+    """Contents of the file that `plot` writes; ``form`` is png, svg or pdf; letters grow with width."""
     buffer = io.BytesIO()
     # nothing of the day or the version: equal plans make equal PNG files
     metadata = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -1,4 +1,4 @@
-"""The numbers of a plan in a few tables: model data by kind, chunks, memory against its budget, bytes moved.
+"""Numbers of a plan in tables: model data by kind, chunks, memory beside its budget, bytes moved.
 
 Sizes without padding count elements, as papers do; homes, slots and budgets count whole chunks, as memory does.
 """
@@ -51,7 +51,7 @@ def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
 
 
 def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
-    """Parameters by dtype, the OS triple by part, gradients; the total is `Layout.model_data_nbytes` and gradients."""
+    """Parameters by dtype, the OS triple by part, gradients; the total as `Layout.model_data_nbytes`."""
     owned = layout.owned()
     for dtype in dict.fromkeys(info.dtype for info in layout.params):
         infos = [info for info in layout.params if info.dtype == dtype]
@@ -112,7 +112,7 @@ def _chunks(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
 
 
 def _held_numel(layout: Layout) -> list[int]:
-    """Elements of parameters (of gradients, in a gradient chunk) in each chunk, alignment and padding not counted."""
+    """Elements of parameters (or gradients) in each chunk, alignment and padding not counted."""
     held = [0] * len(layout.chunks)
     for place in layout.placements:
         left, offset = layout.params[place.param].numel, place.offset
@@ -127,7 +127,7 @@ def _held_numel(layout: Layout) -> list[int]:
 
 
 def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
-    """Copies over the link and exchanges between ranks in one iteration, by action; totals are `Plan.moved_nbytes`."""
+    """Copies and exchanges between ranks of one iteration by action; totals are `Plan.moved_nbytes`."""
     actions = [action for _, _, action in plan.labelled()]
     kinds = ((Op.FETCH, "chunks"), (Op.LOAD, "states"), (Op.EVICT, "chunks"), (Op.STORE, "states"))
     for op, noun in kinds:

@@ -1,4 +1,4 @@
-"""The one-screen table that ``print(plan)`` shows: what runs, what it reads, what is on the device, and what moves.
+"""The table that ``print(plan)`` shows: what runs, what it reads, what the device holds, what moves.
 
 Segments of equal structure are folded into one line. Layers do not meet chunks in step (a layer may end in the middle
 of a chunk), so equality is tried in three strengths and the strongest that fits the screen is taken: operators, shapes
@@ -86,7 +86,7 @@ class _Row:
 
 
 def render(plan: Plan) -> str:
-    """The table of ``plan``, within the columns of a screen; sizes are in the one unit that the first line names."""
+    """The table of ``plan``, as wide as a screen, with sizes in the one unit that its first line names."""
     unit = unit_of(plan)
     rows = [row for program in plan.programs for row in _program(plan, program, unit)]
     legend = _LEGEND + (_LEGEND_OF_RANKS if plan.layout.world_size > 1 else ())
@@ -121,7 +121,7 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
-    """Columns as wide as their widest cell; actions stand behind them, or below where the line has no room."""
+    """Columns as wide as their widest cell, with actions behind them, or below where there is no room."""
     cells = [_HEADINGS, *(row.cells for row in rows if row.cells)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_HEADINGS))]
 
@@ -184,7 +184,7 @@ def _fitting_runs(plan: Plan, steps: Sequence[_Step]) -> tuple[Run, ...]:
 
 
 def _structure(plan: Plan, step: _Step, strength: int) -> Hashable:
-    """What two segments share when one line may stand for both; what is fetched ahead belongs to a later one."""
+    """A key that segments share where one line may stand for both; fetches ahead belong to later ones."""
     segment, params = step.moment.segment, plan.layout.params
     shapes = tuple(tuple((params[p].shape, params[p].dtype) for p in group) for group in (segment.reads, segment.lands))
     put_away = Counter(str(a.op) for a in step.actions if a.op not in _AHEAD)
@@ -216,7 +216,7 @@ def _name(part: Sequence[_Step], run: Run) -> str:
 
 
 def _brief(actions: Sequence[Action], width: int) -> tuple[str, bool]:
-    """Actions by kind with their targets, ``fetch c0 c13, drop c13``, and whether they fit ``width`` columns.
+    """Actions by kind with targets, ``fetch c0 c13, drop c13``, and whether they fit ``width`` columns.
 
     Where targets do not even fit a line of their own, the numbers of actions stand for them, ``fetch x2``.
     """

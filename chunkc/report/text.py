@@ -18,7 +18,7 @@ from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, ranges, rep
 
 
 def full_text(plan: Plan) -> str:
-    """The whole plan as text; sizes in one unit that the first line names, offsets in elements or bytes as said."""
+    """The whole plan as text, with sizes in the one unit that its first line names."""
     unit = unit_of(plan)
     sections = [_header(plan, unit), _stages(plan), _layout(plan.layout, unit), _slots(plan.layout, unit)]
     sections += [_program(plan, program, unit) for program in plan.programs]
@@ -26,7 +26,7 @@ def full_text(plan: Plan) -> str:
 
 
 def _fitted(line: str) -> str:
-    """``line`` within the columns of a screen: it goes on further to the right, as a comment where it is one."""
+    """``line`` within a screen's columns: it goes on further to the right, a comment as a comment."""
     indent = " " * (len(line) - len(line.lstrip()))
     return wrapped(printable(line), "  #     " if line.startswith("  #") else f"{indent}    ")
 

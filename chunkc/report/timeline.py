@@ -1,4 +1,4 @@
-"""What people see of a simulation: the step time, what bounds it, streams, and where the compute stream waits."""
+"""Report of a simulation: the step time, what bounds it, streams, and the compute stream's waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated iteration for Perfetto: the timeline's tracks, what the device holds as counters, and arrows.
+"""A simulated iteration for Perfetto: tracks of the timeline, device memory as counters, arrows.
 
 The trace is the one of `Timeline.trace`, two steady iterations with one track a stream. To it come a counter track of
 device bytes by kind, and for every segment arrows from the copies and collectives that it waits for.

@@ -1,4 +1,4 @@
-"""Sizes and ranges as people read them; a whole report has one unit, so that its numbers compare at a glance."""
+"""Sizes and ranges as people read them; a whole report has one unit, so that its numbers compare."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def unit_for(nbytes: int) -> Unit:
 
 
 def size(nbytes: int) -> str:
-    """``nbytes`` in the unit of its own value, for example ``20.00 MiB``; with its sign where it is negative."""
+    """``nbytes`` in the unit of its own value, for example ``20.00 MiB``, with the sign of a negative."""
     return f"{'-' if nbytes < 0 else ''}{unit_for(abs(nbytes)).named(abs(nbytes))}"
 
 
