@@ -11,8 +11,12 @@ from printed_blocks import REWRITE, as_printed, blocks_of, is_printed, modules_o
 from chunkc import cli
 
 ROOT = Path(__file__).parents[1]
-# test_readme.py compares README.md's. Pages whose commands take minutes are only written by printed_blocks.py.
-PAGES = ("docs/reading_a_plan.md",)
+# test_readme.py compares README.md's. Pages marked slow have commands that take minutes.
+PAGES = (
+    "docs/reading_a_plan.md",
+    pytest.param("docs/commands.md", marks=pytest.mark.slow),
+    pytest.param("docs/multi_gpu.md", marks=pytest.mark.slow),
+)
 
 PAGE = """\
 In `one.py`:
@@ -94,6 +98,14 @@ def test_advice_counts_on_neither_side() -> None:
     ]
     assert is_printed(block, ["step 1", "", "with    it", "----    --", "less    not tried", "", "plan y"])
     assert not is_printed(block, ["step 2", "", "with    it", "----    --", "less    not tried", "", "plan y"])
+
+
+def test_a_part_is_found_again_by_its_words_where_its_numbers_changed() -> None:
+    page = "    $ chunkc plan x\n    ...\n    step      404.991 ms, simulated\n    ...\n"
+    new = rewritten(page, lambda _: "step by step\nstep      1,419.2 ms, simulated\nbound\n")
+    assert new == page.replace("404.991 ms", "1,419.2 ms")
+    with pytest.raises(SystemExit, match="`chunkc plan x` prints no line that begins like 'step"):
+        rewritten(page, lambda _: "nothing\n")
 
 
 def test_a_page_is_written_anew_where_it_shows_output() -> None:

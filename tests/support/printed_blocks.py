@@ -128,7 +128,11 @@ def is_printed(block: Block, printed: Sequence[str]) -> bool:
 
 
 def shown(block: Block, printed: Sequence[str]) -> list[str]:
-    """The lines of the block as its command prints them now; of parts, those that begin as the old ones do."""
+    """The lines of the block as its command prints them now; of parts, those that begin as the old ones do.
+
+    Raises:
+        SystemExit: no line begins like a part.
+    """
     pieces = list(_pieces(list(block.lines)))
     if len(pieces) == 1:
         return list(printed)
@@ -137,13 +141,26 @@ def shown(block: Block, printed: Sequence[str]) -> list[str]:
     for mark, piece in zip(["", *marks], pieces, strict=True):
         found += [mark] if mark else []
         if piece:
-            start = next(i for i, line in enumerate(printed) if _begin(line) == _begin(piece[0]))
+            start = _start(block, piece[0], printed)
             found += printed[start : start + len(piece)]
     return found
 
 
-def _begin(line: str) -> list[str]:
+def _start(block: Block, old: str, printed: Sequence[str]) -> int:
+    """The first line with the first words of ``old``; where there is none, with these but for their numbers."""
+    for begin in (_words, _words_without_numbers):
+        for i, line in enumerate(printed):
+            if begin(line) == begin(old):
+                return i
+    raise SystemExit(f"`{block.command}` prints no line that begins like {old!r}")
+
+
+def _words(line: str) -> list[str]:
     return line.split()[:3]
+
+
+def _words_without_numbers(line: str) -> list[str]:
+    return [re.sub(r"\d[\d.,]*", "0", word) for word in _words(line)]
 
 
 def _pieces(lines: Sequence[str]) -> Iterator[list[str]]:
