@@ -200,8 +200,10 @@ class Layout:
         return 0
 
     def mirrored_nbytes(self, nbytes: int) -> int:
-        """What each owner of a chunk of ``nbytes`` receives so that all replicas have the mean of theirs: every one
-        makes its part of the mean, and has the parts of the others from them."""
+        """Bytes that each owner of a chunk of ``nbytes`` receives so that all replicas have its mean.
+
+        Every one makes its part of the mean, and has the parts of the others from them.
+        """
         return 2 * (self.num_replicas - 1) * nbytes // self.num_replicas
 
     def owned(self) -> tuple[Chunk, ...]:

@@ -296,8 +296,10 @@ def _check_lengths(first: Program, second: Program) -> None:
 
 
 def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
-    """Labels are valid for whichever of two programs of one role ran: they must match action for action, but for
-    ``swaps``; chunks of other ranks are opened in both."""
+    """Check that two programs of one role match action for action, but for ``swaps``.
+
+    Labels are valid for whichever of them ran. Chunks of other ranks are opened in both.
+    """
     for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
         is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank
         op = first.op if is_remote else swaps.get(first.op, first.op)

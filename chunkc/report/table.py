@@ -146,8 +146,10 @@ def _aligned(rows: Sequence[_Row]) -> Iterator[str]:
 
 
 def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
-    """A heading, then a row for each run of equal segments, or one for the actions of a program without segments; none
-    where it repeats another one with less."""
+    """A heading, then a row for each run of equal segments, or one for a program without segments.
+
+    A program that repeats another one with less has no row.
+    """
     meaning = _MEANINGS.get(program.name, "")
     yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')}){meaning}")
     steps = _steps(plan, program)
