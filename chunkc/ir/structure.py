@@ -296,12 +296,9 @@ def _check_lengths(first: Program, second: Program) -> None:
 
 
 def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
-    """Check that two programs of one role match action for action, but for ``swaps``.
-
-    Labels are valid for whichever of them ran. Chunks of other ranks are opened in both.
-    """
+    """Check that two programs of one role, whose labels are shared, match but for ``swaps``."""
     for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
-        is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank
+        is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank  # opened in both
         op = first.op if is_remote else swaps.get(first.op, first.op)
         wanted = (op, first.target, first.slot, first.source)
         if wanted != (second.op, second.target, second.slot, second.source):
