@@ -26,6 +26,7 @@ from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.gauge import Outcome, Skipped
+from chunkc.runtime.rank_advice import backward_line
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.step_inputs import Hyper, step_lines
 from chunkc.runtime.transitions import AtStake, Transitions
@@ -211,8 +212,20 @@ class ModelRuntime(Transitions):
         begun = [i for i in executor.graded_params if i not in added_to] if added_to else []
         anew = [f"the gradient of {self.name_of(i)} begins anew" for i in begun]
         graded = executor.graded_params
-        lines = [state, *overlaid, *anew, *self.assigned(graded), *self.requested.frozen(graded)]
+        lines = [
+            *self._graph_lines(executor),
+            state,
+            *overlaid,
+            *anew,
+            *self.assigned(graded),
+            *self.requested.frozen(graded),
+        ]
         return self.requested.of_any(own, executor.agree(Kind.BACKWARD, program, lines, self.requested.number(own)))
+
+    def _graph_lines(self, graph: Executor | UnplannedGraph) -> list[str]:
+        """Which graph of the latest forward a backward is of, where that has several."""
+        is_broken = len(self.ran) > 1 and graph in self.ran
+        return [backward_line(self.ran.index(graph), len(self.ran))] if is_broken else []
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
@@ -225,6 +238,7 @@ class ModelRuntime(Transitions):
             numbers = self.ranks.agree(
                 Kind.BACKWARD,
                 lambda: [
+                    *self._graph_lines(graph),
                     *(f"makes the gradient of {self.name_of(i)}" for i in graded),
                     *self.assigned(graded),
                     *self.requested.frozen(graded),

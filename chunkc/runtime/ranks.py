@@ -39,6 +39,7 @@ import torch
 from chunkc._torch_dist import Group, Store, all_gather, broadcast, end_group, new_group, reduce
 from chunkc.errors import RankError
 from chunkc.runtime.data_group import DataGroup
+from chunkc.runtime.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
 from chunkc.runtime.stories import Stories
 
 _SHOWN_RANKS: Final = 4
@@ -208,8 +209,7 @@ class JobRanks(Ranks):
         raise RankError(
             "all ranks must do the same with a compiled model, in the same order, but "
             + ", ".join(f"rank {rank} {_DOES[kind]}" for rank, kind in enumerate(kinds))
-            + f" (this is rank {self.rank}, in {_named(own, what)}). Call forward, backward, step, evaluation, reads "
-            "of parameters and saves on every rank"
+            + f" (this is rank {self.rank}, in {_named(own, what)}). {advice_on_calls(Kind.BACKWARD in kinds)}"
         )
 
     def _refuse_lines(self, kind: Kind, what: str, lines: Sequence[str]) -> NoReturn:
@@ -221,11 +221,10 @@ class JobRanks(Ranks):
                 shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(at[:_SHOWN_RANKS]))
                 break
         else:
-            shown = "their descriptions agree, their numbers do not"
+            at, shown = [], "their descriptions agree, their numbers do not"
         raise RankError(
-            f"the ranks' {_named(kind, what)} are not the same; the first difference: {shown}. Build the model, its "
-            "optimizer and its inputs alike on every rank; where lengths differ, pad the batches of a step to one "
-            "length"
+            f"the ranks' {_named(kind, what)} are not the same; the first difference: {shown}. "
+            f"{advice_on_programs(any(map(is_backward_line, at)))}"
         )
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from job import Pool
-from rank_heads import Used, freeze_on_one, train, train_plainly
+from rank_heads import Used, freeze_on_one, reach_other_graphs, train, train_plainly
 
 pytestmark = pytest.mark.distributed
 
@@ -33,3 +33,18 @@ def test_they_are_those_of_one_process(two_ranks: Pool, name: str, used: Used) -
 def test_frozen_on_one_rank_is_refused(two_ranks: Pool) -> None:
     for error in two_ranks.run(freeze_on_one):
         assert error.startswith("RankError") and "first.bias is frozen" in error
+
+
+@pytest.mark.parametrize("num_steps", [0, 2], ids=["without a plan", "planned"])
+def test_losses_that_reach_other_graphs_of_a_broken_forward_are_refused_by_graph(
+    two_ranks: Pool, num_steps: int
+) -> None:
+    """Rank 0's backward has nothing to do in the second graph, whose gradients rank 1 would exchange."""
+    for error in two_ranks.run(reach_other_graphs, num_steps, ("a", "ab")):
+        assert "rank 0: the backward goes on with graph 1 of the 2 graphs of the forward; rank 1: " in error
+        assert "with graph 2 of the 2" in error and "same graphs of a forward that breaks" in error
+        assert "0 * output.sum()" in error and "pad the batches" not in error
+
+
+def test_outputs_times_zero_make_a_loss_reach_their_graphs(two_ranks: Pool) -> None:
+    assert two_ranks.run(reach_other_graphs, 2, ("aB", "ab")) == ["", ""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,16 @@ class Broken(Heads):
         return self.first(hidden), self.second[2](second.relu())
 
 
+class BehindBreak(Heads):
+    """The first head ends before a graph break, the second one begins behind it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        hidden = self.trunk(x)
+        first = self.first(hidden)
+        torch._dynamo.graph_break()
+        return first, self.second(hidden)
+
+
 class Auxiliary(nn.Module):
     """Convolutions and batch norms with an auxiliary classifier in the middle, as GoogLeNet has them."""
 
@@ -60,7 +70,7 @@ class Auxiliary(nn.Module):
         return self.main(self.body(stem).mean((2, 3))), self.classify(self.side(stem))
 
 
-def loss_of(heads: str) -> Loss:
+def loss_of(heads: Sequence[str]) -> Loss:
     """Of the outputs of the heads named: ``a``, ``b`` or both."""
 
     def loss(outputs: Any) -> torch.Tensor:

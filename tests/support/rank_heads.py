@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from heads import Broken, Heads, loss_of, rows
+from heads import BehindBreak, Broken, Heads, loss_of, rows
 from torch import nn
 
 import chunkc
@@ -69,6 +69,30 @@ def freeze_on_one() -> str:
         model.first.bias.requires_grad_(False)  # type: ignore[union-attr]
     try:
         loss.backward()
+    except chunkc.ChunkcError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def reach_other_graphs(num_steps: int, heads: Sequence[str]) -> str:
+    """The error of a backward in which the loss of each rank uses its own ``heads``, after steps that use both.
+
+    Those in capitals are used times zero.
+    """
+    torch.manual_seed(0)
+    model = chunkc.compile(BehindBreak(), "emulated-1m-16m", dtype=torch.float32, backend="eager")
+    optimizer = chunkc.AdamW(model.parameters(), **OPTIONS)
+    for step in range(num_steps):
+        loss_of("ab")(model(rows(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    used, outputs = heads[torch.distributed.get_rank()], model(rows(9))
+    loss = loss_of([head for head in used if head.islower()])(outputs)
+    for head in filter(str.isupper, used):
+        loss = loss + 0 * outputs["AB".index(head)].sum()
+    try:
+        loss.backward()
+        optimizer.step()
     except chunkc.ChunkcError as error:
         return f"{type(error).__name__}: {error}"
     return ""

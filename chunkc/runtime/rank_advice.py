@@ -1,0 +1,41 @@
+"""Advice for ranks that do different things with one model; errors of `chunkc.runtime.ranks` end with it.
+
+A backward pass runs the graphs of a forward that the loss reaches, the last one first. Ranks exchange gradients graph
+by graph, so where a forward breaks into several graphs all losses must reach the same of them. Within one graph losses
+may reach different outputs (`chunkc.runtime.requested`).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+_SAME_CALLS: Final = "Call forward, backward, step, evaluation, reads of parameters and saves on every rank"
+_SAME_INPUTS: Final = (
+    "Build the model, its optimizer and its inputs alike on every rank; where lengths differ, pad the batches of a "
+    "step to one length"
+)
+_SAME_GRAPHS: Final = (
+    "The loss of every rank must reach the same graphs of a forward that breaks into several: add the outputs of the "
+    "other graphs to it, as in loss + 0 * output.sum(), or remove the break (fullgraph=True names it)"
+)
+_BACKWARD: Final = "the backward goes on with graph "
+
+
+def advice_on_calls(has_backward: bool) -> str:
+    """What to do where ranks call different things, one of them a backward pass or none."""
+    return f"{_SAME_CALLS}. {_SAME_GRAPHS}" if has_backward else _SAME_CALLS
+
+
+def advice_on_programs(is_broken_backward: bool) -> str:
+    """What to do where ranks call the same with different programs; of a broken forward's backward pass or not."""
+    return _SAME_GRAPHS if is_broken_backward else _SAME_INPUTS
+
+
+def backward_line(position: int, num_graphs: int) -> str:
+    """What a rank says of the backward pass of one graph out of several."""
+    return f"{_BACKWARD}{position + 1} of the {num_graphs} graphs of the forward"
+
+
+def is_backward_line(line: str) -> bool:
+    """Whether ``line`` is a `backward_line`."""
+    return line.startswith(_BACKWARD)
