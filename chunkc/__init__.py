@@ -1,32 +1,18 @@
-"""chunkc: train models several times larger than device memory, by a static plan over chunks of model data."""
+"""chunkc: train models several times larger than device memory, by a static plan over chunks of model data.
+
+The package's names are imported when the first of them is asked for (PEP 562). torch takes seconds to import, so the
+command can be interrupted meanwhile (`chunkc.__main__`), and a submodule imports no more than it needs.
+"""
+
+# ruff: noqa: F405 - the names stand in `chunkc._public`
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
 from chunkc import _checkout  # noqa: F401 - first: what follows imports the packages that it loads
-from chunkc.api import clip_grad_norm_, compile, full_params, plan, plan_of, stats
-from chunkc.checkpoint import load_checkpoint, save_checkpoint
-from chunkc.errors import (
-    AccumulationError,
-    BudgetError,
-    CaptureError,
-    CheckpointError,
-    ChunkcError,
-    DeviceMemoryError,
-    HardwareError,
-    PlanError,
-    PlanNotReadyError,
-    RankError,
-    ShapeLimitError,
-)
-from chunkc.hardware import Hardware
-from chunkc.observe import metrics, record_timeline
-from chunkc.report import Plan
-from chunkc.report.timeline import simulate
-from chunkc.runtime.grad_scaler import GradScaler
-from chunkc.runtime.optimizer import Adam, AdamW
-from chunkc.signals import graceful_exit
-from chunkc.weights.load import load_pretrained
-from chunkc.weights.save import save_safetensors
 
 __version__ = "0.1.0"
 
@@ -62,3 +48,20 @@ __all__ = [
     "simulate",
     "stats",
 ]
+
+if TYPE_CHECKING:
+    from chunkc._public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> object:
+        """One of the package's names, or a submodule."""
+        if name in __all__:
+            public = import_module("chunkc._public")
+            globals().update({known: getattr(public, known) for known in __all__})
+            return globals()[name]
+        if not name.startswith("__") and find_spec(f"chunkc.{name}") is not None:
+            return import_module(f"chunkc.{name}")
+        raise AttributeError(f"module 'chunkc' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

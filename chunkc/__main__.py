@@ -1,8 +1,35 @@
-"""``python -m chunkc``: the command line of `chunkc.cli`."""
+"""The command ``chunkc``, also as ``python -m chunkc``: `chunkc.cli`, which Ctrl-C ends while it is imported, too.
+
+The command line imports torch. A KeyboardInterrupt inside an import may be shown, turned into an ImportError or lost.
+Until the import has ended nothing was begun, so the signal ends the process.
+"""
 
 from __future__ import annotations
 
-from chunkc.cli import main
+import os
+import signal
+import sys
+from types import FrameType
+
+
+def main() -> int:
+    """Run the command of this process's arguments and return its exit code; 130 where it is interrupted."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+    from chunkc.cli import main as run
+
+    try:
+        signal.signal(signal.SIGINT, before)
+        return run()
+    except KeyboardInterrupt:  # between two lines of this function; the command line handles all others
+        return 130
+
+
+def _end(signal_number: int, frame: FrameType | None) -> None:
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ is not None else 2, b"interrupted\n")
+    os._exit(128 + signal_number)
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -50,7 +50,8 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "checkpoint": MIDDLE | {"weights"},
     "models": BOTTOM,
     "api": UPPER | {"models"},
-    "": UPPER | {"api", "_checkout"},  # chunkc/__init__.py
+    "_public": UPPER | {"api"},
+    "": {"_checkout", "_public"},  # chunkc/__init__.py
     "cli": UPPER | {"api", "", "models"},
     "integrations": UPPER | {"api", ""},
 }

@@ -13,11 +13,13 @@ import sys
 import threading
 from pathlib import Path
 
-import rank_failures  # noqa: F401  # imports chunkc and what most functions of ranks use
+import rank_failures  # noqa: F401  # imports what most functions of ranks use
 import torch
 import torch._inductor.compile_fx
 import transformers  # noqa: F401
 from tqdm import tqdm
+
+import chunkc._public  # noqa: F401  # all that the package offers, which it imports when it is asked for
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0
