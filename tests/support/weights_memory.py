@@ -28,6 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import chunkc
+import chunkc._public  # all of it is imported before the first reading
 from chunkc.runtime.slab import return_freed_pages
 
 SIZES: dict[str, dict[str, Any]] = {
