@@ -137,6 +137,7 @@ def compile(  # the name that torch.compile taught users
         rank=job.rank() % world_size,
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
+        runs_inline=machine.emulated,
     )
     settings = Settings(
         target=target,
@@ -226,6 +227,7 @@ def plan(
         world_size=num_sharing,
         num_replicas=num_replicas,
         rates=known_rates(machine) if machine.num_gpus == num_sharing * num_replicas else None,
+        runs_inline=machine.emulated,
     )
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)

@@ -209,6 +209,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
         reserved_host_nbytes=memory.kept_host_nbytes,
         num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
+        runs_inline=hw.emulated,
     )
     try:
         plan = _POLICIES[scenario.policy](scenario, captured, target)

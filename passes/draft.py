@@ -31,7 +31,8 @@ class Target:
     Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other models, CUDA's context), nor
     is a GPU's slack where ``leaves_slack``; of the host's, ``reserved_host_nbytes`` are not. ``rates`` are the
     machine's where they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and
-    ``num_replicas`` times as many train it, as in a `Layout`.
+    ``num_replicas`` times as many train it, as in a `Layout`. ``runs_inline``: the device computes on the thread that
+    launches, which launches nothing of a step before backward has ended.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Target:
     num_replicas: int = 1
     leaves_slack: bool = False
     reserved_host_nbytes: int = 0
+    runs_inline: bool = False
 
     def device_memory_nbytes(self, budget_nbytes: int) -> int:
         """The least memory of a device that has this budget."""

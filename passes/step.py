@@ -21,7 +21,8 @@ from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined, synchronise
 from chunkc.passes.norms import with_decision, with_norms
-from chunkc.passes.updates import step_items
+from chunkc.passes.update_order import host_order
+from chunkc.passes.updates import on_host, step_items
 
 _ACCUMULATED = "accumulated"
 
@@ -132,14 +133,15 @@ class StepPass:
     """Decides ``programs``: forward, backward, step, restore, abandon, resume, those of micro-batches; with waits."""
 
     name: str = "step"
-    requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "actions"})
+    requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "segments", "actions"})
     provides: frozenset[str] = frozenset({"programs"})
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
         layout, home = decided(draft.layout, "layout"), decided(draft.os_home, "os_home")
         forward, backward = decided(draft.items, "actions")
-        updates = step_items(layout, decided(draft.liveness, "liveness"), draft.options.streamed_share)
+        liveness, share = decided(draft.liveness, "liveness"), draft.options.streamed_share
+        updates = step_items(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
         if draft.options.measures:
             backward = with_norms(layout, backward)
             updates = with_decision(layout, backward, updates)

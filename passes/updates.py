@@ -1,8 +1,9 @@
 """The actions of a step: which chunk is updated where, in which order, and the copies around updates on the device.
 
-Updates come in the order in which the next forward first uses the chunks, so that it can start before the last update
-has ended. A chunk is updated where its triple is: on the host at home, on the device in its static slot or, if the
-triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home again.
+Updates on the device come in the order in which the next forward first uses the chunks, so that it can start before
+the last update has ended; those on the host as `chunkc.passes.update_order` says. A chunk is updated where its triple
+is: on the host at home, on the device in its static slot or, if the triple is streamed, in a buffer. On the device the
+payload, which holds the gradient, is fetched and goes home again.
 Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update writes it
 whole.
 
@@ -14,7 +15,7 @@ as soon as its slots are free, and the update not before they are wanted for ano
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -24,6 +25,7 @@ from chunkc.passes.arena import buffers_of, shared_bytes, spare_slots, static_tr
 from chunkc.passes.communication import Writer, home_name, slot_name, triple_name
 from chunkc.passes.draft import Item, Liveness
 from chunkc.passes.triples import streamed_chunks
+from chunkc.passes.update_order import by_first_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +81,24 @@ class StepWriter:
             self.writer.store(update.chunk, update.triple)
 
 
-def update_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Own trained chunks in order of first use, those that only other graphs use last (padding is none)."""
-    order: dict[int, None] = {}
-    for param in liveness.use_order:
-        order.update(dict.fromkeys(layout.placements[param].chunks))
-    own = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
-    return (*(c for c in order if c in own), *(c for c in own if c not in order))
+def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
+    """The chunks that the host updates, in the order in which the next forward first uses them; ``share`` of the
+    triples at home on the host is streamed, if the arena has buffers."""
+    elsewhere = {*static_triples(layout), *_streamed(layout, liveness, share)}
+    return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
 
-def step_items(layout: Layout, liveness: Liveness, share: float) -> tuple[Item, ...]:
-    """The updates of one step in a layout with its arena; ``share`` of the triples at home on the host is streamed,
-    if the arena has buffers."""
-    buffers = buffers_of(layout)
-    streamed = frozenset(streamed_chunks(layout, liveness, share) if buffers else ())
-    static = static_triples(layout)
-    next_buffer, next_slot = cycle(buffers), cycle(spare_slots(layout))
+def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[Item, ...]:
+    """The updates of one step in a layout with its arena: those of the chunks ``host`` on the host, in this order, and
+    all others on the device. On a device that computes on the launching thread, the host has its work first."""
+    streamed, static = _streamed(layout, liveness, share), static_triples(layout)
+    next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
     step = StepWriter(Writer(layout), shared_bytes(layout))
     beside = step.writer.beside
-    for chunk in update_order(layout, liveness):
+    for chunk in host:
+        read = [home_name(beside[chunk])] if chunk in beside else []
+        step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
+    for chunk in by_first_use(layout, liveness):
         if layout.chunks[chunk].home is Home.DEVICE:
             touched = [slot_name(chunk), slot_name(static[chunk])]
             read = [slot_name(beside[chunk])] if chunk in beside else []
@@ -108,17 +109,18 @@ def step_items(layout: Layout, liveness: Liveness, share: float) -> tuple[Item, 
         elif chunk in streamed:
             buffer = next(next_buffer)
             step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True, gradient=buffer.gradient))
-        else:
-            read = [home_name(beside[chunk])] if chunk in beside else []
-            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
     while step.started:
         step.finish()
     return step.writer.take()
 
 
+def _streamed(layout: Layout, liveness: Liveness, share: float) -> frozenset[int]:
+    return frozenset(streamed_chunks(layout, liveness, share) if buffers_of(layout) else ())
+
+
 def step_nbytes(layout: Layout, liveness: Liveness, share: float) -> int:
     """Bytes that the steps of all ranks together copy in both directions."""
-    streamed = frozenset(streamed_chunks(layout, liveness, share) if buffers_of(layout) else ())
+    streamed = _streamed(layout, liveness, share)
     groups = {layout.group_of(c).index for c in streamed}
     total = 0
     for chunk in (c for c in layout.chunks if c.list is ChunkList.TRAINED and c.home is Home.HOST):

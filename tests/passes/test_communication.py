@@ -23,12 +23,12 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     options = Options(chunk_numel=64, os_home="host", max_slots=2)
     result = planned(chain(4), target(world_size=2, rank=1), options)
     assert texts(result, "forward") == [
-        "f0 fetch c1 -> d1 @h2d after s0",
+        "f0 fetch c1 -> d1 @h2d after s1",
         "f1 gather g0 @comm after b12 f0",
         "f2 run fwd.0 @compute after f1",
         "f3 release g0 @compute",
         "f4 drop c1 <- d1 @compute",
-        "f5 fetch c3 -> d1 @h2d after s1 f4",
+        "f5 fetch c3 -> d1 @h2d after f4",  # s1 follows s0
         "f6 gather g1 @comm after f5",  # f5 waits for f4, which f3 precedes
         "f7 run fwd.1 @compute after f6",
     ]
@@ -42,7 +42,7 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
         "b6 fetch c1 -> d1 @h2d after b5",
         "b7 gather g0 @comm after b6",
     ]
-    assert texts(result, "step") == ["s0 update c1 @cpu after b13", "s1 update c3 @cpu"]
+    assert texts(result, "step") == ["s0 update c3 @cpu after b5", "s1 update c1 @cpu after b13"]
     assert result.plan.program("forward").exit.resident == (("c2", 0), ("c3", 1))
     assert texts(result, "abandon") == ["t0 release g1 @compute", "t1 drop c3 <- d1 @compute"]
 

@@ -91,11 +91,11 @@ def test_a_plan_that_does_not_fit_reads_like_this() -> None:
     """Three layers, two slots of one chunk each: fetches ahead, drops in forward, write-backs in backward."""
     result = planned(chain(3), target(2 * 256 + 256), Options(chunk_numel=64))
     assert texts(result, "forward") == [
-        "f0 fetch c0 -> d0 @h2d after s0",
-        "f1 fetch c1 -> d1 @h2d after s1",
+        "f0 fetch c0 -> d0 @h2d after s1",
+        "f1 fetch c1 -> d1 @h2d after s2",
         "f2 run fwd.0 @compute after f0",
         "f3 drop c0 <- d0 @compute",
-        "f4 fetch c2 -> d0 @h2d after s2 f3",
+        "f4 fetch c2 -> d0 @h2d after f3",
         "f5 run fwd.1 @compute after f1",
         "f6 run fwd.2 @compute after f4",
     ]
@@ -112,9 +112,9 @@ def test_a_plan_that_does_not_fit_reads_like_this() -> None:
         "b9 evict c0 <- d0 @d2h after b8",
     ]
     assert texts(result, "step") == [
-        "s0 update c0 @cpu after b9",
-        "s1 update c1 @cpu",  # b6 precedes b9 on its stream
-        "s2 update c2 @cpu",
+        "s0 update c2 @cpu after b2",
+        "s1 update c0 @cpu after b9",
+        "s2 update c1 @cpu",  # b6 precedes b9 on its stream
     ]
     assert texts(result, "abandon") == ["t0 drop c1 <- d1 @compute", "t1 drop c2 <- d0 @compute"]
 

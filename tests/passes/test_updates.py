@@ -148,17 +148,17 @@ def test_a_step_with_triples_everywhere_reads_like_this() -> None:
     assert [(s.offset, s.nbytes) for s in layout.slots[12:]] == [(7 * 256, 768), (3 * 256, 768)]
     assert spare_slots(layout) == ((1, None), (0, None))
     assert texts(result, "step") == [
-        "s0 fetch c0 -> d1 @h2d after b17",
+        "s0 update c3 @cpu after b8",
         "s1 update c1 @cpu after b14",
-        "s2 load os2 -> d12 @h2d",
-        "s3 fetch c2 -> d6 @h2d",
-        "s4 update c3 @cpu",
+        "s2 fetch c0 -> d1 @h2d after b17",
+        "s3 load os2 -> d12 @h2d",
+        "s4 fetch c2 -> d6 @h2d",
         "s5 fetch c4 -> d0 @h2d",
         "s6 load os5 -> d13 @h2d",
         "s7 fetch c5 -> d2 @h2d",
-        "s8 update c0 @compute after s0",
+        "s8 update c0 @compute after s2",
         "s9 evict c0 <- d1 @d2h after s8",
-        "s10 update c2 @compute after s3",
+        "s10 update c2 @compute after s4",
         "s11 evict c2 <- d6 @d2h after s10",
         "s12 store os2 <- d12 @d2h",
         "s13 update c4 @compute after s5",
@@ -171,7 +171,7 @@ def test_a_step_with_triples_everywhere_reads_like_this() -> None:
         "f0 fetch c0 -> d0 @h2d after s14",
         "f1 fetch c1 -> d1 @h2d after s1",
         "f2 fetch c2 -> d2 @h2d after s16",
-        "f3 fetch c3 -> d3 @h2d after s4 s17",  # its bytes are those of the second buffer's triple
+        "f3 fetch c3 -> d3 @h2d after s17",  # s1 follows s0, which updates c3
     ]
 
 
