@@ -31,8 +31,8 @@ class Assumed:
         dram_update_efficiency: share of host memory's bandwidth that Adam by many cores reaches.
         dram_efficiency: the same for copies and updates together.
         cuda_context_mib: of a GPU's memory, what CUDA and its libraries keep for a process.
-        system_host_mib: of a node's memory, what the operating system and its services keep.
-        process_host_mib: of a node's memory, what Python and its libraries keep in the process of each rank.
+        system_host_mib: of a node's memory, what the operating system, its services and files of libraries keep.
+        process_host_mib: of a node's memory, what the process of each rank keeps beside, to itself.
     """
 
     matmul_efficiency: float

@@ -8,7 +8,7 @@ Activation checkpointing around every layer (*recompute*) is part of the scenari
 planned without it, and with it if it does not fit: nothing is computed twice where memory allows. The plan is the one
 that ``chunkc.plan`` makes of the same checkpointed model. Of one without checkpoints ``chunkc.plan`` may compute some
 layers again, where its search over whole captures finds that faster; a scenario keeps all that it was asked to keep.
-Scenarios leave out the norms and the decision that loss scaling adds in fp16, as modelled systems do.
+In fp16 it has the norms and the decision that loss scaling needs; with ``measures=True`` those that clipping needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
+from chunkc.memory.decisions import tangents_nbytes, with_decision
 from chunkc.models import Transformer
 from chunkc.passes import Options, Target
 from chunkc.planahead import capture_ahead, plan_schedule, uncollected
-from chunkc.policy import compute_dtype, param_infos, unique_params
+from chunkc.policy import compute_dtype, needs_scaling, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.segments import Backend
@@ -67,6 +68,8 @@ class Scenario:
         shard: over which ranks model data is divided, ``all`` or those of a ``node``.
         policy: by which to plan; one of `policies`.
         backend: how segments would be compiled.
+        measures: whether gradients are measured as they land, and updates follow a decision, as with clipping; None:
+            where the compute dtype needs loss scaling.
     """
 
     model: Transformer
@@ -82,6 +85,7 @@ class Scenario:
     backend: Backend = "inductor"
     accumulate: int = 1
     shard: str = "all"
+    measures: bool | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -121,10 +125,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class CapturedAhead:
-    """A schedule, and what its capture did."""
+    """A schedule, what its capture did, and the bytes of the tangents that a loss scale would multiply."""
 
     schedule: Schedule
     stages: tuple[StageRecord, ...]
+    tangents_nbytes: int = 0
 
 
 PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
@@ -220,8 +225,14 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
 
 
 def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
-    options = Options(chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate)
-    return plan_schedule(captured.schedule, target, options, captured.stages, scenario.backend)
+    scales = needs_scaling(captured.schedule.params) and scenario.measures is not False
+    measures = scales if scenario.measures is None else scenario.measures
+    options = Options(
+        chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate, measures=measures, scales=scales
+    )
+    scaled_nbytes = captured.tangents_nbytes if scales else 0
+    schedule = with_decision(captured.schedule, scaled_nbytes) if measures else captured.schedule
+    return plan_schedule(schedule, target, options, captured.stages, scenario.backend)
 
 
 _POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chunkc_plan})
@@ -243,7 +254,7 @@ def _capture(scenario: Scenario) -> CapturedAhead:
         return _direct(scenario, scenario.model)
     note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
     record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
-    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
+    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record), shallow.tangents_nbytes)
 
 
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
@@ -254,4 +265,4 @@ def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
     captured = capture_ahead(model, dtype, inputs, scenario.backend, is_for_gpu=not scenario.hw.emulated)
     capture_ms = 1e3 * (time.perf_counter() - began_s)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
-    return CapturedAhead(captured.schedule, (dynamo, *captured.stages))
+    return CapturedAhead(captured.schedule, (dynamo, *captured.stages), tangents_nbytes(captured))

@@ -1,21 +1,27 @@
 """Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use (PatrickStar section 6.1.1).
 
 Three kinds of lists: trained parameters per dtype, frozen ones per dtype, and those that no graph uses (kept in fp32).
-Tensors are packed whole, aligned to 256 bytes; one that does not fit in the rest of a chunk opens the next. With a
-*look-back* it may fill a gap that large tensors left in one of the chunks before: fewer chunks, of tensors less close
-in use, so the search tries both (first fit among the latest chunks instead of next fit; Johnson, 1974).
+The chunks of a communication group stand one behind the other on the device, so a group is packed as one room, and a
+tensor in it may reach over several chunks. Tensors are aligned to 256 bytes; one that does not fit in the rest of a
+group opens the next. With a *look-back* it may fill a gap that large tensors left in one of the groups before: fewer
+groups, of tensors less close in use, so the search tries both (first fit among the latest groups instead of next fit;
+Johnson, 1974).
 
-A tensor larger than a chunk starts a fresh chunk and spans chunks without gaps; what follows it may use the tail of its
-last chunk. Where several ranks share the model it stays within one communication group if the rest of the latest one
-takes it, else it starts a fresh one: groups that a tensor chains move together. Each list is padded to whole groups.
+A tensor larger than a group starts a fresh one and spans groups without gaps; what follows it may use the tail of its
+last group. Groups that a tensor chains move together, which is why it does not start in the rest of another: that would
+chain whole models.
+
+`least_groups` says how many groups any packing under these rules needs; the pass reports both numbers.
 
 Where gradients do not overlay parameters, every trained chunk has a gradient chunk of the same kind as its partner.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
@@ -41,9 +47,9 @@ def aligned_numel(numel: int, dtype: str) -> int:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one list. ``used`` holds the used elements of each chunk opened so far.
+    """Packs one list. ``used`` holds the used elements of each group opened so far.
 
-    ``lookback`` is how many chunks before the latest may still take a tensor.
+    ``lookback`` is how many groups before the latest may still take a tensor.
     """
 
     numel: int
@@ -52,30 +58,37 @@ class _Packer:
     lookback: int = 0
     used: list[int] = field(default_factory=list)
 
+    @property
+    def room(self) -> int:
+        """Elements of one group."""
+        return self.numel * self.group_size
+
     def place(self, numel: int) -> tuple[int, int, int]:
         """``(chunk, offset, num_chunks)`` of the next tensor, chunks counted within the list."""
-        if numel > self.numel:
-            return self._span(numel)
-        for chunk in range(max(0, len(self.used) - 1 - self.lookback), len(self.used)):
-            offset = aligned_numel(self.used[chunk], self.dtype)
-            if offset + numel <= self.numel:
-                self.used[chunk] = offset + numel
-                return chunk, offset, 1
-        self.used.append(numel)
-        return len(self.used) - 1, 0, 1
-
-    def _span(self, numel: int) -> tuple[int, int, int]:
-        num_chunks = -(-numel // self.numel)
-        if num_chunks > -len(self.used) % self.group_size:
-            self.pad()
+        latest = len(self.used) - 1
+        for group in range(max(0, latest - self.lookback), latest + 1):
+            offset = aligned_numel(self.used[group], self.dtype)
+            if offset + numel <= self.room:
+                self.used[group] = offset + numel
+                return self._placed(group, offset, numel)
         first = len(self.used)
-        self.used.extend([self.numel] * (num_chunks - 1))
-        self.used.append(numel - (num_chunks - 1) * self.numel)
-        return first, 0, num_chunks
+        self.used += [self.room] * ((numel - 1) // self.room)
+        self.used.append(numel - (len(self.used) - first) * self.room)
+        return self._placed(first, 0, numel)
 
-    def pad(self) -> None:
-        """Fill the last group with empty chunks."""
-        self.used.extend([0] * (-len(self.used) % self.group_size))
+    def _placed(self, group: int, offset: int, numel: int) -> tuple[int, int, int]:
+        chunk, offset = divmod(group * self.room + offset, self.numel)
+        return chunk, offset, -(-(offset + numel) // self.numel)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks so far, whole groups of them."""
+        return len(self.used) * self.group_size
+
+    def used_of(self, chunk: int) -> int:
+        """Used elements of a chunk."""
+        group, position = divmod(chunk, self.group_size)
+        return min(max(self.used[group] - position * self.numel, 0), self.numel)
 
 
 def pack(
@@ -83,7 +96,7 @@ def pack(
 ) -> Layout:
     """The mapping with chunks of ``chunk_numel`` elements of the commonest dtype; homes undecided, no slots.
 
-    A tensor may go into one of the ``lookback`` chunks before the latest.
+    A tensor may go into one of the ``lookback`` groups before the latest.
     """
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     placements: list[Placement | None] = [None] * len(schedule.params)
@@ -99,11 +112,11 @@ def pack(
                 chunk, offset, num_chunks = packer.place(schedule.params[param].numel)
                 placements[param] = Placement(param, first + chunk, offset, num_chunks)
             else:
-                placements[param] = Placement(param, max(0, first + len(packer.used) - 1), 0, 0)
-        packer.pad()
+                placements[param] = Placement(param, max(0, first + packer.num_chunks - 1), 0, 0)
         os_home = Home.HOST if kind is ChunkList.TRAINED else None
-        for index, used in enumerate(packer.used, first):
-            chunks.append(Chunk(index, kind, dtype, packer.numel, used, Home.HOST, os_home))
+        for chunk in range(packer.num_chunks):
+            used = packer.used_of(chunk)
+            chunks.append(Chunk(first + chunk, kind, dtype, packer.numel, used, Home.HOST, os_home))
     if (ChunkList.UNUSED, UNUSED_DTYPE) not in lists:
         chunks += _grad_chunks(chunks, liveness)
     return Layout(
@@ -115,6 +128,41 @@ def pack(
         world_size=world_size,
         rank=rank,
     )
+
+
+def least_groups(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1) -> int:
+    """A lower bound of the groups of used parameters that any packing with such chunks has.
+
+    Of the tensors of a list those longer than a group fill some and leave a rest. For every k, what is longer than a
+    group less k shares its group with nothing of k or more, what is longer than half a group shares it with nothing of
+    its kind, and the others from k on fill what these leave at best (Martello and Toth, 1990, bound L2).
+    """
+    nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
+    total = 0
+    for (kind, dtype), members in _lists(schedule, liveness).items():
+        if kind is not ChunkList.UNUSED:
+            room = nbytes // DTYPE_NBYTES[dtype] * world_size
+            numels = [schedule.params[p].numel for p in members]
+            rests = sorted(numel % room for numel in numels if numel % room)
+            total += sum(numel // room for numel in numels) + _least_bins(rests, room)
+    return total
+
+
+def _least_bins(numels: Sequence[int], room: int) -> int:
+    """Bound L2 of bin packing for ascending ``numels`` of at most ``room``."""
+    if not numels:
+        return 0
+    num_upper_half = len(numels) - bisect_right(numels, room // 2)
+    sums = [0, *accumulate(numels)]
+    best = num_upper_half
+    for first, least in enumerate(numels):
+        if 2 * least > room:
+            break
+        alone = bisect_right(numels, room - least)  # from here on nothing of ``least`` fits beside
+        half = min(bisect_right(numels, room // 2), alone)
+        left = (alone - half) * room - (sums[alone] - sums[half])
+        best = max(best, len(numels) - half + max(0, -((left - (sums[half] - sums[first])) // room)))
+    return best
 
 
 def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
@@ -211,5 +259,7 @@ class ChunkMappingPass:
         numel = decided(draft.chunk_numel, "chunk_numel")
         layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank, draft.lookback)
         layout = replace(layout, num_replicas=target.num_replicas)
-        note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used"
+        least = least_groups(draft.schedule, liveness, numel, target.world_size)
+        note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used; "
+        note += f"at least {least * target.world_size} are needed"
         return replace(draft, layout=layout, note=note)

@@ -2,9 +2,9 @@
 
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed, without a look-back for gaps
-and with one where that makes fewer chunks, and its residency planned; the least bytes moved by all ranks together win
-(all must choose alike), then the least waste, then the fewest chunks. Where triples are to be streamed, sizes with
-which two can be under way at once come first.
+and with one where that makes fewer chunks, and its residency planned. Of those that pack well, the least bytes moved by
+all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where triples are to be
+streamed, sizes with which two can be under way at once come first.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ LAYER_FRACTIONS = (4, 3, 2)
 LOOKBACK = 2
 """Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
 well as there, or as well as can be (tests/test_numbers.py)."""
-SLACK = 65 / 64  # a part of a layer holds its share of matrices and more than its share of small tensors
+SLACK = 65 / 64  # beside its share of matrices a group holds small tensors, which else need groups of their own
+MIN_UTILISATION = 0.97
+"""Share of the chunks' elements that parameters must use, where some size that fits does so well."""
 MAX_CHUNKS = 512
 NUM_LARGEST = 3
 GRANULE_NUMEL = 256
@@ -74,12 +76,15 @@ def _dtype_in(layout: Layout, param: int) -> str:
 
 
 def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple[int, ...]:
-    """Chunk sizes worth a try, ascending, multiples of 256 elements."""
+    """Chunk sizes worth a try, ascending, multiples of 256 elements.
+
+    What is packed is a group, so sizes are those of groups, divided among the ranks.
+    """
     used = [schedule.params[p] for p in liveness.use_order]
     total = sum(i.numel for i in used)
-    wanted = [float(total) / (divisor * world_size) for divisor in DIVISORS]
+    wanted = [total / divisor for divisor in DIVISORS]
     largest = sorted({i.numel for i in used}, reverse=True)[:NUM_LARGEST]
-    wanted += [n / ranks for n in largest for ranks in {1, world_size}]  # alone in a chunk, or alone in a group
+    wanted += [n * slack for n in largest for slack in (1, SLACK)]
     layers: dict[str, int] = {}
     for info in used:
         layer = re.match(r"(?:.*?\.)?\d+(?=\.)", info.name)
@@ -90,7 +95,7 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
         n / d * SLACK for n in common for d in LAYER_FRACTIONS
     ]
     floor = max(GRANULE_NUMEL, total // (MAX_CHUNKS * world_size))
-    granules = {-(-max(int(n), floor) // GRANULE_NUMEL) for n in wanted}
+    granules = {-(-max(int(n / world_size), floor) // GRANULE_NUMEL) for n in wanted}
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))
 
 
@@ -152,6 +157,7 @@ def search(draft: Draft) -> list[Candidate]:
     fitting = [((c.num_missing_buffers, c.moved_nbytes), c) for c in tried if c.moved_nbytes is not None]
     if not fitting:
         raise _none_fits(draft, tried)
+    fitting = [pair for pair in fitting if pair[1].layout.utilisation() >= MIN_UTILISATION] or fitting
     fitting.sort(key=lambda pair: (pair[0], pair[1].waste_nbytes, len(pair[1].layout.chunks)))
     return [c for _, c in fitting]
 

@@ -20,7 +20,7 @@ MIB, GIB = 2**20, 2**30
 def test_context_slack_and_the_system_are_off() -> None:
     memory = UsableMemory.of(Hardware.parse("8xv100-240g"))
     assert memory.device_nbytes == 32 * GIB - GIB // 2 - 512 * MIB
-    assert memory.host_nbytes == 30 * GIB - 2 * GIB - 256 * MIB
+    assert memory.host_nbytes == 30 * GIB - GIB - 384 * MIB
 
 
 def test_an_emulated_device_keeps_nothing_back() -> None:

@@ -45,6 +45,11 @@ def with_norms(schedule: Schedule) -> Schedule:
     return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
+def with_decision(schedule: Schedule, scaled_nbytes: int) -> Schedule:
+    """`with_norms`, and ``scaled_nbytes`` of tangents that a loss scale multiplies."""
+    return beside(schedule, norms_nbytes(schedule.params) + scaled_nbytes, schedule.also_trained)
+
+
 def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
     """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
     nbytes = norms_nbytes(captured.schedule.params) if measures else 0

@@ -63,11 +63,11 @@ def test_25_million_parameters_are_searched_within_a_second() -> None:
 
 
 def test_a_group_of_ranks_may_hold_just_the_largest_tensor() -> None:
-    """Tensors larger than a chunk start a group each: chunks of a rank's share of one leave no group half empty."""
+    """And a little more, for the small tensors beside it."""
     found = gpt_like(2, 256, vocabulary=50176)
     largest = max(info.numel for info in found.params)
     for world_size in (2, 8):
         tried = candidates(found, analyse(found), world_size)
-        assert {largest, largest // world_size} <= set(tried)
+        assert {largest // world_size, largest // world_size * 65 // 64} <= set(tried)
         layout = evaluate(found, analyse(found), target(), Options(), largest // world_size)[0].layout
         assert layout.chunk_numel * world_size == largest

@@ -116,8 +116,8 @@ def test_no_order_of_a_plan_is_faster_by_a_whole_update(
     for order in permutations(range(5)):
         monkeypatch.setattr("chunkc.passes.step.host_order", lambda draft, chunks, order=order: order)
         times[order] = step_ms()
-    print(update_ms, run_ms, mine, min(times.values()), times[0, 1, 2, 3, 4], times[4, 3, 2, 1, 0])
-    assert mine < min(times.values()) + update_ms
+
+    assert mine <= min(times.values()) + update_ms and mine <= times[0, 1, 2, 3, 4]
 
 
 def test_nothing_is_released_before_backward_has_ended_behind_a_decision_or_on_the_launching_thread() -> None:
