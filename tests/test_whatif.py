@@ -10,7 +10,6 @@ from tiny_transformers import TINY_GPT
 
 import chunkc
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Op
 from chunkc.ir.verify import verify
 from chunkc.whatif import Recompute, Scenario, Scenarios
 
@@ -32,15 +31,22 @@ def test_the_plan_is_that_of_chunkc_plan() -> None:
     assert answer.timeline.step_ms > 0
 
 
-def test_loss_scaling_is_left_out() -> None:
-    """In fp16 ``chunkc.plan`` has norms and a decision beside the same actions."""
-    answer = Scenarios().answer(replace(SCENARIO, recompute=Recompute.FULL))
+def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
+    """As ``chunkc.plan`` does; without it where it is asked for so, as the modelled systems have none."""
+    scenario = replace(SCENARIO, recompute=Recompute.FULL)
+    scaled = Scenarios().answer(scenario).plan
     direct = chunkc.plan(TINY_GPT.build(recompute=True), HW, example_inputs=TINY_GPT.inputs(2, 16))
-    assert answer.plan is not None and direct.measures and not answer.plan.measures
-    assert direct.layout == answer.plan.layout
-    for program in answer.plan.programs:
-        others = [a for a in direct.program(program.name).actions if a.op not in (Op.NORM, Op.DECIDE)]
-        assert [replace(a, waits=()) for a in others] == [replace(a, waits=()) for a in program.actions]
+    assert scaled is not None and scaled.measures and direct.measures
+    assert scaled.programs == direct.programs and scaled.layout == direct.layout and scaled.memory == direct.memory
+    without = Scenarios().answer(replace(scenario, measures=False)).plan
+    assert without is not None and not without.measures
+    assert without.memory.nonmodel_nbytes < scaled.memory.nonmodel_nbytes
+
+
+def test_a_scenario_that_clips_measures_gradients() -> None:
+    scenario = replace(SCENARIO, recompute=Recompute.FULL, dtype=torch.float32)
+    found = [Scenarios().answer(replace(scenario, measures=measures)).plan for measures in (None, True)]
+    assert [plan is not None and plan.measures for plan in found] == [False, True]
 
 
 def test_layers_are_computed_again_only_where_memory_is_short() -> None:
