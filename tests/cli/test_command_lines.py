@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers  # noqa: F401 - first imported in a test, its log would keep the stream that capsys closes
 from plans_for_report import gpt_plan
 
 from chunkc.cli import main
