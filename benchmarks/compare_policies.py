@@ -4,7 +4,7 @@ Nothing runs: plans and modelled systems are simulated with the same operators a
 activation checkpointing around every layer, one batch size for all. A row says which system is the fastest that fits,
 and what of chunkc's step no stream's work explains.
 
-    python benchmarks/compare_policies.py                     # writes docs/comparison.md, 15 minutes on 2 cores
+    python benchmarks/compare_policies.py                     # writes docs/comparison.md, 20 minutes on 2 cores
     python benchmarks/compare_policies.py --hw v100-240g --models gpt-1b gpt-10b --out /tmp/comparison.md
 """
 
@@ -89,7 +89,7 @@ def excess_of(timeline: Timeline) -> float:
 
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
     """All systems on one machine."""
-    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL)
+    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, measures=False)
     answer = slowest(scenario, scenarios)
     course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
@@ -151,7 +151,9 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "around every layer. Systems other than chunkc are *modelled* from their papers (`chunkc.baselines`), with the",
         "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
         "parameters * tokens * 8 / seconds. Of several ranks, the first and the last are simulated, which own most",
-        "and least; the slower of the two is shown.",
+        "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits",
+        "for a decision; `chunkc plan` counts the loss scaling of fp16, and finds longer steps where updates on the",
+        "host wait for it.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
