@@ -42,6 +42,11 @@ def llama(hidden: int = 256, layers: int = 6, heads: int = 4) -> LlamaForCausalL
         return LlamaForCausalLM(config)
 
 
+def sized(machine: Machine) -> LlamaForCausalLM:
+    """`llama`, and on a stand-in, which computes a GPU's kernels on the host, a smaller one."""
+    return llama() if machine.kind == "cuda" else llama(hidden=128, layers=2, heads=2)
+
+
 def ids(machine: Machine, seed: int = 0, batch: int = 4, length: int = 128) -> torch.Tensor:
     found: torch.Tensor = machine.put(
         torch.randint(0, 1024, (batch, length), generator=torch.Generator().manual_seed(seed))
@@ -58,7 +63,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tenso
 
 
 def compiled(machine: Machine, nbytes: int, dtype: torch.dtype, backend: str) -> nn.Module:
-    return chunkc.compile(llama(), machine.named(nbytes, 2 * GIB), dtype=dtype, backend=backend)
+    return chunkc.compile(sized(machine), machine.named(nbytes, 2 * GIB), dtype=dtype, backend=backend)
 
 
 @pytest.mark.parametrize("placement", ["smallest", "resident"])
@@ -166,7 +171,7 @@ def test_named_machines_run_within_their_memory(
 ) -> None:
     """One warning that names the GPU asked for, and a budget of that GPU less what CUDA takes."""
     with caplog.at_level(logging.WARNING, "chunkc"):
-        model = chunkc.compile(llama(), hw, dtype=torch.bfloat16, backend="eager")
+        model = chunkc.compile(sized(machine), hw, dtype=torch.bfloat16, backend="eager")
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 1 and gpu in said[0] and hw.split("-")[0] in said[0]
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-4)
