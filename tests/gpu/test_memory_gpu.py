@@ -44,7 +44,7 @@ def llama(hidden: int = 256, layers: int = 6, heads: int = 4) -> LlamaForCausalL
 
 def sized(machine: Machine) -> LlamaForCausalLM:
     """`llama`, and on a stand-in, which computes a GPU's kernels on the host, a smaller one."""
-    return llama() if machine.kind == "cuda" else llama(hidden=128, layers=2, heads=2)
+    return llama() if machine.kind == "cuda" else llama(hidden=64, layers=2, heads=2)
 
 
 def ids(machine: Machine, seed: int = 0, batch: int = 4, length: int = 128) -> torch.Tensor:
