@@ -192,10 +192,13 @@ def test_modules_that_inductor_generates_are_not_kept() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(CYCLES))
 def test_cycles_leave_less_than_a_tenth_of_a_mebibyte(name: str) -> None:
-    """From the cycle on at which Dynamo's log of compilations, of a fixed length, is full: each entry is 32 KiB."""
+    """From the cycle on at which Dynamo's log of compilations, of a fixed length, is full: each entry is 32 KiB.
+
+    A leak is in both halves of the cycles; what torch takes once in a process is in one.
+    """
     while len(torch._dynamo.utils._compilation_metrics) < NUM_LOGGED_COMPILATIONS:
         CYCLES[name]()
-    assert grown_nbytes(CYCLES[name], NUM_CYCLES) < MAX_CYCLE_NBYTES
+    assert min(grown_nbytes(CYCLES[name], NUM_CYCLES // 2) for _ in range(2)) < MAX_CYCLE_NBYTES
 
 
 @pytest.mark.slow
