@@ -1,4 +1,4 @@
-"""chunkc's plans beside modelled systems: every GPT-2-like size of the catalogue on every machine of the papers.
+"""Compare chunkc's plans with modelled systems: GPT-2-like models on the machines of the papers.
 
 Nothing runs: plans and modelled systems are simulated with the same operators and the same rates (`chunkc.baselines`),
 activation checkpointing around every layer, one batch size for all. A row says which system is the fastest that fits,

@@ -1,4 +1,4 @@
-"""chunkc: train models several times larger than device memory, by a static plan over chunks of model data.
+"""chunkc trains models several times larger than device memory, by a static plan over chunks.
 
 The package's names are imported when the first of them is asked for (PEP 562). torch takes seconds to import, so the
 command can be interrupted meanwhile (`chunkc.__main__`), and a submodule imports no more than it needs.

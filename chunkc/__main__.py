@@ -1,4 +1,4 @@
-"""The command ``chunkc``, also as ``python -m chunkc``: `chunkc.cli`, which Ctrl-C ends while it is imported, too.
+"""The command ``chunkc``, also as ``python -m chunkc``; Ctrl-C ends it while it imports, too.
 
 The command line imports torch. A KeyboardInterrupt inside an import may be shown, turned into an ImportError or lost.
 Until the import has ended nothing was begun, so the signal ends the process.

@@ -1,4 +1,4 @@
-"""Assumptions of the catalogue where a data sheet says nothing: efficiencies, latencies, hosts, kept memory.
+"""Assumptions where a data sheet says nothing: efficiencies, latencies, hosts, kept memory.
 
 Each value has its source or derivation in ``hardware.toml``. A calibrated profile replaces what it has measured.
 """
