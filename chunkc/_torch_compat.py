@@ -10,14 +10,16 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 import torch._dynamo
 import torch._dynamo.exc
+import torch._functorch.config
 import torch._guards
+import torch._prims.rng_prims
 import torch.fx
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
@@ -55,6 +57,7 @@ __all__ = [
     "cuda_sleep",
     "current_backward",
     "decides_recomputation",
+    "draws",
     "dynamo_example",
     "dynamo_value",
     "engine_runs",
@@ -75,6 +78,8 @@ __all__ = [
     "recomputed_region",
     "refuses_shared_inputs",
     "refuses_shared_outputs",
+    "replays_random_state",
+    "saves_random_state",
     "shared_frames",
     "storage_address",
     "storage_key",
@@ -191,9 +196,24 @@ def aot_backend(**options: Any) -> Callable[..., Any]:
 def min_cut_partition(
     joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's min-cut rematerialisation partitioner."""
-    forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    """PyTorch's min-cut rematerialisation partitioner.
+
+    Random operators that backward computes again replay the state that their device's generator had in forward. Left
+    alone, torch gives those of a GPU generators of their own, which neither seeds nor checkpoints reach.
+    """
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
     return forward, backward
+
+
+def saves_random_state(node: torch.fx.Node) -> bool:
+    """Whether ``node`` runs the operator ``args[0]`` and returns the generator's state before it, and its result."""
+    return node.target is torch._prims.rng_prims.run_and_save_rng_state
+
+
+def replays_random_state(node: torch.fx.Node) -> bool:
+    """Whether ``node`` runs the operator ``args[1]`` with the generator in the state ``args[0]``."""
+    return node.target is torch._prims.rng_prims.run_with_rng_state
 
 
 def decides_recomputation(node: torch.fx.Node) -> bool:
@@ -208,10 +228,15 @@ def _default(op: torch._ops.OpOverload, name: str) -> Any:
 
 def is_random(node: torch.fx.Node) -> bool:
     """Whether ``node`` draws random numbers. Attention may, but without dropout it does not."""
-    if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded not in node.target.tags:
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of ``op`` draws random numbers; see `is_random`."""
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
-    values = {argument.name: value for argument, value in zip(node.target._schema.arguments, node.args, strict=False)}
-    return bool({**values, **node.kwargs}.get("dropout_p", _default(node.target, "dropout_p")) != 0.0)
+    values = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
+    return bool({**values, **kwargs}.get("dropout_p", _default(op, "dropout_p")) != 0.0)
 
 
 def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:

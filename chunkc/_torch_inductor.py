@@ -52,7 +52,7 @@ def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> C
     )
     owned = copy.deepcopy(module)
     output = owned.graph.find_nodes(op="output")[0]
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
+    output.meta["user_visible_output_idxs"] = [i for i, n in enumerate(output.args[0]) if isinstance(n, torch.fx.Node)]
     num_loaded = len(PyCodeCache.modules)
     with torch._guards.tracing(torch._guards.TracingContext(fake_mode)):
         compiled: Callable[[list[Any]], Sequence[Any]] = compile_fx_inner(owned, list(examples))
@@ -98,10 +98,31 @@ def inductor_loop(
     context = torch._guards.TracingContext(torch._guards.detect_fake_mode(fakes))
     try:
         with torch._guards.tracing(context), torch._inductor.config.patch(_loop_settings(is_parallel)):
-            compiled = compile_fx_inner(graph, fakes)
+            compiled = _with_any_vectors(lambda: compile_fx_inner(copy.deepcopy(graph), fakes))
     except (RuntimeError, OSError) as error:
         raise LoopUnavailable(f"Inductor cannot compile here ({str(error).strip().splitlines()[0]})") from error
     return _find_loop(compiled, [node.name for node in inputs], str(fakes[0].shape[0]))
+
+
+def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
+    """Compile by the vector instructions that the processor names; where that fails, by those that Inductor has tried.
+
+    Inductor tries each kind by building and loading a library in a process of its own, which took 40 s of the first
+    step of every run on a machine with a GPU. What is taken for granted here is forgotten afterwards.
+    """
+    import torch._inductor.config
+    from torch._inductor import cpu_vec_isa
+
+    if torch._inductor.config.cpp.vec_isa_ok is not None or cpu_vec_isa.valid_vec_isa_list.cache_info().currsize:
+        return compile_once()
+    try:
+        with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
+            return compile_once()
+    except (RuntimeError, OSError):
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        return compile_once()
+    finally:
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
 
 
 def _loop_settings(is_parallel: bool) -> dict[str, Any]:

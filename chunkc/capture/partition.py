@@ -31,6 +31,7 @@ from chunkc._torch_compat import (
     tag_must_recompute,
     tag_must_save,
 )
+from chunkc.capture.random_states import drop_idle_states
 from chunkc.errors import CaptureError
 
 aten = torch.ops.aten
@@ -107,6 +108,7 @@ def partition(
     save_borders(joint.graph, cone)
     names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
+    drop_idle_states(forward, backward)
     check_outputs(forward, names)
     return forward, backward
 

@@ -14,22 +14,24 @@ class NormScratch:
     """Working memory that all norms of a device share: they follow each other on one stream.
 
     Attributes:
-        found: what the latest norm found, float32 [2].
-        memory: grows with the largest chunk; another tensor then.
+        memory: none before the first norm is made; grows with the largest chunk, and is another tensor then.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.found = torch.empty(2, dtype=torch.float32, device=device)
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def extend(self, num_tiles: int) -> None:
         """Make room for a chunk of ``num_tiles``."""
-        if self.memory.numel() < 2 * num_tiles:
-            self.memory = torch.empty(2 * num_tiles, dtype=torch.float32, device=self.memory.device)
+        if self.memory.numel() < 2 * num_tiles + 2:
+            self.memory = torch.empty(2 * num_tiles + 2, dtype=torch.float32, device=self.memory.device)
 
     def of(self, num_tiles: int) -> torch.Tensor:
         """float32 [2, num_tiles]."""
         return self.memory[: 2 * num_tiles].view(2, num_tiles)
+
+    def found(self) -> torch.Tensor:
+        """What the latest norm found, float32 [2]."""
+        return self.memory[-2:]
 
 
 class GpuNorm:
@@ -59,13 +61,13 @@ class GpuNorm:
         scratch.extend(self._tiles.shape[0])
         self._out = out
         self._launch: KernelLaunch | None = None
-        self._over: torch.Tensor | None = None
+        self._over = self._found = torch.empty(0, device="cpu")
 
     @torch.no_grad()
     def __call__(self) -> None:
-        found, memory = self._scratch.found, self._scratch.memory
-        if self._launch is None or memory is not self._over:
+        if self._launch is None or self._scratch.memory is not self._over:
+            self._over, self._found = self._scratch.memory, self._scratch.found()
             partial = self._scratch.of(self._tiles.shape[0])
-            self._launch, self._over = self._kernels.grad_norm(self._gradient, self._tiles, found, partial), memory
+            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._found, partial)
         self._launch()
-        self._out.copy_(found)
+        self._out.copy_(self._found)

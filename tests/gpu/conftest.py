@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -96,6 +97,12 @@ def rig_of(machine: Machine) -> Iterator[GetRig]:
 def plain_of(machine: Machine) -> GetPlain:
     """``plain_of(name, recipe)``: the run of eager PyTorch in fp32 on the same machine, made once."""
     return Runs(train_plain, machine)
+
+
+@pytest.fixture(scope="session")
+def plain_64_of(machine: Machine) -> GetPlain:
+    """``plain_64_of(name, recipe)``: the same in float64."""
+    return Runs(partial(train_plain, dtype=torch.float64), machine)
 
 
 @pytest.fixture(scope="session")

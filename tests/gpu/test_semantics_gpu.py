@@ -43,12 +43,12 @@ def test_trains_as_plain_pytorch_under_inductor(name: str, rig_of: GetRig, plain
 
 
 @pytest.mark.parametrize("name", ["odd", "llama", "resnet"])
-def test_updates_on_the_device_are_torchs(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
+def test_updates_on_the_device_are_torchs(name: str, rig_of: GetRig, plain_of: GetPlain, plain_64_of: GetPlain) -> None:
     """Everything resident: the kernels update, and nothing moves."""
     rig = rig_of(name)
     found = rig.train(Setup(Options(os_home="device")), SEMANTICS)
     assert rig.stats()["h2d_nbytes"] == 0
-    assert_same_semantics(found, plain_of(name, SEMANTICS))
+    assert_same_semantics(found, plain_of(name, SEMANTICS), plain_64_of(name, SEMANTICS))
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

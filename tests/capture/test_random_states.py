@@ -1,0 +1,101 @@
+"""What backward computes again replays masks where there are some, and is the operator itself where there are none."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+import torch.nn.functional as F
+from captures import capture_once
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import chunkc
+from chunkc.capture.backend import Captured
+
+BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16
+REPLAY = "run_with_rng_state"
+
+
+class Layer(nn.Module):
+    """Attention without dropout, and after it dropout of its result."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.dropout = nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).view(BATCH, TOKENS, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        return x + self.dropout(attended.transpose(1, 2).reshape(BATCH, TOKENS, WIDTH))
+
+
+class Layers(nn.Module):
+    """Three layers, computed again in backward."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Layer(p) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x.square().sum()
+
+
+def captured_with(p: float) -> Captured:
+    return capture_once(Layers(p), torch.randn(BATCH, TOKENS, WIDTH))
+
+
+def targets(captured: Captured) -> tuple[Counter[str], Counter[str]]:
+    """Operators of forward and of backward, by name."""
+    graphs = captured.schedule.forward, captured.schedule.backward
+    first, second = (Counter(op.target for op in graph.operators) for graph in graphs)
+    return first, second
+
+
+def num_attentions(found: Counter[str]) -> int:
+    return sum(n for name, n in found.items() if "attention" in name and "backward" not in name)
+
+
+def test_attention_without_dropout_is_computed_again_as_it_is() -> None:
+    captured = captured_with(0.0)
+    forward, backward = targets(captured)
+    assert num_attentions(forward) == 3 and num_attentions(backward) == 3
+    assert not any("rng_state" in name for name in (*forward, *backward))
+    received = [n.meta["val"] for n in captured.backward.module.graph.find_nodes(op="placeholder")]
+    assert not any(value.dtype is torch.uint8 for value in received), "no state of a generator is kept"
+
+
+def test_its_work_is_counted() -> None:
+    captured = captured_with(0.0)
+    again = [op for op in captured.schedule.backward.operators if "attention" in op.target]
+    first = [op for op in captured.schedule.forward.operators if "attention" in op.target]
+    assert [op.flops for op in again if "backward" not in op.target] == [op.flops for op in first]
+    assert all(op.flops > 0 for op in first)
+
+
+def test_masks_are_still_replayed() -> None:
+    _, backward = targets(captured_with(0.3))
+    assert num_attentions(backward) == 3, "attention beside dropout is still itself"
+    assert backward[REPLAY] == 3, "one state for each dropout"
+
+
+def test_gradients_are_those_of_plain_pytorch() -> None:
+    """With dropout too, from one seed, operator by operator."""
+    for p in (0.0, 0.3):
+        x = torch.randn(BATCH, TOKENS, WIDTH)
+        plain = Layers(p)
+        torch.manual_seed(7)
+        wanted = plain(x)
+        wanted.backward()
+        model = chunkc.compile(Layers(p), "emulated-64m-64m", dtype=torch.float32, backend="eager")
+        torch.manual_seed(7)
+        found = model(x)
+        found.backward()
+        torch.testing.assert_close(found.detach(), wanted.detach())
+        for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert value.grad is not None and other.grad is not None
+            torch.testing.assert_close(value.grad.clone(), other.grad, msg=name)
