@@ -1,5 +1,5 @@
 """Every private torch API that chunkc uses, in one place, with the versions on which it was seen to work; those of
-Inductor stand in ``_torch_inductor``, those that free memory in ``_torch_release``.
+Inductor stand in ``_torch_inductor``, those of CUDA in ``_torch_cuda``, those that free memory in ``_torch_release``.
 
 Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
 without a leading promise from torch; the rest of the package imports only from here.
@@ -54,7 +54,6 @@ __all__ = [
     "call_plain",
     "capture_settings",
     "compiles_here",
-    "cuda_sleep",
     "current_backward",
     "decides_recomputation",
     "draws",
@@ -66,6 +65,7 @@ __all__ = [
     "hidden_from_dynamo",
     "is_capturing",
     "is_compiled_node",
+    "is_profiling",
     "is_random",
     "keep_undefined",
     "min_cut_partition",
@@ -172,19 +172,19 @@ def as_plain_subclass(cls: type[T], tensor: torch.Tensor, requires_grad: bool = 
     return torch.Tensor._make_subclass(cls, tensor, requires_grad)
 
 
+def is_profiling() -> bool:
+    """Whether `profiler_range` does anything now."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """A range of torch's profiler (of NVTX under ``torch.autograd.profiler.emit_nvtx``); next to nothing without one.
 
     A profiler sees the thread that it was started on and those of autograd; others with ``profile_all_threads``.
     """
-    if not torch.autograd.profiler._is_profiler_enabled:
+    if not is_profiling():
         return nullcontext()
     return torch.autograd.profiler.record_function(name)
-
-
-def cuda_sleep(num_cycles: int) -> None:
-    """Keep the current CUDA stream busy for so many clock cycles."""
-    torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:

@@ -22,7 +22,8 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors", "files"}
-FOUNDATION = BOTTOM | {"ir", "hardware", "_torch_compat", "_torch_inductor", "_torch_release", "_torch_dist", "_gloo"}
+TORCH = {"_torch_compat", "_torch_cuda", "_torch_inductor", "_torch_release", "_torch_dist"}
+FOUNDATION = BOTTOM | TORCH | {"ir", "hardware", "_gloo"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -32,6 +33,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "ir": BOTTOM,
     "hardware": BOTTOM,
     "_torch_compat": BOTTOM | {"_torch_release"},
+    "_torch_cuda": set(),
     "_torch_inductor": BOTTOM,
     "_torch_release": set(),
     "_rendezvous": set(),
@@ -190,7 +192,7 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
     """Uses of ``torch._something`` outside the files that are checked against every torch version."""
     faults = []
     for module in modules:
-        if module in ("chunkc._torch_compat", "chunkc._torch_inductor", "chunkc._torch_release"):
+        if module.removeprefix("chunkc.") in TORCH - {"_torch_dist"}:
             continue
         lines = {found.line for found in imports_of(module, modules) if _is_private_torch(found.target)}
         for node in ast.walk(ast.parse(modules[module])):

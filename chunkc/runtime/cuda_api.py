@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from chunkc._torch_compat import cuda_sleep
+from chunkc._torch_cuda import call_on_cuda_stream, cuda_sleep, is_current_cuda_stream
 from chunkc.errors import HardwareError
 
 _CYCLES_PER_MS: Final = 1_500_000
@@ -59,7 +59,7 @@ class CudaApi(Protocol):
         ...
 
     def current_stream(self) -> Any:
-        """The calling thread's stream of this device."""
+        """The calling thread's stream of this device; the same object as the call before where that is the same."""
         ...
 
     def key(self, stream: Any) -> int:
@@ -70,8 +70,12 @@ class CudaApi(Protocol):
         """Call ``work``, whose operators go to ``stream``; returns when they are enqueued."""
         ...
 
-    def record(self, stream: Any) -> Any:
-        """An event at the end of what is enqueued on ``stream``."""
+    def record(self, stream: Any, used: Any = None) -> Any:
+        """An event at the end of what is enqueued on ``stream``.
+
+        It may be ``used``, an earlier one that nobody asks for any more. Streams that were told to wait for that one
+        still wait for what it stood for.
+        """
         ...
 
     def wait_event(self, stream: Any, event: Any) -> None:
@@ -141,31 +145,39 @@ class CudaApi(Protocol):
 
 
 class TorchCuda:
-    """`CudaApi` of device ``index`` by torch."""
+    """`CudaApi` of device ``index`` by torch.
+
+    Asking torch for the current stream takes as long as half a launch: the object is kept while the stream is the same.
+    """
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
+        self._latest_stream: torch.cuda.Stream | None = None
 
     def new_stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.torch_device)
+        latest = self._latest_stream
+        if latest is None or not is_current_cuda_stream(latest):
+            self._latest_stream = latest = torch.cuda.current_stream(self.torch_device)
+        return latest
 
     def key(self, stream: torch.cuda.Stream) -> int:
         return stream.cuda_stream
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):  # also makes this device the current one
-            work()
+        call_on_cuda_stream(stream, work)
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits for it sleeps
+    def record(self, stream: torch.cuda.Stream, used: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        event = used
+        if event is None:
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits for it sleeps
         event.record(stream)
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        stream.wait_event(event)
+        event.wait(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())  # type: ignore[no-untyped-call]

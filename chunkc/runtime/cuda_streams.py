@@ -58,89 +58,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from typing import Any
 
-from chunkc._torch_compat import profiler_range
+from chunkc._torch_compat import is_profiling, profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda_api import CudaApi
+from chunkc.runtime.cuda_events import CudaEvent, Held, HostCompletion, UsedEvents
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event
 from chunkc.runtime.pace import Timekeeper
-from chunkc.runtime.streams import Completion, Delays, Failure, Failures, Item, Surroundings, Worker
+from chunkc.runtime.streams import Completion, Delays, Failures, Item, Surroundings, Worker
 
 _LOGGER = logging.getLogger("chunkc")
 _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
 
 
-class CudaEvent:
-    """Completion of work on a CUDA stream.
+class _OfThread(threading.local):
+    """``followed``: the latest ``synchronize`` after which this thread has put the side streams behind its own."""
 
-    Attributes:
-        handle: the API's event; None while the work is held back.
-        key: of the stream.
-    """
-
-    __slots__ = ("_api", "_enqueue", "failures", "handle", "key")
-
-    def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
-        """``enqueue`` makes held work go to its stream."""
-        self._api = api
-        self._enqueue = enqueue
-        self.failures = failures
-        self.handle: Any = None
-        self.key = key
-
-    def done(self) -> bool:
-        """Whether the work has finished, without waiting."""
-        return self.handle is not None and self._api.is_done(self.handle)
-
-    def wait(self) -> None:
-        """Block the host until the work has finished; raises a failure that the host was not told."""
-        if not self.done():
-            self.failures.num_host_waits += 1
-        self.enqueue()
-        self._api.wait_on_host(self.handle)
-        self.failures.raise_untold()
-
-    def enqueue(self) -> None:
-        """See to it that the work is enqueued, waiting for the worker where it is held back."""
-        if self.handle is None:
-            self._enqueue(self)
-
-    def join(self) -> Failure | None:
-        """Block a worker until the work, which is not held back, has finished; a failure there has been before it."""
-        try:
-            self._api.wait_on_host(self.handle)
-        except RuntimeError as error:
-            return Failure(error)
-        return self.failures.untold
-
-
-class HostCompletion(Completion):
-    """Event of one piece of the worker's work."""
-
-    __slots__ = ("failures",)
-
-    def __init__(self, failures: Failures) -> None:
-        super().__init__(failures)
-        self.failures = failures
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Work of a side stream that waits for host work, or for what is held before it."""
-
-    stream: Stream
-    label: str
-    waits: tuple[CudaEvent | HostCompletion, ...]
-    work: Callable[[], None]
-    event: CudaEvent
-
-    def is_ready(self) -> bool:
-        """Whether all host work that it waits for has ended, and all else is enqueued."""
-        return all(e.done() if isinstance(e, HostCompletion) else e.handle is not None for e in self.waits)
+    followed: object | None = None
 
 
 class CudaStreams:
@@ -165,12 +102,16 @@ class CudaStreams:
         self._api = api
         self._settings = settings
         self._delays = {s: Delays(settings.max_delay_ms, settings.seed, s) for s in Stream}
+        self._has_delays = settings.max_delay_ms > 0
         self._side = {stream: api.new_stream() for stream in _SIDE_STREAMS}
+        self._side_key = {stream: api.key(side) for stream, side in self._side.items()}
         self._compute = api.current_stream()
-        self._held: dict[int, deque[Held]] = {api.key(side): deque() for side in self._side.values()}
+        self._compute_key = api.key(self._compute)
+        self._held: dict[int, deque[Held]] = {key: deque() for key in self._side_key.values()}
+        self._used_events = UsedEvents()
         self._is_enqueuing = False
         self._latest_synchronize: object | None = None
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         self._worker: Worker | None = None
         self._lock = threading.RLock()
         self._is_closed = False
@@ -184,7 +125,7 @@ class CudaStreams:
         """
         self.check_usable()
         self.failures.raise_untold()
-        owned = tuple(self._own(event, label) for event in waits)
+        owned = [self._own(event, label) for event in waits]
         event: Event
         if stream is Stream.CPU:
             event = self._launch_on_host(label, owned, work)
@@ -197,8 +138,9 @@ class CudaStreams:
     def follow(self) -> None:
         """Order all side streams behind what is on the current stream now, and what the caller puts there until the
         next launch."""
-        self._put_sides_behind(self._current())
-        self._latest_synchronize = object()
+        with self._lock:
+            self._put_sides_behind(self._current())
+            self._latest_synchronize = object()
 
     def _put_sides_behind(self, compute: Any) -> None:
         event = self._api.record(compute)
@@ -220,7 +162,7 @@ class CudaStreams:
 
     def enqueue_exchanges(self) -> None:
         """Hold nothing back on ``comm``; the caller sleeps until the worker has come so far."""
-        self._enqueue_held(self._api.key(self._side[Stream.COMM]))
+        self._enqueue_held(self._side_key[Stream.COMM])
 
     def call_from_host(self, work: Callable[[], None]) -> None:
         """Call ``work``; in a thread of its own where the worker calls this, which would wait for itself."""
@@ -260,20 +202,20 @@ class CudaStreams:
             _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
 
     def _launch_on_device(
-        self, stream: Stream, label: str, waits: tuple[CudaEvent | HostCompletion, ...], work: Callable[[], None]
+        self, stream: Stream, label: str, waits: Sequence[CudaEvent | HostCompletion], work: Callable[[], None]
     ) -> CudaEvent:
         for event in waits:
             if isinstance(event, HostCompletion) and event.done():
                 event.raise_failure()
-        target = self._side[stream] if stream in self._side else self._current()
-        key = self._api.key(target)
-        item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
         with self._lock:
-            if getattr(self._of_thread, "followed", None) is not self._latest_synchronize:
+            target, key = self._target(stream)
+            item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
+            if self._of_thread.followed is not self._latest_synchronize:
                 self._put_sides_behind(self._current())
                 self._of_thread.followed = self._latest_synchronize
-            for other in self._held:
-                self._enqueue_held(other, only_ready=True)
+            for other, held in self._held.items():
+                if held:
+                    self._enqueue_held(other, only_ready=True)
             if stream in self._side and (self._held[key] or not item.is_ready()):
                 self._held[key].append(item)
             else:
@@ -282,6 +224,13 @@ class CudaStreams:
                 self.failures.raise_untold()
                 self._enqueue(item, target)
         return item.event
+
+    def _target(self, stream: Stream) -> tuple[Any, int]:
+        """The API's stream for work of ``stream``, and its key."""
+        side = self._side.get(stream)
+        if side is not None:
+            return side, self._side_key[stream]
+        return self._current(), self._compute_key
 
     def _enqueue_event(self, event: CudaEvent) -> None:
         self._enqueue_held(event.key, event)
@@ -318,23 +267,33 @@ class CudaStreams:
         try:
             for event in item.waits:
                 self._order(target, item.event.key, event)
-            self._pause(item.stream, target)
-            with profiler_range(item.label):
+            if self._has_delays or is_profiling():
+                self._run_visibly(item, target)
+            else:
                 self._api.run(target, item.work)
-            self._pause(item.stream, target)
-            item.event.handle = self._api.record(target)
+            item.event.handle = self._api.record(target, self._used_events.take_free())
+            self._used_events.add(item.event)
         except BaseException as error:
             error.add_note(f"in {item.label} on stream {item.stream} of {self._name}")
             raise
         finally:
             self._is_enqueuing = before
 
+    def _run_visibly(self, item: Held, target: Any) -> None:
+        """In a range of the profiler, between delays."""
+        self._pause(item.stream, target)
+        with profiler_range(item.label):
+            self._api.run(target, item.work)
+        self._pause(item.stream, target)
+
     def _current(self) -> Any:
-        """The caller's stream, behind the one of the launch before it."""
+        """The caller's stream, behind the one of the launch before it. The lock is held."""
         current = self._api.current_stream()
-        if self._api.key(current) != self._api.key(self._compute):
-            self._api.wait_event(current, self._api.record(self._compute))
-            self._compute = current
+        if current is not self._compute:
+            key = self._api.key(current)
+            if key != self._compute_key:
+                self._api.wait_event(current, self._api.record(self._compute))
+            self._compute, self._compute_key = current, key
         return current
 
     def _order(self, target: Any, key: int, event: CudaEvent | HostCompletion) -> None:
@@ -343,7 +302,7 @@ class CudaStreams:
             self._api.wait_event(target, event.handle)
 
     def _launch_on_host(
-        self, label: str, waits: tuple[CudaEvent | HostCompletion, ...], work: Callable[[], None]
+        self, label: str, waits: Sequence[CudaEvent | HostCompletion], work: Callable[[], None]
     ) -> HostCompletion:
         def ranged() -> None:
             with profiler_range(label):
@@ -353,7 +312,7 @@ class CudaStreams:
             if isinstance(event, CudaEvent):
                 event.enqueue()  # the worker can only sleep on what is recorded
         completion = HostCompletion(self.failures)
-        self._require_worker().items.put(Item(label, waits, ranged, completion, self.failures.num_tellings))
+        self._require_worker().items.put(Item(label, tuple(waits), ranged, completion, self.failures.num_tellings))
         return completion
 
     def _join_worker(self) -> None:

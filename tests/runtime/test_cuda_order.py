@@ -19,8 +19,9 @@ import chunkc
 from chunkc.devices import device_for
 from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.cuda import CudaDevice
+from chunkc.runtime.cuda_events import CudaEvent, Held, HostCompletion
 from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.cuda_streams import CudaEvent, CudaStreams, Held, HostCompletion
+from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.values import ChunkValues

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
-from fake_cuda import FakeCuda, FakeStream
+from fake_cuda import FakeCuda, FakeEvent, FakeStream
 
 from chunkc.ir.actions import Stream
+from chunkc.runtime.cuda_api import CudaApi
 from chunkc.runtime.cuda_streams import CudaStreams
 from chunkc.runtime.debug_settings import DebugSettings
 
@@ -73,3 +77,98 @@ def test_a_launch_that_fails_leaves_nothing_under_way_when_the_host_has_waited()
     with pytest.raises(ValueError, match="on purpose"):
         streams.synchronize()
     assert ran == ["fetch"]
+
+
+# --- what a launch costs ----------------------------------------------------------------------------------------------
+
+
+class CountedCuda(FakeCuda):
+    """``asked``: names of all methods of `CudaApi` that were called, those that only look included."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.asked: list[str] = []
+        for name in (name for name in vars(CudaApi) if not name.startswith("_") and name != "torch_device"):
+            setattr(self, name, partial(self._ask, name, getattr(self, name)))
+
+    def _ask(self, name: str, method: Callable[..., Any], *args: Any) -> Any:
+        self.asked.append(name)
+        return method(*args)
+
+
+def num_python_calls(work: Callable[[], object]) -> int:
+    """Functions of Python that ``work`` enters, the fewest of a few times: a collection of garbage enters others."""
+    found = []
+    for _ in range(5):
+        names = list[str]()
+        sys.setprofile(lambda frame, kind, _: names.append(frame.f_code.co_name) if kind == "call" else None)  # noqa: B023
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
+        found.append(len(names))
+    return min(found)
+
+
+def test_a_launch_asks_cuda_for_no_more_than_it_needs() -> None:
+    api = CountedCuda()
+    streams = CudaStreams("fake", api, DebugSettings())
+    fetched = streams.launch(Stream.H2D, "fetch", [], nothing)
+    kept = [streams.launch(Stream.COMPUTE, "run", [], nothing)]
+
+    def asked(stream: Stream, *waits: Any) -> list[str]:
+        api.asked.clear()
+        kept.append(streams.launch(stream, "work", waits, nothing))
+        return api.asked[:]
+
+    assert asked(Stream.COMPUTE) == ["current_stream", "run", "record"]
+    assert asked(Stream.COMPUTE, kept[-1]) == ["current_stream", "run", "record"]
+    assert asked(Stream.COMPUTE, fetched) == ["current_stream", "wait_event", "run", "record"]
+    assert asked(Stream.H2D) == ["run", "record"]
+    assert asked(Stream.H2D, kept[0]) == ["wait_event", "run", "record"]
+
+
+@pytest.mark.parametrize("stream", [Stream.COMPUTE, Stream.H2D])
+def test_a_launch_enters_few_functions(stream: Stream) -> None:
+    """Those of a double that does nothing are among them."""
+    api = FakeCuda(runs=False)
+    api.run = api.record = lambda *_: None  # type: ignore[method-assign]
+    streams = CudaStreams("fake", api, DebugSettings())
+    streams.launch(stream, "before", [], nothing)
+    assert num_python_calls(partial(streams.launch, stream, "work", [], nothing)) <= 18
+
+
+@pytest.mark.parametrize("num_held", [1, 100])
+def test_events_are_used_again_when_nobody_holds_them(num_held: int) -> None:
+    """Those that are held stay as they are, however many launches follow."""
+    api = FakeCuda(runs=False)
+    used, record = list[FakeEvent | None](), api.record
+
+    def recording(stream: FakeStream, event: FakeEvent | None = None) -> FakeEvent:
+        used.append(event)
+        return record(stream, event)
+
+    api.record = recording  # type: ignore[method-assign]
+    streams = CudaStreams("fake", api, DebugSettings())
+    held = [streams.launch(Stream.H2D, "fetch", [], nothing) for _ in range(num_held)]
+    for _ in range(1000):
+        streams.launch(Stream.COMPUTE, "run", held[:1], nothing)
+    assert len({event.handle.number for event in held}) == num_held  # type: ignore[attr-defined]
+    assert sum(event is None for event in used) <= max(64, 2 * num_held) + 1
+
+
+def test_an_event_that_only_a_held_launch_or_the_worker_holds_is_not_used_again() -> None:
+    """The double refuses to be asked for an event that was used again."""
+    api, hold, ran = FakeCuda(), threading.Event(), list[str]()
+    streams = CudaStreams("fake", api, DebugSettings())
+    streams.launch(Stream.CPU, "update", [], hold.wait)  # type: ignore[arg-type]
+    evicted = streams.launch(Stream.D2H, "evict", [], partial(time.sleep, 0.05))
+    update = streams.launch(Stream.CPU, "update", [evicted], partial(ran.append, "update"))
+    streams.launch(Stream.H2D, "fetch", [update, evicted], partial(ran.append, "fetch"))
+    del evicted, update
+    for _ in range(100):
+        streams.launch(Stream.COMPUTE, "run", [], nothing)
+    hold.set()
+    streams.synchronize()
+    assert ran == ["update", "fetch"]
+    streams.close()

@@ -18,7 +18,7 @@ from fake_cuda import Call, FakeCuda
 
 from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_streams import CudaEvent, HostCompletion
+from chunkc.runtime.cuda_events import CudaEvent, HostCompletion
 from chunkc.runtime.device import Event
 
 

@@ -23,11 +23,21 @@ GIB = 2**30
 
 
 class FakeEvent:
-    """Happens once."""
+    """Happens once. Nobody may ask for it when it has been used again, while streams still wait for it.
+
+    Attributes:
+        happened: what streams wait for.
+    """
 
     def __init__(self, number: int) -> None:
-        self.number = number
+        self._number = number
         self.happened = threading.Event()
+        self.is_used_again = False
+
+    @property
+    def number(self) -> int:
+        assert not self.is_used_again, f"event {self._number} stands for something else by now"
+        return self._number
 
 
 class FakeStream:
@@ -115,7 +125,10 @@ class FakeCuda:
         if self.runs:
             stream.put(work)
 
-    def record(self, stream: FakeStream) -> FakeEvent:
+    def record(self, stream: FakeStream, used: FakeEvent | None = None) -> FakeEvent:
+        if used is not None:
+            assert not used.is_used_again
+            used.is_used_again = True
         with self._lock:
             self._num_events += 1
             event = FakeEvent(self._num_events)
@@ -127,15 +140,15 @@ class FakeCuda:
     def wait_event(self, stream: FakeStream, event: FakeEvent) -> None:
         self.note("wait event", stream.key, event.number)
         if self.runs:
-            stream.put(lambda: _wait(event))
+            stream.put(partial(_wait, event.happened, event.number))
 
     def is_done(self, event: FakeEvent) -> bool:
-        return event.happened.is_set()
+        return event.number > 0 and event.happened.is_set()
 
     def wait_on_host(self, event: FakeEvent) -> None:
         self.note("host waits", -1, event.number)
         if self.runs:
-            _wait(event)
+            _wait(event.happened, event.number)
 
     def synchronize(self) -> None:
         self.note("synchronize")
@@ -143,7 +156,7 @@ class FakeCuda:
             return
         ends = [self.record(stream) for stream in self._streams]
         for end in ends:
-            _wait(end)
+            _wait(end.happened, end.number)
         for stream in self._streams:
             if stream.error is not None:
                 raise RuntimeError("a stream failed") from stream.error
@@ -197,8 +210,8 @@ class FakeCuda:
         return TorchKernels()
 
 
-def _wait(event: FakeEvent) -> None:
-    assert event.happened.wait(timeout=30), f"event {event.number} never happened"
+def _wait(happened: threading.Event, number: int) -> None:
+    assert happened.wait(timeout=30), f"event {number} never happened"
 
 
 class TorchKernels:
