@@ -64,6 +64,15 @@ def pytest_addoption(parser):
     parser.addoption("--stand-in")
 """
 HEADER = "import os, signal, time, pytest\npytestmark = pytest.mark.gpu\n"
+MEETS = """
+def test_meets():
+    folder = os.path.dirname(__file__)
+    open(f"{{folder}}/{own}", "w").close()
+    deadline_s = time.monotonic() + 60
+    while not os.path.exists(f"{{folder}}/{other}"):
+        assert time.monotonic() < deadline_s, "{other} does not run"
+        time.sleep(0.02)
+"""
 FILES = {
     "fails": """
 def test_passes(record_property): record_property("rate", 3)
@@ -91,6 +100,11 @@ def test_breaks_the_gpu():
 def test_behind(): assert "torch" not in sys.modules
 """,
     "broken": "import nothing_of_this_name\n",
+    "meets_left": MEETS.format(own="left", other="right"),
+    "meets_right": MEETS.format(own="right", other="left"),
+    "calibrate": """
+def test_environment(): assert os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
+""",
     "many": "".join(f"def test_{n}(): time.sleep(0.02)\n" for n in range(200)),
 }
 
@@ -129,7 +143,7 @@ def outcomes(out: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: Path) -> None:
-    runner = start(folder, tmp_path, "fails,dies,stands,lost,broken", still_s=4)
+    runner = start(folder, tmp_path, "fails,dies,stands,lost,broken", still_s=4, jobs=3)
     said, _ = runner.communicate(timeout=120)
     found = {name.replace("_gpu.py", ""): record for name, record in outcomes(tmp_path).items()}
     assert {name: record["outcome"] for name, record in found.items()} == {
@@ -154,6 +168,31 @@ def test_what_fails_dies_or_stands_still_costs_one_test(folder: Path, tmp_path: 
     assert "nothing_of_this_name" in found["test_broken"]["text"]
     first, *_, last = journal_of(tmp_path)
     assert {"date", "command", "commit", "hardware", "versions"} <= first.keys() and last["kind"] == "end"
+    assert last["outcomes"] == {"passed": 5, "failed": 3, "skipped": 1, "crashed": 1, "stood still": 1}
+
+
+def test_files_run_at_the_same_time_and_those_of_the_whole_gpu_alone(folder: Path, tmp_path: Path) -> None:
+    """Two files wait for each other; the third, which is named first, begins when both have ended."""
+    runner = start(folder, tmp_path, "calibrate,meets_left,meets_right", jobs=2)
+    runner.communicate(timeout=120)
+    assert runner.returncode == 0 and {r["outcome"] for r in outcomes(tmp_path).values()} == {"passed"}
+    kinds = [(r["kind"], r["file"]) for r in journal_of(tmp_path) if r["kind"] in ("process", "file")]
+    assert {kind for kind, _ in kinds[:2]} == {"process"} and {kind for kind, _ in kinds[2:4]} == {"file"}
+    assert kinds[4:] == [("process", "calibrate"), ("file", "calibrate")]
+    assert "1 passed" in (tmp_path / "meets_left.log").read_text()
+
+
+def test_a_runner_that_is_told_to_end_ends_what_it_started(folder: Path, tmp_path: Path) -> None:
+    runner = start(folder, tmp_path, "stands,meets_left,many", jobs=2)
+    deadline_s = time.monotonic() + 100
+    while sum(r["kind"] == "start" for r in journal_of(tmp_path)) < 2 and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    runner.terminate()
+    runner.communicate(timeout=60)
+    assert runner.returncode == 143
+    pids = [r["pid"] for r in journal_of(tmp_path) if r["kind"] == "process"]
+    assert len(pids) == 2 and not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert outcomes(tmp_path) == {}
 
 
 def test_files_without_time_are_not_run(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,23 @@ def test_a_line_that_was_cut_costs_itself_only(tmp_path: Path) -> None:
         complete = [first, second] if end == len(whole) - 1 else [first]
         assert records(path) == complete
         assert [*records(path), Journal(path).write("third")] == records(path)
+
+
+def test_writers_at_the_same_time_keep_their_lines_whole(tmp_path: Path) -> None:
+    """Lines longer than a buffer, each with what its journal says of all of them."""
+    from journal import Journal, records
+
+    path, num_lines = tmp_path / "results.jsonl", 20
+
+    def write(writer: int) -> None:
+        journal = Journal(path, file=f"writer {writer}")
+        for number in range(num_lines):
+            journal.write("line", number=number, text=f"{writer}" * 30_000)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == records(path)
+    for writer in range(4):
+        found = [r for r in records(path) if r["file"] == f"writer {writer}"]
+        assert [r["number"] for r in found] == list(range(num_lines))
+        assert all(r["text"] == f"{writer}" * 30_000 for r in found)

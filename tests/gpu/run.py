@@ -1,14 +1,18 @@
 """Run the tests of the GPU in the order of what they tell, and keep each result the moment it is there.
 
-    python tests/gpu/run.py --out FOLDER [--limit-s 540] [--stand-in double]
+    python tests/gpu/run.py --out FOLDER [--limit-s 540] [--jobs 3] [--stand-in double]
 
-Files run in the order of `FILES`, each in a process of its own that has so many seconds at most. FOLDER/suite.jsonl
-gets a line for the machine, for each test that begins and for each that ends (`journal`), so that a run which is killed
-keeps what it found; FOLDER/suite.log gets what pytest prints. Failures are printed when they happen.
+Files begin in the order of `FILES`, each in a process of its own that has so many seconds at most, and ``--jobs`` of
+them run at the same time. Those of `ALONE` follow, one by one. FOLDER/suite.jsonl gets a line for the machine, for each
+test that begins and for each that ends (`journal`), so that a run which is killed keeps what it found; FOLDER/races.log
+gets what pytest prints about the file ``races``. Failures are printed when they happen.
 
 A process that ends in the middle (a crash, a GPU that is lost) or stands still for ``--still-s`` seconds costs one
 test: it is recorded with the stacks of its threads, and a new process goes on with the next. Files for which no time is
 left are recorded as not run.
+
+Processes get ``TORCHINDUCTOR_VEC_ISA_OK=1``: Inductor then takes the vector instructions that the processor names,
+without the programs that it compiles and runs to try them, which cost each process up to 40 seconds.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,21 +37,33 @@ from children import PYTHON, Child  # noqa: E402
 from journal import Journal, Record, records  # noqa: E402
 
 FILES: dict[str, float] = {
-    "unknowns": 90, "launch": 60, "kernels": 90, "semantics": 180, "steady_state": 60, "races": 90, "placement": 120,
-    "memory": 200, "real_size": 180, "clipping": 45, "managed": 60, "calibrate": 60,
+    "unknowns": 120, "kernels": 90, "semantics": 300, "steady_state": 150, "races": 120, "placement": 180,
+    "memory": 240, "clipping": 60, "managed": 90, "real_size": 240, "named": 240, "launch": 60, "calibrate": 90,
 }  # fmt: skip
 """Stems of files, most telling first, and the seconds that each may take."""
+ALONE = ("real_size", "named", "launch", "calibrate")
+"""They name the memory of the whole GPU, of which other processes take some, or read rates and times."""
+MANY_CORES, JOBS_OF_MANY_CORES = 8, 3
 OTHER_FILE_S = 60.0
 MIN_S = 5.0
 PRINTED_CHARS = 1500  # of a failure
+ENVIRONMENT = {
+    "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_WAIT_POLICY": "passive", "TORCHINDUCTOR_VEC_ISA_OK": "1",
+}  # fmt: skip
 BAD = ("failed", "crashed", "stood still", "out of time")
+
+
+class Interrupted(Exception):
+    """The run ended while a file was under way."""
 
 
 @dataclass(slots=True)
 class Progress:
-    """What the journal says of the file that runs now.
+    """What the journal says of one file.
 
     Attributes:
+        file: its stem.
+        journal: whose records say ``file``.
         still_s: seconds without a beginning or an end after which a test stands still.
         num_read, size_nbytes: records that were taken in, and the journal's size then.
         num_begun: tests that the present process has begun.
@@ -55,6 +73,7 @@ class Progress:
         outcomes: of the file.
     """
 
+    file: str
     journal: Journal
     still_s: float
     num_read: int = 0
@@ -73,7 +92,8 @@ class Progress:
             return
         found = records(self.journal.path)
         for record in found[self.num_read :]:
-            self._take(record)
+            if record.get("file") == self.file:
+                self._take(record)
         self.num_read, self.size_nbytes = len(found), size_nbytes
 
     def _take(self, record: Record) -> None:
@@ -105,25 +125,24 @@ class Progress:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all files, or as a child one, and return the exit code: 1 where a test failed or was not run."""
     args = parse(argv)
-    journal = Journal(args.out / "suite.jsonl")
+    path = args.out / "suite.jsonl"
     if args.child is not None:
-        return run_here(args, journal)
-    deadline_s = time.monotonic() + args.limit_s
-    journal.path.unlink(missing_ok=True)
-    journal.write("run", **provenance.describe(args.commit), stand_in=args.stand_in)
-    progress, outcomes = Progress(journal, args.still_s), {}
-    for stem in args.only.split(",") if args.only else FILES:
-        outcomes[stem] = run_file(stem, args, progress, deadline_s)
-    total = sum(outcomes.values(), Counter[str]())
+        return run_here(args, Journal(path, file=args.child))
+    deadline_s, journal = time.monotonic() + args.limit_s, Journal(path)
+    path.unlink(missing_ok=True)
+    journal.write("run", **provenance.describe(args.commit), stand_in=args.stand_in, jobs=args.jobs)
+    total = run_files(args.only.split(",") if args.only else list(FILES), args, deadline_s)
     journal.write("end", outcomes=dict(total))
-    print(f"{counted(total)}; written to {journal.path}", flush=True)
+    say(f"{counted(total)}; written to {path}")
     return 0 if not any(total[kind] for kind in (*BAD, "not run")) else 1
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The tests of the GPU, one process a file.")
+    default_jobs = JOBS_OF_MANY_CORES if len(os.sched_getaffinity(0)) >= MANY_CORES else 1
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--limit-s", type=float, default=540.0, help="seconds for all files together")
+    parser.add_argument("--jobs", type=int, default=default_jobs, help="files at the same time (here: %(default)s)")
     parser.add_argument("--stand-in", choices=("double", "emulated"), help="what to run on without a GPU")
     parser.add_argument("--only", help=f"files, by commas: {', '.join(FILES)}")
     parser.add_argument("--tests", type=Path, default=Path(__file__).parent, help="folder of test_..._gpu.py")
@@ -134,37 +153,52 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run_file(stem: str, args: argparse.Namespace, progress: Progress, deadline_s: float) -> Counter[str]:
+def run_files(stems: Sequence[str], args: argparse.Namespace, deadline_s: float) -> Counter[str]:
+    """Outcomes of all files. Whatever ends this early ends the processes, too."""
+    is_over, pool = threading.Event(), ThreadPoolExecutor(args.jobs)
+    try:
+        together = [pool.submit(run_file, s, args, deadline_s, is_over) for s in stems if s not in ALONE]
+        found = [future.result() for future in together]
+        found += [run_file(stem, args, deadline_s, is_over) for stem in stems if stem in ALONE]
+    finally:
+        is_over.set()
+        pool.shutdown(cancel_futures=True)
+    return sum(found, Counter[str]())
+
+
+def run_file(stem: str, args: argparse.Namespace, deadline_s: float, is_over: threading.Event) -> Counter[str]:
     """Outcomes of one file, by as many processes as it takes."""
     started_s = time.monotonic()
-    progress.outcomes, progress.left = Counter(), set()
+    progress = Progress(stem, Journal(args.out / "suite.jsonl", file=stem), args.still_s)
     end_s = min(deadline_s, started_s + (args.file_s or FILES.get(stem, OTHER_FILE_S)))
     is_whole = False
     while not is_whole and (left_s := end_s - time.monotonic()) > MIN_S:
-        is_whole = run_process(stem, args, progress, left_s)
+        is_whole = run_process(args, progress, left_s, is_over)
         if not progress.num_begun:  # another process would do no more
             break
     if not is_whole:
         missing = sorted(progress.left)
         progress.outcomes["not run"] += max(1, len(missing))
-        progress.journal.write("not run", file=stem, tests=missing)
-    progress.journal.write("file", file=stem, seconds=round(time.monotonic() - started_s, 1), **progress.outcomes)
-    print(f"{stem:14} {counted(progress.outcomes)} in {time.monotonic() - started_s:.0f} s", flush=True)
+        progress.journal.write("not run", tests=missing)
+    progress.journal.write("file", seconds=round(time.monotonic() - started_s, 1), **progress.outcomes)
+    say(f"{stem:14} {counted(progress.outcomes)} in {time.monotonic() - started_s:.0f} s")
     return progress.outcomes
 
 
-def run_process(stem: str, args: argparse.Namespace, progress: Progress, limit_s: float) -> bool:
+def run_process(args: argparse.Namespace, progress: Progress, limit_s: float, is_over: threading.Event) -> bool:
     """Go on with one file in a new process; whether all of its tests have had their turn."""
-    options = ["--out", str(args.out), "--tests", str(args.tests), "--child", stem]
+    options = ["--out", str(args.out), "--tests", str(args.tests), "--child", progress.file]
     options += ["--stand-in", args.stand_in] if args.stand_in else []
-    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "OMP_WAIT_POLICY": "passive"}
+    env = {**os.environ, **ENVIRONMENT}
     progress.begin_process()
-    child = Child([*PYTHON, __file__, *options], env, args.out / "suite.log")
-    progress.journal.write("process", file=stem, pid=child.process.pid)
+    child = Child([*PYTHON, __file__, *options], env, args.out / f"{progress.file}.log")
+    progress.journal.write("process", pid=child.process.pid)
     try:
-        code = child.wait(limit_s, progress.is_moving)
+        code = child.wait(limit_s, lambda: not is_over.is_set() and progress.is_moving())
     finally:
         child.end(is_aborted=True)
+    if is_over.is_set():
+        raise Interrupted
     progress.read()
     if progress.running is not None:
         is_late = code is None and child.seconds >= limit_s
@@ -174,7 +208,7 @@ def run_process(stem: str, args: argparse.Namespace, progress: Progress, limit_s
         progress.read()
     elif not progress.is_collected:
         text = f"exit code {code} before any test\n{child.last_words(8000)}"
-        progress.journal.write("test", test=stem, outcome="crashed", text=text)
+        progress.journal.write("test", test=progress.file, outcome="crashed", text=text)
         progress.read()
     return progress.is_collected and not progress.left
 
@@ -195,7 +229,12 @@ def show(record: Record) -> None:
     """A failure, for the terminal: the end of pytest's text, or the beginning of stacks."""
     text = record["text"]
     part = text[-PRINTED_CHARS:] if record["outcome"] == "failed" else text[:PRINTED_CHARS]
-    print(f"{record['outcome'].upper()} {record['test']}\n{part}\n", flush=True)
+    say(f"{record['outcome'].upper()} {record['test']}\n{part}\n")
+
+
+def say(text: str) -> None:
+    """Print lines, in one piece: several threads do."""
+    print(f"{text}\n", end="", flush=True)
 
 
 def counted(outcomes: Counter[str]) -> str:
