@@ -1,7 +1,8 @@
 """What the slots of the arena are for, where payloads come and go in it and some triples stand or pass through.
 
     payload slots   all of one size and adjacent, from byte 0 on; forward and backward fetch into them
-    triple slots    one for each OS triple that stays on the device, behind the payload slots
+    static slots    one for each payload that stays on the device, behind the payload slots
+    triple slots    one for each OS triple that stays on the device, behind the static slots
     buffer slots    for triples that pass through in the step, over the bytes of the last payload slots
 
 In the step no payload has to stand on the device but those that are being updated, so that the bytes of all payload
@@ -40,14 +41,25 @@ def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
 
 
 def num_payload_slots(layout: Layout) -> int:
-    """How many of the slots are for payloads; the others are wider, since a triple is larger than its payload."""
+    """How many of the slots are for payloads that come and go; those for triples are wider than a payload."""
     nbytes = chunk_nbytes(layout)
-    return sum(1 for s in layout.slots if s.nbytes == nbytes)
+    return sum(1 for s in layout.slots if s.nbytes == nbytes) - len(_staying(layout))
+
+
+def _staying(layout: Layout) -> list[int]:
+    """The chunks whose payloads stay on the device, in order."""
+    return [c.index for c in layout.chunks if c.home is Home.DEVICE]
+
+
+def static_payloads(layout: Layout) -> dict[int, int]:
+    """The slot of each payload that stays on the device, by chunk; in a resident plan those of all ranks."""
+    first = num_payload_slots(layout)
+    return {chunk: first + i for i, chunk in enumerate(_staying(layout))}
 
 
 def static_triples(layout: Layout) -> dict[int, int]:
     """The slot of each triple of this rank that stays on the device, by chunk."""
-    first = num_payload_slots(layout)
+    first = num_payload_slots(layout) + len(_staying(layout))
     return {c.index: first + i for i, c in enumerate(c for c in layout.owned() if c.os_home is Home.DEVICE)}
 
 
@@ -91,15 +103,16 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
     passing_nbytes = [layout.chunks[c].os_nbytes for c in streamed_chunks(layout, liveness, share)]
     lead = lead_slots(layout)
-    width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, len(staying))
-    most_places = max(num_places, most_places, lead if staying else 0)
+    num_fetched = sum(1 for c in staying if c.home is Home.HOST)
+    width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, num_fetched)
+    most_places = max(num_places, most_places, lead if num_fetched else 0)
     wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_places * size, width, spare))
     places = max(num_places, min(most_places, -(-(min(2, wanted) * width + spare) // size)))
     slots = list(payload_slots(layout, places * size))
     end = arena_nbytes = len(slots) * nbytes
     num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
-    for chunk in staying:
-        slots.append(Slot(len(slots), arena_nbytes, chunk.os_nbytes))
+    for size_nbytes in (*(nbytes for _ in _staying(layout)), *(c.os_nbytes for c in staying)):
+        slots.append(Slot(len(slots), arena_nbytes, size_nbytes))
         arena_nbytes = slots[-1].end
     for _ in range(num_buffers):
         end -= width * nbytes

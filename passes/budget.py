@@ -20,7 +20,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
 from chunkc.passes.belady import min_places
 from chunkc.passes.chunk_mapping import commonest_dtype, units_of
-from chunkc.passes.draft import Demand, Liveness, Options, Target
+from chunkc.passes.draft import BaseSegment, Demand, Liveness, Options, Target, Units
 from chunkc.passes.segments import base_segments, segment_costs
 from chunkc.passes.triples import residence_order, triples_nbytes
 
@@ -53,9 +53,29 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
     """Units, base segments and the least arena of ``layout``."""
     units = units_of(layout)
     steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1 and not liveness.beside)
+    homes = [layout.chunks[first * layout.world_size].home for first in units.first_group]
+    if layout.world_size == 1 and Home.DEVICE in homes:
+        units, steps = _moving(units, steps, [unit for unit, home in enumerate(homes) if home is Home.HOST])
     least = min_places([s.units for s in steps], units.num_groups, separate=layout.world_size > 1)
-    least = max(least, 2) if layout.grad_chunks() else least  # an update on the device has gradients beside the payload
+    if layout.grad_chunks() and units.first_group:
+        least = max(least, 2)  # an update on the device has gradients beside the payload
     return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
+
+
+def _moving(units: Units, steps: Sequence[BaseSegment], kept: Sequence[int]) -> tuple[Units, tuple[BaseSegment, ...]]:
+    """What is left of ``units`` and ``steps`` where only the units ``kept`` ever move."""
+    number = {unit: new for new, unit in enumerate(kept)}
+
+    def left(found: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[unit] for unit in found if unit in number)
+
+    moving = Units(
+        tuple(units.first_group[unit] for unit in kept),
+        tuple(units.num_groups[unit] for unit in kept),
+        tuple(number.get(unit, -1) for unit in units.of_param),
+        tuple(map(left, units.of_grad)),
+    )
+    return moving, tuple(replace(step, units=left(step.units)) for step in steps)
 
 
 def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
@@ -92,6 +112,35 @@ def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layou
     return replace(layout, chunks=tuple(chunks))
 
 
+def with_residents(
+    layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: Options, num: int
+) -> tuple[Layout, Demand]:
+    """``layout`` with ``num`` triples on the device, their payloads too as ``options`` wish and room allows; and what
+    then asks for places."""
+    layout = with_resident_triples(layout, liveness, num)
+    if not options.keeps_payloads or layout.world_size > 1:
+        return layout, demand
+    kept = _with_resident_payloads(layout, demand)
+    remaining = demand_of(kept, liveness, options.cuts)
+    fits = remaining.min_places <= most_places(kept, remaining, target, options)
+    return (kept, remaining) if fits else (layout, demand)
+
+
+def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
+    """One rank's ``layout`` with the payloads, and the gradient chunks, of resident triples on the device.
+
+    What a tensor larger than a chunk spans stays adjacent, and so on the host.
+    """
+    widths = zip(demand.units.first_group, demand.units.num_groups, strict=True)
+    movable = {first for first, num in widths if num == 1}
+    beside = layout.grad_chunks()
+    found = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
+    whole = {c for c in found if {c, beside.get(c, c)} <= movable}
+    whole |= {beside[c] for c in whole if c in beside}
+    chunks = (replace(c, home=Home.DEVICE) if c.index in whole else c for c in layout.chunks)
+    return replace(layout, chunks=tuple(chunks))
+
+
 def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
     """Bytes that ``layout`` takes, resident and evicted."""
     place_nbytes = chunk_nbytes(layout) * layout.world_size
@@ -99,13 +148,14 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
     os_nbytes = layout.os_nbytes()
     owned = layout.owned()
     unused_nbytes = sum(c.nbytes for c in owned if c.list is ChunkList.UNUSED)
+    static_nbytes = sum(c.nbytes for c in owned if c.home is Home.DEVICE)
     return Sizes(
         place_nbytes=place_nbytes,
         num_places=num_places,
-        resident_nbytes=num_places * place_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
-        evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes,
+        resident_nbytes=num_places * place_nbytes + static_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
+        evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes + static_nbytes,
         resident_host_nbytes=unused_nbytes,
-        evicted_host_nbytes=sum(c.nbytes for c in owned) + os_nbytes,
+        evicted_host_nbytes=sum(c.nbytes for c in owned) - static_nbytes + os_nbytes,
         triples_nbytes=triples_nbytes(layout, liveness),
     )
 
@@ -145,8 +195,9 @@ def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
 
 def most_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
     """Places of the largest arena that the budget allows beside the peak of non-model bytes and resident triples."""
-    triples_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
-    margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - triples_nbytes
+    static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
+    margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
     places = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
     return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
 

@@ -26,7 +26,7 @@ from chunkc.passes.budget import (
     refuse,
     resident_triples,
     sizes_of,
-    with_resident_triples,
+    with_residents,
 )
 from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
 from chunkc.passes.draft import Demand, Draft, Liveness, Options, Target, decided
@@ -125,7 +125,9 @@ def _priced(
     if home is not Home.HOST:
         return candidate
     triples, share = resident_triples(sizes, target, options), options.streamed_share
-    homes = with_resident_triples(layout, liveness, triples) if triples else layout
+    homes = layout
+    if triples:
+        homes, demand = with_residents(layout, demand, liveness, target, options, triples)
     places = available_places(homes, demand, target, options)
     if places < demand.min_places:
         return candidate

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Segment
+from chunkc.passes.arena import static_payloads
 from chunkc.passes.draft import Demand, Draft, Item, Stay, Timeline, decided
 from chunkc.passes.residency import landed_chunks, unit_chunks
 
@@ -131,7 +132,7 @@ class Writer:
 
 def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
     """The items of forward and backward of a plan with stays."""
-    writer = Writer(layout)
+    writer = Writer(layout, static_payloads(layout))
     stays = [stay for line in lines for freed in line.frees for stay in freed]
     landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
     last_reduced = next((stay for stay in reversed(stays) if stay.dirty), None)
@@ -195,7 +196,7 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
     writer = Writer(layout)
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
-    writer.slot_of = {c.index: c.index for c in used if layout.owner(c.index) == layout.rank}
+    writer.slot_of = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
     first, last = _landings(layout, lines[1])
     result = []

@@ -74,6 +74,8 @@ class Options:
         max_slots: use no more payload slots than this.
         num_resident_triples: how many of this rank's OS triples stand on the device for good although the others are at
             home on the host; more do where the host has no room for the others, and all where there are fewer.
+        keeps_payloads: whether chunks whose triples stand on the device for good stand there whole, so that nothing of
+            them ever moves: where one rank trains, for chunks that no larger tensor spans, and if all of them fit.
         streamed_share: of the triples at home on the host, the share that each step copies to the device and updates
             there, in [0, 1].
         accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
@@ -87,6 +89,7 @@ class Options:
     cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     max_slots: int | None = None
     num_resident_triples: int = 0
+    keeps_payloads: bool = False
     streamed_share: float = 0.0
     accumulate: int = 1
     measures: bool = False

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout, Slot
-from chunkc.passes.arena import num_payload_slots, payload_slots
+from chunkc.passes.arena import lead_slots, num_payload_slots, payload_slots, static_payloads
 from chunkc.passes.budget import (
     choose_home,
     chunk_nbytes,
@@ -22,24 +22,35 @@ from chunkc.passes.budget import (
     sizes_of,
     whole_graph_nbytes,
     with_homes,
-    with_resident_triples,
+    with_residents,
 )
 from chunkc.passes.draft import Demand, Draft, Liveness, Target, decided
 from chunkc.passes.triples import triples_nbytes
 
 
 def most_resident_triples(
-    layout: Layout, demand: Demand, liveness: Liveness, target: Target, num_places: int | None = None
+    layout: Layout,
+    demand: Demand,
+    liveness: Liveness,
+    target: Target,
+    num_places: int | None = None,
+    *,
+    keeps_payloads: bool = False,
 ) -> int:
     """The device's margin in OS triples: as many as fit beside activations and payloads (PatrickStar, section 8.2).
 
     Args:
         num_places: places (``world_size`` payload slots each) to keep for payloads; default the fewest that work.
+        keeps_payloads: whether the payload, and a gradient chunk, of each triple stays with it, beside these places.
     """
     places = demand.min_places if num_places is None else num_places
     arena_nbytes = places * chunk_nbytes(layout) * layout.world_size
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - arena_nbytes
-    return most_within(triples_nbytes(layout, liveness), margin_nbytes)
+    sizes_nbytes = triples_nbytes(layout, liveness)
+    if keeps_payloads:
+        payload_nbytes = chunk_nbytes(layout) * lead_slots(layout)
+        sizes_nbytes = tuple(nbytes + count * payload_nbytes for count, nbytes in enumerate(sizes_nbytes))
+    return most_within(sizes_nbytes, margin_nbytes)
 
 
 def resident_slots(layout: Layout) -> tuple[Slot, ...]:
@@ -77,8 +88,10 @@ class OsPlacementPass:
             slots = resident_slots(layout)
             layout = replace(layout, slots=slots, arena_nbytes=slots[-1].end if slots else 0)
         elif triples := resident_triples(sizes, draft.target, draft.options):
-            layout = with_resident_triples(layout, liveness, triples)
+            layout, demand = with_residents(layout, demand, liveness, draft.target, draft.options, triples)
             note += f", {sizes.triples_nbytes[triples] / 2**20:.2f} MiB ({triples} chunks) of them on the device"
+            staying = len(static_payloads(layout))
+            note += f", {staying} payloads with them" if staying else ""
         return replace(draft, layout=layout, demand=demand, os_home=home, note=note)
 
 
@@ -88,17 +101,18 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     Raises:
         BudgetError: when it does not.
     """
-    resident = any(c.home is Home.DEVICE for c in layout.chunks)
+    resident = all(c.home is Home.DEVICE for c in layout.chunks if c.list is not ChunkList.UNUSED)
     liveness, target, cuts = decided(draft.liveness, "liveness"), draft.target, draft.options.cuts
-    peak_nbytes = whole_graph_nbytes(liveness, cuts) if resident else demand.peak_nbytes
-    enough = resident or demand.min_places * layout.world_size <= num_payload_slots(layout)
-    if enough and layout.arena_nbytes + peak_nbytes <= target.device_budget_nbytes:
-        home = Home.DEVICE if resident else Home.HOST
-        return replace(draft, demand=demand, os_home=home, note=f"kept on the {home}")
+    margin_nbytes = target.device_budget_nbytes - layout.arena_nbytes
+    if resident and whole_graph_nbytes(liveness, cuts) <= margin_nbytes:
+        return replace(draft, demand=demand, os_home=Home.DEVICE, note=f"kept on the {Home.DEVICE}")
+    enough = demand.min_places * layout.world_size <= num_payload_slots(layout)
+    if enough and demand.peak_nbytes <= margin_nbytes:
+        return replace(draft, demand=demand, os_home=Home.HOST, note=f"kept on the {Home.HOST}")
     sizes = sizes_of(layout, demand, liveness, cuts)
     error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)
     staying_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
-    need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
+    need_nbytes = layout.arena_nbytes + demand.peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
     raise BudgetError(
         f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "
         f"shape laid out: it needs {need_nbytes} bytes of device memory"

@@ -10,7 +10,7 @@ never makes a plan slower in the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from chunkc.cost.rates import CostRates
@@ -96,8 +96,8 @@ class Search:
         """Where optimizer states stand and are updated, in chunks of the best size.
 
         First as many triples on the device as fit beside all payloads, and more at the cost of payloads, then counts
-        halfway between the best and its neighbours; then a share of the others streamed, the one that keeps host and
-        link busy alike and others around it.
+        halfway between the best and its neighbours, all with their payloads where one rank trains; then as many
+        without; then a share of the others streamed, the one that keeps host and link busy alike and others around it.
         """
         draft = self._drafts[best.options]
         if draft.os_home is Home.DEVICE or self._is_placed():
@@ -106,22 +106,29 @@ class Search:
         liveness, target = decided(draft.liveness, "liveness"), draft.target
         num_places = sum(demand.units.num_groups)
         beside = most_resident_triples(layout, demand, liveness, target, num_places)
-        most = most_resident_triples(layout, demand, liveness, target)
-        share = self._balanced_share()
+        share, keeps = self._balanced_share(), layout.world_size == 1
+        most = most_resident_triples(layout, demand, liveness, target, keeps_payloads=keeps)
 
-        def with_(triples: int, streamed: float) -> Options:
-            numel = draft.chunk_numel  # kept: a pass would search for it again
-            return replace(best.options, chunk_numel=numel, num_resident_triples=triples, streamed_share=streamed)
+        numel = draft.chunk_numel  # kept: a pass would search for it again
 
-        streamed = best.options.streamed_share
+        def with_(triples: int, *, keeps: bool) -> Options:
+            keeps = keeps and triples > 0
+            return replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
+
         counts = {best.options.num_resident_triples, beside, (beside + most) // 2, most}
-        best = self._best_of(best, (with_(k, streamed) for k in sorted(counts)))
+        best = self._best_of(best, [with_(k, keeps=keeps) for k in sorted(counts)])
         for _ in range(NUM_HALVINGS):
             found = _between(best.options.num_resident_triples, counts)
             counts.update(found)
-            best = self._best_of(best, (with_(k, streamed) for k in found))
-        triples = best.options.num_resident_triples
-        return self._best_of(best, (with_(triples, f) for f in (share, share / 2, (1 + share) / 2)))
+            best = self._best_of(best, [with_(k, keeps=keeps) for k in found])
+        if keeps:  # seven triples take as much as six with their payloads
+            alone = most_resident_triples(layout, demand, liveness, target)
+            again = sorted({beside, best.options.num_resident_triples, alone})
+            best = self._best_of(best, [with_(k, keeps=False) for k in again])
+        shares = [share / 2, share, (1 + share) / 2]
+        best = self._best_of(best, [replace(best.options, chunk_numel=numel, streamed_share=f) for f in shares])
+        near = _halfway(best.options.streamed_share, [0.0, *shares, 1.0])
+        return self._best_of(best, [replace(best.options, streamed_share=f) for f in near])
 
     def _is_placed(self) -> bool:
         """Whether the caller says where optimizer states stand and are updated."""
@@ -166,6 +173,12 @@ def _between(best: int, counts: Iterable[int]) -> list[int]:
     return [middle for c in near if (middle := (best + c) // 2) not in (best, c)]
 
 
+def _halfway(best: float, shares: Sequence[float]) -> list[float]:
+    """The middles between ``best`` and its neighbours among ascending ``shares``; none where it is the first."""
+    at = shares.index(best) if best in shares else 0
+    return [(best + other) / 2 for other in (shares[at - 1], shares[at + 1])] if 0 < at < len(shares) - 1 else []
+
+
 def _difference(options: Options, own: Options) -> str:
     """What ``options`` vary of the caller's ``own``."""
     parts = []
@@ -173,6 +186,7 @@ def _difference(options: Options, own: Options) -> str:
         parts.append(f"chunks of {options.chunk_numel} elements")
     if options.num_resident_triples != own.num_resident_triples:
         parts.append(f"{options.num_resident_triples} optimizer states resident")
+        parts[-1] += " with their payloads" if options.keeps_payloads else ""
     if options.streamed_share != own.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
     return ", ".join(parts)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Phase, Program, State
-from chunkc.passes.arena import shared_bytes, static_triples
+from chunkc.passes.arena import shared_bytes, static_payloads, static_triples
 from chunkc.passes.communication import Writer, slot_name
 from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.draft import Draft, Item, decided
@@ -71,7 +71,7 @@ def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) 
 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
     """Own payloads (chunk -> slot) that never move, and them with their triples as a state lists them."""
-    payloads = {c.index: c.index for c in layout.owned() if c.home is Home.DEVICE}
+    payloads = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
     return payloads, tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
 
 

@@ -21,7 +21,7 @@ from itertools import cycle
 
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.passes.arena import buffers_of, shared_bytes, spare_slots, static_triples
+from chunkc.passes.arena import buffers_of, shared_bytes, spare_slots, static_payloads, static_triples
 from chunkc.passes.communication import Writer, home_name, slot_name, triple_name
 from chunkc.passes.draft import Item, Liveness
 from chunkc.passes.triples import streamed_chunks
@@ -91,7 +91,7 @@ def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]
 def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[Item, ...]:
     """The updates of one step in a layout with its arena: those of the chunks ``host`` on the host, in this order, and
     all others on the device. On a device that computes on the launching thread, the host has its work first."""
-    streamed, static = _streamed(layout, liveness, share), static_triples(layout)
+    streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
     step = StepWriter(Writer(layout), shared_bytes(layout))
     beside = step.writer.beside
@@ -100,8 +100,8 @@ def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[
         step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
     for chunk in by_first_use(layout, liveness):
         if layout.chunks[chunk].home is Home.DEVICE:
-            touched = [slot_name(chunk), slot_name(static[chunk])]
-            read = [slot_name(beside[chunk])] if chunk in beside else []
+            touched = [slot_name(payloads[chunk]), slot_name(static[chunk])]
+            read = [slot_name(payloads[beside[chunk]])] if chunk in beside else []
             step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
         elif chunk in static:
             payload, gradient = next(next_slot)

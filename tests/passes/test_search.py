@@ -13,6 +13,7 @@ from chunkc.cost.rates import CopyLaw, CostRates
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Draft, Options, Target, assemble, make_fastest_plan, make_plan
@@ -82,13 +83,29 @@ def test_slow_starts_of_copies_ask_for_larger_chunks_than_long_copies_do() -> No
 
 
 def test_counts_between_the_best_and_its_neighbours_are_tried() -> None:
-    """An update on the host takes longer than a layer; each triple on the device costs payloads' room."""
+    """An update on the host takes longer than a layer, one on the device longer than any."""
     known = replace(by_latency(500.0), cpu_update_gparam_per_s={"float32": 2e-4})
-    found = make_fastest_plan(working_chain(), machine(known, 11 * NUMEL * 4)).candidates
-    counted = [c for c in found[1:] if c.options.streamed_share == 0 and c.options.chunk_numel == NUMEL]
+    given = Options(chunk_numel=NUMEL)
+    found = make_fastest_plan(working_chain(), machine(known, 30 * NUMEL * 4), given).candidates
+    counted = [c for c in found[1:] if c.options.streamed_share == 0 and c.options.keeps_payloads]
     of_count = {c.options.num_resident_triples: c.step_ms for c in counted}
-    assert list(of_count)[:3] == [1, 3, 2]
-    assert of_count[2] < min(of_count[1], of_count[3], found[0].step_ms)
+    first, second, third, *others = of_count
+    assert second == (first + third) // 2 and others[0] == first // 2
+    best = min(of_count, key=lambda count: of_count[count])
+    assert best in others and of_count[best] < min(of_count[first], of_count[third], found[0].step_ms)
+
+
+def test_payloads_of_resident_triples_stay_with_them() -> None:
+    """They are neither fetched nor evicted, and the step is no longer than with payloads that move."""
+    known = replace(by_latency(500.0), cpu_update_gparam_per_s={"float32": 2e-4})
+    where = machine(known, 14 * NUMEL * 4)
+    given = Options(chunk_numel=NUMEL, num_resident_triples=2)
+    moving, staying = (make_plan(working_chain(), where, replace(given, keeps_payloads=k)).plan for k in (False, True))
+    moved = [{a.target for p in plan.programs for a in p.actions if a.op is Op.FETCH} for plan in (moving, staying)]
+    kept = {f"c{c.index}" for c in staying.layout.chunks if c.home is Home.DEVICE}
+    assert len(kept) == 2 and moved[0] - moved[1] == kept
+    assert simulate_with(staying, known).step_ms <= simulate_with(moving, known).step_ms
+    assert staying.memory.host_nbytes == moving.memory.host_nbytes - 2 * NUMEL * 4
 
 
 def test_a_given_chunk_size_is_kept() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from rig import Cuts, Rig, Setup, cuts_of, spans_of
 from training import PLACEMENT, Recipe, Trained, assert_same_bits
@@ -84,8 +85,11 @@ PLACEMENTS: dict[str, MakeSetup] = {
 }
 
 
-def mixed(num_resident_triples: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True) -> MakeSetup:
-    """Homes of payloads on the host, some triples on the device for good or in the step; chunks enough to tell apart.
+def mixed(
+    num_resident_triples: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True, keeps_payloads: bool = False
+) -> MakeSetup:
+    """Homes of payloads on the host, but for those of resident triples where ``keeps_payloads``; some triples on the
+    device for good or in the step; chunks enough to tell apart.
 
     All updates compute what those of the host compute, so that one identity run serves.
     """
@@ -95,7 +99,8 @@ def mixed(num_resident_triples: int = 0, streamed_share: float = 0.0, *, few_slo
         chunk_numel = max(64, tight.layout.chunk_numel // 3)
         options = Options(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
         slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
-        wishes = {"num_resident_triples": num_resident_triples, "streamed_share": streamed_share}
+        wishes: dict[str, Any] = {"num_resident_triples": num_resident_triples, "streamed_share": streamed_share}
+        wishes["keeps_payloads"] = keeps_payloads
         return Setup(replace(options, max_slots=slots, **wishes), host_arithmetic=True)
 
     return make
@@ -105,11 +110,13 @@ FEW_SLOTS = 8  # one buffer in bf16, two in fp32
 ALL = 1 << 20
 MIXED: dict[str, MakeSetup] = {
     "some_resident": mixed(2),
+    "some_whole": mixed(2, keeps_payloads=True),
     "all_resident": mixed(ALL),
     "some_streamed": mixed(0, 0.4),
     "all_streamed": mixed(0, 1.0),
     "all_streamed_with_room": mixed(0, 1.0, few_slots=False),
     "some_of_each": mixed(2, 0.4),
+    "whole_and_streamed": mixed(2, 0.4, keeps_payloads=True),
     "none_on_the_host": mixed(2, 1.0),
 }
 
@@ -174,9 +181,12 @@ def _assert_mixed(plan: Plan, placement: str) -> None:
         "all_streamed": {"streamed"},
         "all_streamed_with_room": {"streamed"},
         "some_of_each": {"resident", "streamed", "host"},
+        "some_whole": {"resident", "host"},
+        "whole_and_streamed": {"resident", "streamed", "host"},
         "none_on_the_host": {"resident", "streamed"},
     }[placement]
     assert {kind for kind, is_there in present.items() if is_there} == wanted
+    assert any(c.home is Home.DEVICE for c in plan.layout.chunks) == ("whole" in placement)
 
 
 def moved(plan: Plan) -> int:

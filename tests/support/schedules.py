@@ -149,7 +149,9 @@ def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
     home = draw(st.sampled_from(["auto", "host", "host", "host"]))
     num = draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
-    return found, where, replace(options, os_home=home, num_resident_triples=num, streamed_share=share)
+    keeps = draw(st.booleans())
+    wishes = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    return found, where, replace(options, os_home=home, **wishes)
 
 
 @st.composite
@@ -160,8 +162,9 @@ def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
     num = draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     micro_batches = draw(st.integers(2, 5))
-    options = replace(options, os_home=home, num_resident_triples=num, streamed_share=share, accumulate=micro_batches)
-    return found, where, options
+    keeps = draw(st.booleans())
+    wishes = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    return found, where, replace(options, os_home=home, accumulate=micro_batches, **wishes)
 
 
 def gpt_like(
