@@ -82,6 +82,7 @@ def chunkc_system(shape: Shape, device: torch.device, hw: chunkc.Hardware) -> Sy
         plan = chunkc.plan_of(model)
         segments = {kind: len(plan.graph_segments(kind)) for kind in ("forward", "backward")}
         found = {"stats": chunkc.stats(model), "plan": plan.digest(), "num_segments": segments, "summary": str(plan)}
+        found["stages_ms"] = {stage.name: round(stage.elapsed_ms) for stage in plan.stages}
         if known_rates(hw) is not None:
             found["simulated"] = simulated(chunkc.simulate(plan, hw))
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,22 @@ def test_pieces_take_turns(device: EmulatedDevice) -> None:
     activity = Activity(Stream.H2D, "turns", tuple(lambda i=i: seen.append(i) for i in range(3)))  # type: ignore[misc]
     Timer(device, 2.0, 1).time_us(activity, Length(num_pieces=7, num_batches=2))
     assert seen == [0, 1, 2, 0, 1, 2, 0] * 2
+
+
+def test_threads_hand_the_lock_of_python_on_at_once_while_others_run(device: EmulatedDevice) -> None:
+    """And as before afterwards, also where a piece fails."""
+    before_s, seen_s = sys.getswitchinterval(), []
+    timer, other = Timer(device, 1.0, 1), Activity(Stream.D2H, "by", (lambda: None,))
+    note = Activity(Stream.H2D, "of", (lambda: seen_s.append(sys.getswitchinterval()),))
+    timer.time_under_us(note, [other], Length(num_pieces=1, num_batches=1))
+    assert max(seen_s) < 1e-3 < before_s == sys.getswitchinterval()
+
+    def fail() -> None:
+        raise RuntimeError("a piece that fails")
+
+    with pytest.raises(RuntimeError, match="that fails"):
+        timer.time_under_us(note, [Activity(Stream.CPU, "by", (fail,))], Length(num_pieces=1, num_batches=1))
+    assert sys.getswitchinterval() == before_s
 
 
 class Sharing:
