@@ -4,7 +4,7 @@ A CUDA context takes hundreds of MiB of the GPU and makes a later fork unusable;
 CUDA and NVML number GPUs differently: CUDA sees those of CUDA_VISIBLE_DEVICES, by default the fastest first; NVML sees
 all, in the order of their buses. Where that leaves a doubt, or a GPU is divided (MIG), there is no answer.
 
-Not run on a GPU: written against the library's documentation and a double of it.
+Run on an H100; tested against a double of the library.
 """
 
 from __future__ import annotations

@@ -72,11 +72,11 @@ class ReplannedModel(CompiledModel):
         return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
 
     def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
-        """Go on with ``runtime`` and a plan for these budgets."""
+        """Go on with ``runtime`` and a plan for these budgets, which no search by a machine's rates makes another."""
         if self.captured is None:
             raise RuntimeError("capture first: run a forward")
         budgets = {"device_budget_nbytes": device_nbytes, "host_budget_nbytes": host_nbytes, "reserved_nbytes": 0}
-        target = replace(self.settings.target, **budgets)
+        target = replace(self.settings.target, rates=None, **budgets)
         self.settings.target, self.settings.options = target, options
         self.runtime = runtime
         self.evaluator = self.make_evaluator()
