@@ -35,6 +35,8 @@ SETTINGS = [
 ]
 MIXED = {"num_resident_triples": 1, "streamed_share": 0.4}
 """One optimizer state on the device, two streamed, three on the host."""
+WHOLE = {"num_resident_triples": 1, "keeps_payloads": True, "streamed_share": 0.4}
+"""The same, with the parameters of the first beside it."""
 
 
 def cuda_device(api: FakeCuda, nbytes: int, settings: DebugSettings | None = None) -> CudaDevice:
@@ -150,7 +152,9 @@ def train_decided(nbytes: int, wishes: Mapping[str, Any]) -> tuple[nn.Module, ch
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED), (RESIDENT, {})], ids=["host", "mixed", "resident"]
+    ("nbytes", "wishes"),
+    [(EVICTED, {}), (ROOMIER, MIXED), (ROOMIER, WHOLE), (RESIDENT, {})],
+    ids=["host", "mixed", "whole", "resident"],
 )
 def test_gradients_are_unscaled_clipped_and_skipped_wherever_updates_run(
     nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice]
@@ -166,7 +170,9 @@ def test_gradients_are_unscaled_clipped_and_skipped_wherever_updates_run(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED)], ids=["host", "mixed"])
+@pytest.mark.parametrize(
+    ("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED), (ROOMIER, WHOLE)], ids=["host", "mixed", "whole"]
+)
 def test_every_wait_of_the_plan_is_kept(
     nbytes: int,
     wishes: Mapping[str, Any],
@@ -196,7 +202,9 @@ def test_every_wait_of_the_plan_is_kept(
     assert found_faults(recorder, on_cuda[0], api) == []
 
 
-@pytest.mark.parametrize(("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED)], ids=["host", "mixed"])
+@pytest.mark.parametrize(
+    ("nbytes", "wishes"), [(EVICTED, {}), (ROOMIER, MIXED), (ROOMIER, WHOLE)], ids=["host", "mixed", "whole"]
+)
 def test_every_wait_of_several_micro_batches_is_kept(
     nbytes: int, wishes: Mapping[str, Any], on_cuda: list[CudaDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,9 @@ PLACEMENTS: dict[str, Callable[[Rig, int], Setup]] = {
     "some_of_each": lambda rig, num: _like_tightest(
         rig, num, os_home="host", num_resident_triples=1, streamed_share=0.4
     ),
+    "whole_and_streamed": lambda rig, num: _like_tightest(
+        rig, num, os_home="host", num_resident_triples=2, keeps_payloads=True, streamed_share=0.4
+    ),
     "all_streamed": lambda rig, num: _like_tightest(rig, num, os_home="host", streamed_share=1.0),
 }
 

@@ -36,6 +36,7 @@ PLACES: dict[str, Callable[[Rig], Setup]] = {
     "smallest": smallest,
     "all_on_device": all_on_device,
     "some_of_each": lambda rig: replace(MIXED["some_of_each"](rig), host_arithmetic=False),
+    "whole_and_streamed": lambda rig: replace(MIXED["whole_and_streamed"](rig), host_arithmetic=False),
 }
 
 

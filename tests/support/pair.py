@@ -42,8 +42,8 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[0], tokens[1]
 
 
-MIXED = {"num_resident_triples": 2, "streamed_share": 0.4}
-"""Planning options with which a ``Pair`` has optimizer states in all places."""
+MIXED = {"num_resident_triples": 2, "keeps_payloads": True, "streamed_share": 0.4}
+"""Planning options with which a ``Pair`` has optimizer states in all places, and whole chunks on the device."""
 
 
 class Pair:

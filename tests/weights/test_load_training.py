@@ -54,7 +54,7 @@ def test_loading_reaches_states_on_the_device_in_the_stream_and_on_the_host(tmp_
         return rig.train(MIXED[placement](rig), recipe, after_step=load if loads else None)
 
     wanted = trained("all_resident")
-    for placement in ("some_of_each", "all_streamed"):
+    for placement in ("some_of_each", "whole_and_streamed", "all_streamed"):
         assert_same_bits(trained(placement), wanted)
     with pytest.raises(AssertionError):
         assert_same_bits(trained("all_resident", loads=False), wanted)
