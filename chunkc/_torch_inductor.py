@@ -107,8 +107,8 @@ def inductor_loop(
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
     """Compile by the vector instructions that the processor names; where that fails, by those that Inductor has tried.
 
-    Inductor tries each kind by building and loading a library in a process of its own, which took 40 s of the first
-    step of every run on a machine with a GPU. What is taken for granted here is forgotten afterwards.
+    Inductor tries each kind by building and loading a library in a process of its own, in every run: more than half of
+    the time that the loop takes. Here it tries only what is beyond the plain kinds; what it took for granted it forgets.
     """
     import torch._inductor.config
     from torch._inductor import cpu_vec_isa
@@ -119,10 +119,21 @@ def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
         with torch._inductor.config.patch({"cpp.vec_isa_ok": True}):
             return compile_once()
     except (RuntimeError, OSError):
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        _forget_vectors()
         return compile_once()
     finally:
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        _forget_vectors()
+
+
+def _forget_vectors() -> None:
+    """Let Inductor try again which vector instructions work."""
+    from torch._inductor import cpu_vec_isa
+
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for kind in {base for isa in cpu_vec_isa.supported_vec_isa_list for base in type(isa).__mro__}:
+        forget = getattr(vars(kind).get("__bool__"), "cache_clear", None)
+        if forget is not None:
+            forget()
 
 
 def _loop_settings(is_parallel: bool) -> dict[str, Any]:
