@@ -108,7 +108,7 @@ def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
     """Compile by the vector instructions that the processor names; where that fails, by those that Inductor has tried.
 
     Inductor tries each kind by building and loading a library in a process of its own, in every run: more than half of
-    the time that the loop takes. Here it tries only what is beyond the plain kinds; what it took for granted it forgets.
+    the time that the loop takes. Here it tries what is beyond the plain kinds only; what was assumed is forgotten.
     """
     import torch._inductor.config
     from torch._inductor import cpu_vec_isa
