@@ -103,16 +103,18 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     """
     resident = all(c.home is Home.DEVICE for c in layout.chunks if c.list is not ChunkList.UNUSED)
     liveness, target, cuts = decided(draft.liveness, "liveness"), draft.target, draft.options.cuts
-    margin_nbytes = target.device_budget_nbytes - layout.arena_nbytes
-    if resident and whole_graph_nbytes(liveness, cuts) <= margin_nbytes:
+    whole_nbytes, margin_nbytes = whole_graph_nbytes(liveness, cuts), target.device_budget_nbytes - layout.arena_nbytes
+    if resident and whole_nbytes <= margin_nbytes:
         return replace(draft, demand=demand, os_home=Home.DEVICE, note=f"kept on the {Home.DEVICE}")
-    enough = demand.min_places * layout.world_size <= num_payload_slots(layout)
-    if enough and demand.peak_nbytes <= margin_nbytes:
+    is_whole = resident and layout.world_size > 1  # of one rank, graphs that are cut need no slots either
+    peak_nbytes = whole_nbytes if is_whole else demand.peak_nbytes
+    enough = is_whole or demand.min_places * layout.world_size <= num_payload_slots(layout)
+    if enough and peak_nbytes <= margin_nbytes:
         return replace(draft, demand=demand, os_home=Home.HOST, note=f"kept on the {Home.HOST}")
     sizes = sizes_of(layout, demand, liveness, cuts)
     error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)
     staying_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
-    need_nbytes = layout.arena_nbytes + demand.peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
+    need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
     raise BudgetError(
         f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "
         f"shape laid out: it needs {need_nbytes} bytes of device memory"

@@ -18,6 +18,7 @@ from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT, Home
 from chunkc.ir.plan import Plan
+from chunkc.passes.budget import demand_of, with_homes
 from chunkc.passes.draft import Draft, Options, decided
 from chunkc.passes.os_placement import most_resident_triples
 
@@ -90,7 +91,8 @@ class Search:
             numel = octaves[octave]
             triples = best.options.num_resident_triples
             triples = triples if self._is_placed() else triples * own // numel
-            yield replace(best.options, chunk_numel=numel, num_resident_triples=triples)
+            keeps = best.options.keeps_payloads and triples > 0
+            yield replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
     def _place_updates(self, best: Candidate) -> Candidate:
         """Where optimizer states stand and are updated, in chunks of the best size.
@@ -102,8 +104,9 @@ class Search:
         draft = self._drafts[best.options]
         if draft.os_home is Home.DEVICE or self._is_placed():
             return best
-        layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
         liveness, target = decided(draft.liveness, "liveness"), draft.target
+        layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
+        demand = demand_of(layout, liveness, draft.options.cuts)
         num_places = sum(demand.units.num_groups)
         beside = most_resident_triples(layout, demand, liveness, target, num_places)
         share, keeps = self._balanced_share(), layout.world_size == 1
@@ -147,12 +150,13 @@ class Search:
                 break
             if options in self._drafts:
                 continue
-            found = self._price(options, _difference(options, self.options))
+            found = self._price(options)
             if found.step_ms < best.step_ms * (1 - MIN_GAIN):
                 best = found
         return best
 
-    def _price(self, options: Options, text: str) -> Candidate:
+    def _price(self, options: Options, text: str = "") -> Candidate:
+        text = text or _difference(options, self.options)
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:
@@ -161,6 +165,7 @@ class Search:
             self._drafts[options], plan = draft, self.plan_of(draft)
             cost = price(plan, self.rates)
             self._num_actions += cost.num_actions
+            text += ", their payloads too" if _keeps_payloads(draft) else ""
             found = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
         self.tried.append(found)
         return found
@@ -179,6 +184,11 @@ def _halfway(best: float, shares: Sequence[float]) -> list[float]:
     return [(best + other) / 2 for other in (shares[at - 1], shares[at + 1])] if 0 < at < len(shares) - 1 else []
 
 
+def _keeps_payloads(draft: Draft) -> bool:
+    """Whether payloads stay on the device although others move."""
+    return draft.os_home is Home.HOST and any(c.home is Home.DEVICE for c in decided(draft.layout, "layout").chunks)
+
+
 def _difference(options: Options, own: Options) -> str:
     """What ``options`` vary of the caller's ``own``."""
     parts = []
@@ -186,7 +196,6 @@ def _difference(options: Options, own: Options) -> str:
         parts.append(f"chunks of {options.chunk_numel} elements")
     if options.num_resident_triples != own.num_resident_triples:
         parts.append(f"{options.num_resident_triples} optimizer states resident")
-        parts[-1] += " with their payloads" if options.keeps_payloads else ""
     if options.streamed_share != own.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
     return ", ".join(parts)

@@ -9,7 +9,7 @@ fused kernels are compiled as in any other graph.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -19,7 +19,8 @@ from chunkc._torch_compat import draws, replays_random_state, saves_random_state
 def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
     """Run operators that draw nothing as they are, in both graphs of a partition, in place.
 
-    Outputs of forward and inputs of backward that hold states stand in the same order in both.
+    Operators that do draw get the metadata of their results in backward too, where PyTorch leaves it out: their bytes
+    count. Outputs of forward and inputs of backward that hold states stand in the same order in both.
     """
     states = [n for n in forward.graph.find_nodes(op="output")[0].args[0] if _is_state(n)]
     replays = [n for n in backward.graph.nodes if replays_random_state(n)]
@@ -27,9 +28,11 @@ def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
     inputs = [n for n in backward.graph.find_nodes(op="placeholder") if n in of_input]
     for state, received in zip(states, inputs, strict=True):
         saving, replaying = state.args[0], of_input[received]
+        results = [n for n in saving.users if n is not state]
+        replaying.meta = {**(results[0] if results else saving).meta, **replaying.meta}
         if not draws(saving.args[0], saving.args[1:], saving.kwargs):
-            meta = _run_plainly(forward.graph, state, saving)
-            _replay_plainly(backward.graph, received, replaying, meta)
+            _run_plainly(forward.graph, state, saving, results)
+            _replay_plainly(backward.graph, received, replaying)
     forward.recompile()
     backward.recompile()
 
@@ -42,13 +45,11 @@ def _is_state(node: object) -> bool:
     return isinstance(source, Node) and bool(index == 0) and saves_random_state(source)
 
 
-def _run_plainly(graph: Graph, state: Node, saving: Node) -> dict[str, Any]:
-    """Put the operator itself in the place of one that saves a state; what is known of the result."""
-    results = [n for n in saving.users if n is not state]
-    meta = dict(results[0].meta) if results else dict(saving.meta)
+def _run_plainly(graph: Graph, state: Node, saving: Node, results: Sequence[Node]) -> None:
+    """Put the operator itself in the place of one that saves a state, and whose ``results`` come apart from it."""
     with graph.inserting_before(saving):
         plain = graph.call_function(saving.args[0], tuple(saving.args[1:]), dict(saving.kwargs))  # type: ignore[arg-type]
-    plain.meta = meta
+    plain.meta = dict((results[0] if results else saving).meta)
     for result in results:
         result.replace_all_uses_with(plain)
         graph.erase_node(result)
@@ -56,15 +57,14 @@ def _run_plainly(graph: Graph, state: Node, saving: Node) -> dict[str, Any]:
     output.args = (tuple(n for n in output.args[0] if n is not state),)
     graph.erase_node(state)
     graph.erase_node(saving)
-    return meta
 
 
-def _replay_plainly(graph: Graph, received: Node, replaying: Node, meta: dict[str, Any]) -> None:
+def _replay_plainly(graph: Graph, received: Node, replaying: Node) -> None:
     """The same in backward, whose input for the state goes."""
     op, args = replaying.args[1], tuple(replaying.args[2:])
     with graph.inserting_before(replaying):
         plain = graph.call_function(op, args, dict(replaying.kwargs))  # type: ignore[arg-type]
-    plain.meta = {**meta, **replaying.meta}
+    plain.meta = dict(replaying.meta)
     replaying.replace_all_uses_with(plain)
     graph.erase_node(replaying)
     graph.erase_node(received)

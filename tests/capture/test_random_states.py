@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
+from chunkc._torch_compat import replays_random_state
 from chunkc.capture.backend import Captured
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16
@@ -99,3 +100,21 @@ def test_gradients_are_those_of_plain_pytorch() -> None:
         for (name, value), other in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert value.grad is not None and other.grad is not None
             torch.testing.assert_close(value.grad.clone(), other.grad, msg=name)
+
+
+class Noisy(Layer):
+    """Noise from an operator with one result, made again in backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand_like(x) + self.dropout.p
+
+
+def test_what_is_drawn_again_counts_in_backward() -> None:
+    """PyTorch says nothing of the result of an operator that it replays."""
+    model = Layers(0.3)
+    model.layers = nn.ModuleList([Layer(0.0), Noisy(0.3)])
+    captured = capture_once(model, torch.randn(BATCH, TOKENS, WIDTH))
+    found = [n for n in captured.backward.module.graph.nodes if replays_random_state(n)]
+    assert [n.meta["val"].shape for n in found] == [(BATCH, TOKENS, WIDTH)]
+    (again,) = (op for op in captured.schedule.backward.operators if op.target == REPLAY)
+    assert again.live_nbytes >= BATCH * TOKENS * WIDTH * 4

@@ -173,6 +173,23 @@ def test_a_larger_shape_that_does_not_fit_beside_the_arena_is_refused() -> None:
         make_plan(chain(4, live=4096), less, options, layout=first.layout)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_larger_shape_beside_a_resident_layout_is_told_what_it_needs(world_size: int) -> None:
+    options = Options(chunk_numel=64)
+    first = planned(chain(4, live=64), target(world_size=world_size), options).plan
+    assert all(c.home is Home.DEVICE for c in first.layout.chunks)
+    tight = target(first.memory.device_peak_nbytes, world_size=world_size)
+    with pytest.raises(BudgetError, match="beside the arena") as caught:
+        make_plan(chain(4, live=4096), tight, options, layout=first.layout)
+    error = caught.value
+    assert error.missing_nbytes == error.min_device_nbytes - tight.device_budget_nbytes > 0
+    enough = replace(tight, device_budget_nbytes=error.min_device_nbytes)
+    verify(make_plan(chain(4, live=4096), enough, options, layout=first.layout).plan)
+    less = replace(enough, device_budget_nbytes=enough.device_budget_nbytes - 1)
+    with pytest.raises(BudgetError):
+        make_plan(chain(4, live=4096), less, options, layout=first.layout)
+
+
 def test_a_layout_of_another_model_is_refused() -> None:
     first = planned(chain(4), target()).plan
     with pytest.raises(PlanError, match="parameters differ"):
