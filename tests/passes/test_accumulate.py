@@ -48,7 +48,11 @@ def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None
         assert plan.memory.device_peak_nbytes <= error.min_device_nbytes
         with pytest.raises(BudgetError) as again:
             make_plan(found, replace(enough, device_budget_nbytes=error.min_device_nbytes - 1), options)
-        assert again.value.missing_nbytes == 1
+        if again.value.moment == "host":  # which could hold a triple that has no room on the device now
+            assert again.value.min_device_nbytes < error.min_device_nbytes
+            assert again.value.missing_nbytes == again.value.min_host_nbytes - error.min_host_nbytes > 0
+        else:
+            assert again.value.missing_nbytes == 1
         if plan.memory.host_nbytes == error.min_host_nbytes:
             with pytest.raises(BudgetError):
                 make_plan(found, replace(enough, host_budget_nbytes=error.min_host_nbytes - 1), options)
