@@ -98,7 +98,10 @@ def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scen
 
 
 def slowest(scenario: Scenario, scenarios: Scenarios) -> Answer:
-    """The answer of the first rank or of the last, which own most and least: padding stands in the last places."""
+    """The slower answer of the first and the last rank.
+
+    They own most and least: padding stands in the last places.
+    """
     first = scenarios.answer(scenario)
     if scenario.num_ranks == 1 or first.timeline is None:
         return first

@@ -18,7 +18,10 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Append records to ``path``, whose folder is made, each with its ``kind``, Unix time ``at_s`` and ``common``."""
+    """Append records to ``path``, whose folder is made.
+
+    Each has its ``kind``, the Unix time ``at_s`` and ``common``.
+    """
 
     def __init__(self, path: Path, **common: Any) -> None:
         self.path = path

@@ -16,8 +16,9 @@ __all__ = ["Assumed", "Host", "assumed", "host_of"]
 
 @dataclass(frozen=True, slots=True)
 class Assumed:
-    """Efficiencies (shares of the data sheet's figure that large work reaches), latencies, Adam on a host, and memory
-    that training does not get.
+    """Efficiencies, latencies, Adam on a host, and memory that training does not get.
+
+    An efficiency is the share of the data sheet's figure that large work reaches.
 
     Attributes:
         matmul_efficiency, attention_efficiency, device_memory_efficiency: of one device.

@@ -1,5 +1,6 @@
-"""Every private torch API that chunkc uses, in one place, with the versions on which it was seen to work; those of
-Inductor stand in ``_torch_inductor``, those of CUDA in ``_torch_cuda``, those that free memory in ``_torch_release``.
+"""Private torch APIs that chunkc uses, with the versions on which they were seen to work.
+
+Others stand in ``_torch_inductor``, ``_torch_cuda``, ``_torch_dist`` and (those that free memory) ``_torch_release``.
 
 Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
 without a leading promise from torch; the rest of the package imports only from here.
@@ -97,21 +98,21 @@ def is_capturing() -> bool:
 
 
 def compiles_here() -> bool:
-    """Whether torch.compile compiles on this thread now: it is switched on, and no function transform (vmap, grad, ...)
-    or dispatch mode is active."""
+    """Whether torch.compile is on, and no function transform or dispatch mode is active on this thread."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     is_plain = not modes and torch._C._functorch.peek_interpreter_stack() is None
     return is_plain and not torch._dynamo.config.disable
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Within it no dispatch mode sees an operator. Compiled code is first called under one that looks at each of them
-    for custom operators whose outputs alias, which takes some 50 microseconds an operator."""
+    """Hide operators from dispatch modes inside the block.
+
+    Compiled code is first called under one that looks at each operator, which takes some 50 microseconds."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
 def engine_runs(node: Any) -> bool:
-    """Whether the backward under way on this thread runs ``node``; False for a leaf that ``autograd.grad`` captures."""
+    """Whether the backward on this thread runs ``node``; not for a leaf that ``autograd.grad`` captures."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
@@ -129,7 +130,7 @@ def is_compiled_node(node: Any) -> bool:
 
 
 def keep_undefined(node: Any) -> None:
-    """Have the backward of an autograd function take None, and no zeros, for outputs whose gradient is undefined.
+    """Have an autograd function's backward take None, not zeros, for undefined gradients of outputs.
 
     AOTAutograd itself passes them on to the compiled backward as they come, but asks for zeros when it runs forward.
     """
@@ -150,14 +151,12 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 
 def refuses_shared_inputs(error: RuntimeError) -> bool:
-    """Whether AOTAutograd says that an input shares memory with one that the graph changes in place, which it does not
-    capture beside tensor subclasses."""
+    """Whether AOTAutograd refuses an input that shares memory with one that is changed in place."""
     return "aliased inputs that are mutated" in str(error)
 
 
 def refuses_shared_outputs(error: AssertionError) -> bool:
-    """Whether AOTAutograd says that outputs are views of one tensor, which it does not capture beside tensor
-    subclasses."""
+    """Whether AOTAutograd refuses outputs that are views of one tensor, beside tensor subclasses."""
     return "two graph outputs\nthat alias one another" in str(error)
 
 
@@ -178,7 +177,7 @@ def is_profiling() -> bool:
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A range of torch's profiler (of NVTX under ``torch.autograd.profiler.emit_nvtx``); next to nothing without one.
+    """A range of torch's profiler, or of NVTX under ``emit_nvtx``; next to nothing without one.
 
     A profiler sees the thread that it was started on and those of autograd; others with ``profile_all_threads``.
     """
@@ -207,7 +206,7 @@ def min_cut_partition(
 
 
 def saves_random_state(node: torch.fx.Node) -> bool:
-    """Whether ``node`` runs the operator ``args[0]`` and returns the generator's state before it, and its result."""
+    """Whether ``node`` runs the operator ``args[0]``, and returns the generator's state before it too."""
     return node.target is torch._prims.rng_prims.run_and_save_rng_state
 
 
