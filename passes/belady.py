@@ -7,14 +7,17 @@ distance of dirty victims, and the cheapest run wins. When units become dirty in
 forward and backward pass with one landing, every write is paid exactly once whatever is chosen, and the plain rule,
 which minimises fetches, is optimal.
 
-Blocks (units wider than one place) have a designated range; singles take any free place, outside the ranges first, and
-there the one that has been free for longest: a copy into it can start as early as possible.
+Units wider than one place are *blocks*, others *singles*. Blocks stand in the first places, as many as their share of
+all units, singles in the others first. Both take what has been free for longest, or idle since, so that a copy into it
+can start as early as possible; for a block the rule is applied to ranges. Where that leaves no range for a block beside
+the units needed with it, every block has one range for good (`_tight_ranges`), which any capacity of `min_places` has.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from chunkc.passes.draft import Stay
 
@@ -28,7 +31,6 @@ def belady(
     num_places: int,
     *,
     widths: Sequence[int],
-    starts: Sequence[int],
     weights: Sequence[int] | None = None,
     separate: bool = False,
 ) -> tuple[Stay, ...]:
@@ -37,23 +39,65 @@ def belady(
     Args:
         steps: units needed in each step, all at once.
         dirties: units that each step leaves dirty (a subset of its units).
-        num_places: capacity.
+        num_places: capacity, at least ``min_places``.
         widths: places per unit.
-        starts: first place of each unit wider than one; ignored for others.
         weights: bytes of each unit, to compare runs; default one.
-        separate: whether singles keep out of designated ranges, so that a block never displaces a unit in use.
+        separate: whether singles keep out of the places of blocks, so that a block never displaces a unit in use.
 
     Returns:
         Stays in order of their first step. A dirty unit without a later use ends its stay at its last use.
+
+    Raises:
+        ValueError: when a step needs more places.
     """
-    cost = [1] * len(widths) if weights is None else weights
-    best = _Places(steps, dirties, num_places, widths, starts, DIRTY_WEIGHTS[0], separate).run()
-    if not _writes_early(best):
-        return best
-    for weight in DIRTY_WEIGHTS[1:]:
-        other = _Places(steps, dirties, num_places, widths, starts, weight, separate).run()
-        best = min(best, other, key=lambda stays: volume(stays, cost))
-    return best
+    shares = _shares(steps, widths, num_places, separate)
+    try:
+        return _least_volume(steps, dirties, shares, weights)
+    except _NoRangeError:
+        starts = _tight_ranges(steps, widths)
+        room = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
+        return _least_volume(steps, dirties, replace(shares, starts=starts, room=room), weights)
+
+
+def _least_volume(
+    steps: Sequence[Sequence[int]],
+    dirties: Sequence[Sequence[int]],
+    shares: _Shares,
+    weights: Sequence[int] | None,
+) -> tuple[Stay, ...]:
+    cost = [1] * len(shares.widths) if weights is None else weights
+    best = _Places(steps, dirties, shares, DIRTY_WEIGHTS[0]).run()
+    if _writes_early(best):
+        for weight in DIRTY_WEIGHTS[1:]:
+            other = _Places(steps, dirties, shares, weight).run()
+            best = min(best, other, key=lambda stays: volume(stays, cost))
+    return _idlest_places(best, shares)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shares:
+    """The places of one run: blocks stand in the first ``room`` of them, singles elsewhere first, or, where they are
+    ``separate``, only there. ``starts``: the range of each block, where it has one for good."""
+
+    num_places: int
+    widths: Sequence[int]
+    room: int
+    separate: bool
+    starts: Sequence[int] | None = None
+
+
+def _shares(steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool) -> _Shares:
+    """Places for blocks and singles in proportion, of each as many as some step needs."""
+    num_singles = sum(1 for w in widths if w == 1)
+    starts = _tight_ranges(steps, widths)
+    least_room = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
+    others = max(_most_singles(steps, widths), round(num_places * num_singles / max(1, sum(widths))))
+    room = max(least_room, num_places - others) if least_room else 0
+    return _Shares(num_places, widths, room, separate)
+
+
+class _NoRangeError(Exception):
+    """A block finds no range beside the units that are needed with it."""
 
 
 def volume(stays: Sequence[Stay], weights: Sequence[int]) -> int:
@@ -67,21 +111,38 @@ def _writes_early(stays: Sequence[Stay]) -> bool:
     return any(s.dirty and s.begin < last[s.unit] for s in stays)
 
 
+def _idlest_places(stays: Sequence[Stay], shares: _Shares) -> tuple[Stay, ...]:
+    """The same stays, each where nobody has stood for longest; as they are where a block then finds no range.
+
+    Which units stay is decided; a unit that does not stay until its next use may leave right after its last.
+    """
+    idle_since, until = [-1] * shares.num_places, [-1] * shares.num_places
+    found = list[Stay]()
+    for stay in stays:  # in order of their first step
+        width = shares.widths[stay.unit]
+        starts = range(shares.room - width + 1) if width > 1 else _single_places(shares)
+        free = [s for s in starts if all(until[p] < stay.begin for p in range(s, s + width))]
+        if not free:
+            return tuple(stays)
+        start = min(free, key=lambda s: (width == 1 and s < shares.room, max(idle_since[s : s + width]), s))
+        idle_since[start : start + width] = until[start : start + width] = [stay.end] * width
+        found.append(replace(stay, place=start))
+    return tuple(sorted(found, key=lambda s: (s.begin, s.place)))
+
+
+def _single_places(shares: _Shares) -> range:
+    return range(shares.room if shares.separate else 0, shares.num_places)
+
+
 class _Places:
     """The state of one run: who stands where, until when, and who would leave next."""
 
     def __init__(
-        self,
-        steps: Sequence[Sequence[int]],
-        dirties: Sequence[Sequence[int]],
-        num_places: int,
-        widths: Sequence[int],
-        starts: Sequence[int],
-        dirty_weight: float,
-        separate: bool,
+        self, steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares, dirty_weight: float
     ) -> None:
-        self.steps, self.dirties, self.widths, self.starts = steps, dirties, widths, starts
-        self.dirty_weight, self.separate = dirty_weight, separate
+        widths, num_places = shares.widths, shares.num_places
+        self.steps, self.dirties, self.widths, self.starts = steps, dirties, widths, shares.starts
+        self.dirty_weight, self.separate, self.room = dirty_weight, shares.separate, shares.room
         self.uses: list[list[int]] = [[] for _ in widths]
         for step, units in enumerate(steps):
             for unit in units:
@@ -94,10 +155,9 @@ class _Places:
         self.begin: list[int] = [0] * len(widths)
         self.last: list[int] = [0] * len(widths)
         self.dirty: list[bool] = [False] * len(widths)
-        designated = {p for u, w in enumerate(widths) if w > 1 for p in range(starts[u], starts[u] + w)}
-        self.is_designated = [p in designated for p in range(num_places)]
+        self.idle_since = [-1] * num_places
         self.num_freed = 0
-        self.free = sorted((d, 0, p) for p, d in enumerate(self.is_designated) if not (separate and d))
+        self.free = sorted((p < self.room, 0, p) for p in range(self.room if self.separate else 0, num_places))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         self.stays: list[Stay] = []
 
@@ -113,7 +173,7 @@ class _Places:
     def _make_resident(self, step: int, units: Sequence[int]) -> None:
         for unit in units:
             if self.widths[unit] > 1 and self.place[unit] < 0:
-                start = self.starts[unit]
+                start = self._range(step, unit, set(units)) if self.starts is None else self.starts[unit]
                 for place in range(start, start + self.widths[unit]):
                     if self.occupant[place] >= 0:
                         self._end(self.occupant[place])
@@ -121,6 +181,46 @@ class _Places:
         for unit in units:
             if self.place[unit] < 0:
                 self._enter(unit, self._take_place(step), step)
+
+    def _range(self, step: int, unit: int, needed: Collection[int]) -> int:
+        """The start of the range whose units are needed last; of those that nobody needs any more, the longest idle.
+
+        Ranges start or end where another unit does: between them, room for one more is lost.
+        """
+        width, best = self.widths[unit], None
+        for start in self._edges(width):
+            occupants = {o for o in self.occupant[start : start + width] if o >= 0}
+            if occupants.isdisjoint(needed):
+                ahead = min((self._distance(step, o) for o in occupants), default=float(NEVER))
+                idle = max(self._idle_since(p) for p in range(start, start + width))
+                best = max(best or (-1.0, 0, 0), (ahead, -idle, -start))
+        if best is None:
+            raise _NoRangeError
+        return -best[2]
+
+    def _edges(self, width: int) -> Iterator[int]:
+        """Starts of ranges of ``width`` beside another unit, a free place or the end of the room of blocks."""
+        before = -2
+        for place, occupant in enumerate(self.occupant[: self.room]):
+            if occupant != before or occupant == -1:
+                before = occupant
+                if place + width <= self.room:
+                    yield place
+                if place >= width:
+                    yield place - width
+        yield self.room - width
+
+    def _distance(self, step: int, unit: int) -> float:
+        """Steps to the next use of a unit; fewer of a dirty one, which costs a write."""
+        next_use = self.uses[unit][-1]
+        if next_use == NEVER:
+            return float(NEVER)
+        return (next_use - step) * (self.dirty_weight if self.dirty[unit] else 1.0)
+
+    def _idle_since(self, place: int) -> int:
+        """The last step that used what stands, or stood last, at ``place``."""
+        occupant = self.occupant[place]
+        return self.idle_since[place] if occupant < 0 else self.last[occupant]
 
     def _use(self, step: int, units: Sequence[int], dirtied: Sequence[int]) -> None:
         for unit in dirtied:
@@ -174,10 +274,10 @@ class _Places:
         self.stays.append(Stay(unit, place, self.begin[unit], self.last[unit], self.dirty[unit]))
         self.place[unit] = -1
         for p in range(place, place + self.widths[unit]):
-            self.occupant[p] = -1
-            if not (self.separate and self.is_designated[p]):
+            self.occupant[p], self.idle_since[p] = -1, self.last[unit]
+            if not (self.separate and p < self.room):
                 self.num_freed += 1
-                heapq.heappush(self.free, (self.is_designated[p], self.num_freed, p))
+                heapq.heappush(self.free, (p < self.room, self.num_freed, p))
 
 
 def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: bool = False) -> int:
@@ -185,34 +285,17 @@ def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: 
     starts = _tight_ranges(steps, widths)
     ranges_end = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
     if separate:
-        return ranges_end + max((sum(1 for u in step if widths[u] == 1) for step in steps), default=0)
+        return ranges_end + _most_singles(steps, widths)
     return max((ranges_end, *(sum(widths[u] for u in step) for step in steps)))
 
 
-def designated_ranges(
-    steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool = False
-) -> list[int]:
-    """First place of each block (0 for singles): ranges of blocks needed together are disjoint, others where they fit.
-
-    ``num_places`` must be at least ``min_places``.
-    """
-    if separate:
-        return _tight_ranges(steps, widths)
-    blocks = [u for u, w in enumerate(widths) if w > 1]
-    conflicts = _conflicts(steps, widths)
-    starts = [0] * len(widths)
-    for position, block in enumerate(blocks):
-        placed = blocks[:position]
-        start = _first_fit(block, placed, starts, widths)
-        if start + widths[block] > num_places:
-            start = _first_fit(block, [b for b in placed if b in conflicts[block]], starts, widths)
-        if start + widths[block] > num_places:
-            return _tight_ranges(steps, widths)
-        starts[block] = start
-    return starts
+def _most_singles(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
+    """The most units of one place that a step needs."""
+    return max((sum(1 for u in step if widths[u] == 1) for step in steps), default=0)
 
 
 def _tight_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
+    """First place of each block (0 for singles): ranges of blocks needed together are disjoint, others may overlap."""
     blocks = [u for u, w in enumerate(widths) if w > 1]
     conflicts = _conflicts(steps, widths)
     starts = [0] * len(widths)

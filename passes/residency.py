@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.ir.layout import Home, Layout
 from chunkc.passes.arena import num_payload_slots
-from chunkc.passes.belady import belady, designated_ranges
+from chunkc.passes.belady import belady
 from chunkc.passes.budget import available_places
 from chunkc.passes.draft import Demand, Draft, Stay, decided
 
@@ -22,10 +22,8 @@ def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[Stay, .
     widths = demand.units.num_groups
     of_grad = demand.units.of_grad
     dirties = [sorted({unit for p in s.lands for unit in of_grad[p]}) for s in demand.steps]
-    separate = layout.world_size > 1
-    starts = designated_ranges(steps, widths, num_places, separate)
-    weights = _weights(layout, demand)
-    return belady(steps, dirties, num_places, widths=widths, starts=starts, weights=weights, separate=separate)
+    weights, separate = _weights(layout, demand), layout.world_size > 1
+    return belady(steps, dirties, num_places, widths=widths, weights=weights, separate=separate)
 
 
 def unit_chunks(layout: Layout, demand: Demand, unit: int) -> range:

@@ -128,10 +128,13 @@ class Search:
             alone = most_resident_triples(layout, demand, liveness, target)
             again = sorted({beside, best.options.num_resident_triples, alone})
             best = self._best_of(best, [with_(k, keeps=False) for k in again])
-        shares = [share / 2, share, (1 + share) / 2]
-        best = self._best_of(best, [replace(best.options, chunk_numel=numel, streamed_share=f) for f in shares])
-        near = _halfway(best.options.streamed_share, [0.0, *shares, 1.0])
-        return self._best_of(best, [replace(best.options, streamed_share=f) for f in near])
+        shares = [0.0, share / 2, share, (1 + share) / 2, 1.0]
+        best = self._best_of(best, [replace(best.options, chunk_numel=numel, streamed_share=f) for f in shares[1:-1]])
+        for _ in range(NUM_HALVINGS):
+            near = _halfway(best.options.streamed_share, shares)
+            shares = sorted({*shares, *near})
+            best = self._best_of(best, [replace(best.options, streamed_share=f) for f in near])
+        return best
 
     def _is_placed(self) -> bool:
         """Whether the caller says where optimizer states stand and are updated."""

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.passes.belady import belady, designated_ranges, min_places, volume
+from chunkc.passes.belady import belady, min_places, volume
 
 Steps = list[list[int]]
 WORST_DIRTY_RATIO = 1.3
@@ -36,7 +36,7 @@ def brute_force(steps: Steps, dirties: Steps, num_places: int) -> int:
 def planned_volume(steps: Steps, dirties: Steps, num_places: int) -> int:
     num_units = 1 + max(u for s in steps for u in s)
     ones = [1] * num_units
-    return volume(belady(steps, dirties, num_places, widths=ones, starts=[0] * num_units), ones)
+    return volume(belady(steps, dirties, num_places, widths=ones), ones)
 
 
 @st.composite
@@ -74,7 +74,7 @@ def test_arbitrary_dirtying_costs_at_most_1_3_of_the_least(case: tuple[Steps, in
 
 
 def test_the_unit_needed_last_leaves() -> None:
-    stays = belady([[0], [1], [2], [1], [0]], [[], [], [], [], []], 2, widths=[1, 1, 1], starts=[0, 0, 0])
+    stays = belady([[0], [1], [2], [1], [0]], [[], [], [], [], []], 2, widths=[1, 1, 1])
     assert [(s.unit, s.begin, s.end) for s in stays] == [(0, 0, 0), (1, 1, 3), (2, 2, 2), (0, 4, 4)]
 
 
@@ -91,8 +91,7 @@ def test_every_stay_has_its_place_alone(
     steps, _ = case
     dirties = [[u for u in step if data.draw(st.booleans())] for step in steps]
     num_places = min_places(steps, widths, separate) + extra
-    starts = designated_ranges(steps, widths, num_places, separate)
-    stays = belady(steps, dirties, num_places, widths=widths, starts=starts, separate=separate)
+    stays = belady(steps, dirties, num_places, widths=widths, separate=separate)
     for index, step in enumerate(steps):
         here = [s for s in stays if s.begin <= index <= s.end]
         assert {s.unit for s in here} >= set(step)
@@ -105,14 +104,14 @@ def test_every_stay_has_its_place_alone(
 def test_the_place_that_has_been_free_for_longest_is_taken() -> None:
     """Three units are left for good one after the other; the next may be copied in beside the later ones."""
     steps = [[0, 1, 2], [0], [1], [2], [3], [4]]
-    stays = belady(steps, [[], [0], [1], [2], [], []], 3, widths=[1] * 5, starts=[0] * 5)
+    stays = belady(steps, [[], [0], [1], [2], [], []], 3, widths=[1] * 5)
     places = {stay.unit: stay.place for stay in stays}
     assert (places[3], places[4]) == (places[0], places[1])
 
 
 def test_too_few_places_are_refused() -> None:
     with pytest.raises(ValueError, match="step 0 needs more than 1 places"):
-        belady([[0, 1]], [[]], 1, widths=[1, 1], starts=[0, 0])
+        belady([[0, 1]], [[]], 1, widths=[1, 1])
 
 
 def test_ranges_of_blocks_needed_together_are_disjoint_and_others_share_where_they_must() -> None:
