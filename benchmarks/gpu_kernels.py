@@ -20,7 +20,7 @@ from chunkc._torch_cuda import cuda_sleep
 from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
 from chunkc.triton_kernels.cast import cast, restore
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
-from chunkc.triton_kernels.grad_norm import grad_norm
+from chunkc.triton_kernels.grad_norm import grad_norm, make_norm_tiles
 from chunkc.triton_kernels.launch import make_tiles
 
 Work = Callable[[], object]
@@ -49,7 +49,7 @@ def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
     """
     payload = torch.randn(numel, device=device).mul_(1e-2).bfloat16()
     triple = [torch.rand(numel, device=device).mul_(1e-2) for _ in range(3)]
-    tiles = make_tiles([(0, numel, 0)], device)
+    tiles, norm_tiles = (make([(0, numel, 0)], device) for make in (make_tiles, make_norm_tiles))
     rows, row_of_param = tables_of(StepInputs({0: HYPER}, {0: 7}, 1))
     control = torch.tensor([1.0, 0.0], device=device)
     adam = chunk_adam_launch(payload, payload, *triple, tiles, row_of_param.to(device), rows.to(device), control)
@@ -59,7 +59,7 @@ def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
         "cast fp32 to bf16": (lambda: cast(triple[0], payload), 6),
         "cast bf16 to fp32": (lambda: cast(payload, triple[0]), 6),
         "restore": (lambda: restore(triple[0], payload, tiles), 6),
-        "grad_norm": (lambda: grad_norm(payload, tiles, norm), 2),
+        "grad_norm": (lambda: grad_norm(payload, norm_tiles, norm), 2),
     }
     words = torch.randint(2**31 - 1, (14 * numel // 4,), dtype=torch.int32, device=device)
     source = words.view(torch.uint8)  # random, as equal bytes may move faster

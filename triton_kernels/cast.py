@@ -96,7 +96,7 @@ def _cast_range(
     EDGE: tl.constexpr,
 ) -> None:
     """Cast [start, end)."""
-    at, mask = whole_vectors(start, end, BLOCK)
+    at, mask = whole_vectors(start, end, BLOCK, 0)
     _cast_lanes(source_ptr + at, target_ptr + at, mask)
     if has_edges(start, end):
         edge, edge_mask = edges(start, end, EDGE)

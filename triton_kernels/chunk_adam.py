@@ -132,7 +132,7 @@ def chunk_adam_kernel(
     row = tl.load(row_of_param_ptr + param)
     active = (row >= 0) & (tl.load(control_ptr + 1) == 0.0)
     row_ptr = rows_ptr + tl.maximum(row, 0) * _NUM_COLUMNS
-    at, mask = whole_vectors(start, end, BLOCK)
+    at, mask = whole_vectors(start, end, BLOCK, 0)
     _update(
         *(grad_ptr + at, payload_ptr + at, param32_ptr + at, exp_avg_ptr + at, exp_avg_sq_ptr + at),
         *(mask, active, row_ptr, control_ptr, IS_CAST),

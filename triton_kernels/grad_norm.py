@@ -1,17 +1,19 @@
 """Sum of squares and finiteness of a chunk's gradients: deterministic, without atomics.
 
-Two launches. In the first each program reduces its tile to two numbers, in float32, by a tree over its lanes. In the
-second one program adds the tiles' sums in float64, each lane its own in ascending order and then the lanes by a tree,
-and rounds once. The order depends on the table of tiles alone, so equal gradients give equal bits.
+Two launches. In the first each program reduces its tile to two numbers, in float32: each lane adds up its own of the
+tile's blocks, and a tree adds up the lanes. In the second one program adds the tiles' sums in float64, each lane its
+own in ascending order and then the lanes by a tree, and rounds once. The order depends on the table of tiles alone, so
+equal gradients give equal bits.
 
-All terms have one sign, so relative errors add up along the longest chain of roundings: one for the square, at most 18
-additions within a tile (seven within a thread, seven between threads and warps, as many less for its edges, one to join
-them) and one for the result, none of which depends on the size of the chunk. `MAX_RELATIVE_ERROR` is stated with room
-for another tree. It holds where no square underflows; squares below 2^-126 add at most 2^-149 of error each.
+All terms have one sign, so relative errors add up along the longest chain of roundings: one for the square, at most 22
+additions within a tile (seven of a lane's blocks, seven within a thread, seven between threads and warps, one to join
+the edges) and one for the result, none of which depends on the size of the chunk. `MAX_RELATIVE_ERROR` is stated with
+room for another tree. It holds where no square underflows; squares below 2^-126 add at most 2^-149 of error each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -28,6 +30,7 @@ from chunkc.triton_kernels.launch import (
     check_table,
     edges,
     has_edges,
+    make_tiles,
     tile_bounds,
     whole_vectors,
 )
@@ -35,12 +38,23 @@ from chunkc.triton_kernels.launch import (
 MAX_RELATIVE_ERROR: Final = 32 * 2.0**-24
 """Of the sum of squares against exact arithmetic: 1.9e-6, for any size."""
 
+TILE_NUMEL: Final = 8 * BLOCK
+"""Elements of the longest tile: the table of a model with 10 billion parameters takes 15 MB."""
+
+UNROLLED: Final = 4
+"""Blocks whose loads are under way at once; of eight, the assembler keeps more registers than leave room for others."""
+
 FAN_IN: Final = 8192
 """Tiles that the second launch adds at once, eight to a thread."""
 
 FAN_IN_NUM_WARPS: Final = 32
 
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
+
+
+def make_norm_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str) -> Tensor:
+    """`launch.make_tiles`, of at most `TILE_NUMEL` elements each."""
+    return make_tiles(pieces, device, TILE_NUMEL)
 
 
 def grad_norm(grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | None = None) -> None:
@@ -56,7 +70,7 @@ def grad_norm_launches(
 
     Args:
         grad: float32, float16 or bfloat16 [numel].
-        tiles: int32 [num_tiles, 3], from `launch.make_tiles`. What no tile covers is not read.
+        tiles: int32 [num_tiles, 3], from `make_norm_tiles`. What no tile covers is not read.
         out: float32 [2], written: the sum of squares (infinite where it leaves float32), and 1 where an element is
             infinite or NaN, else 0. Without tiles both are 0.
         partial: working memory, float32 [2, num_tiles]; allocated when left out.
@@ -71,9 +85,9 @@ def grad_norm_launches(
     if partial is None:
         partial = torch.empty(2, num_tiles, dtype=torch.float32, device=grad.device)
     check_table("partial", partial, grad, torch.float32, 2, num_tiles)
-    tile_args = (grad, tiles, partial, num_tiles)
+    tile_args, constants = (grad, tiles, partial, num_tiles), {"UNROLLED": UNROLLED, "BLOCK": BLOCK, "EDGE": EDGE}
     return (
-        Launch(tile_squares_kernel, num_tiles, tile_args, {"BLOCK": BLOCK, "EDGE": EDGE}),
+        Launch(tile_squares_kernel, num_tiles, tile_args, constants),
         Launch(add_tiles_kernel, 1, (partial, out, num_tiles), {"FAN_IN": FAN_IN}, FAN_IN_NUM_WARPS),
     )
 
@@ -84,29 +98,42 @@ def tile_squares_kernel(
     tiles_ptr: tl.tensor,
     partial_ptr: tl.tensor,
     num_tiles: tl.tensor,
+    UNROLLED: tl.constexpr,
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ) -> None:
     """Program ``i`` writes sum of squares and flag of tile ``i``."""
     start, end, _ = tile_bounds(tiles_ptr)
-    at, mask = whole_vectors(start, end, BLOCK)
-    squares, flag = _reduce(grad_ptr + at, mask)
+    lane_squares = tl.zeros([BLOCK], dtype=tl.float32)
+    are_finite = tl.full([BLOCK], 1, dtype=tl.int1)
+    for skipped in range(0, (end - start).to(tl.int32), UNROLLED * BLOCK):
+        for block in tl.static_range(UNROLLED):
+            at, mask = whole_vectors(start, end, BLOCK, skipped + block * BLOCK)
+            found, is_finite = _measured(grad_ptr + at, mask)
+            lane_squares += found
+            are_finite = are_finite & is_finite
+    squares, flag = tl.sum(lane_squares, axis=0), _flag(are_finite)
     if has_edges(start, end):
         edge, edge_mask = edges(start, end, EDGE)
-        edge_squares, edge_flag = _reduce(grad_ptr + edge, edge_mask)
-        squares += edge_squares
-        flag = tl.maximum(flag, edge_flag)
+        edge_squares, edge_is_finite = _measured(grad_ptr + edge, edge_mask)
+        squares += tl.sum(edge_squares, axis=0)
+        flag = tl.maximum(flag, _flag(edge_is_finite))
     tile = tl.program_id(0)
     tl.store(partial_ptr + tile, squares)
     tl.store(partial_ptr + num_tiles + tile, flag)
 
 
 @triton.jit
-def _reduce(grad_ptrs: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Sum of squares of the elements in ``mask``, and 1 if one of them is not finite."""
+def _measured(grad_ptrs: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Squares of the elements in ``mask``, else 0; and whether each is finite."""
     grad = tl.load(grad_ptrs, mask=mask, other=0.0).to(tl.float32)
-    is_finite = tl.abs(grad) <= _LARGEST  # false for NaN
-    return tl.sum(grad * grad, axis=0), tl.max(tl.where(is_finite, 0.0, 1.0), axis=0)
+    return grad * grad, tl.abs(grad) <= _LARGEST  # false for NaN
+
+
+@triton.jit
+def _flag(are_finite: tl.tensor) -> tl.tensor:
+    """1 if one of them is not, else 0."""
+    return tl.max(tl.where(are_finite, 0.0, 1.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["partial_ptr", "out_ptr"])

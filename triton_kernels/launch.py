@@ -1,7 +1,8 @@
 """Tiles of a chunk, and how kernels are launched over them.
 
-A *tile* is a run of at most `BLOCK` elements of one parameter, one program's work; a chunk's tiles are a table in
-device memory, made once. Between tiles lies padding, which no kernel may touch, so every access is masked.
+A *tile* is a run of elements of one parameter, one program's work: at most `BLOCK` of them, or a few times as many for
+a kernel that goes through them in steps of `BLOCK`. A chunk's tiles are a table in device memory, made once. Between
+tiles lies padding, which no kernel may touch, so every access is masked.
 
 A masked access is only a vector access when the compiler can prove that the mask is equal over each vector. So a
 program works in two parts: the *whole vectors* of its tile, groups of 16 elements aligned in the chunk, under a mask
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK: Final = 1024
-"""Elements of the longest tile: with `NUM_WARPS`, eight to a thread, one 128-bit access of a 16-bit list."""
+"""Elements that a program takes at once: with `NUM_WARPS`, eight to a thread, one 128-bit access of a 16-bit list."""
 
 NUM_WARPS: Final = 4
 
@@ -80,16 +81,17 @@ class Launch:
             self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
 
 
-def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str) -> Tensor:
+def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str, max_numel: int = BLOCK) -> Tensor:
     """Cut pieces of parameters into tiles.
 
     Args:
         pieces: ``(start, end, param)``: elements [start, end) of the chunk belong to parameter ``param``.
         device: where the table goes.
+        max_numel: of a tile, a multiple of 16.
 
     Returns:
-        int32 [num_tiles, 3]: rows ``(start, end, param)``, ascending, at most `BLOCK` elements each. All tiles of a
-        piece but its last end at a multiple of 16.
+        int32 [num_tiles, 3]: rows ``(start, end, param)``, ascending, at most ``max_numel`` elements each. All tiles of
+        a piece but its last end at a multiple of 16.
 
     Raises:
         ValueError: when pieces overlap, or reach below 0 or beyond `MAX_NUMEL`.
@@ -103,8 +105,8 @@ def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | st
                 f"found [{start}, {end}) of parameter {param} after element {reached}; use smaller chunks"
             )
         reached = end
-        bounds = torch.arange(start - start % _VECTOR.value, end, BLOCK)
-        rows = torch.stack([bounds, bounds + BLOCK, torch.full_like(bounds, param)], dim=1)
+        bounds = torch.arange(start - start % _VECTOR.value, end, max_numel)
+        rows = torch.stack([bounds, bounds + max_numel, torch.full_like(bounds, param)], dim=1)
         rows[:, :2].clamp_(start, end)
         tables.append(rows)
     return torch.cat(tables).to(device=device, dtype=torch.int32)
@@ -154,9 +156,10 @@ def tile_bounds(tiles_ptr: tl.tensor) -> Any:
 
 
 @triton.jit
-def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr) -> Any:
-    """Offsets and mask of the aligned groups of 16 elements that lie within [start, end)."""
-    first = (start + (_VECTOR - 1)) // _VECTOR * _VECTOR
+def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, skipped: tl.tensor) -> Any:
+    """Offsets and mask of the aligned groups of 16 elements that lie within [start, end): `BLOCK` lanes behind the
+    first ``skipped``, a multiple of 16."""
+    first = (start + (_VECTOR - 1)) // _VECTOR * _VECTOR + skipped
     numel = (end // _VECTOR * _VECTOR - first).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     return first + lanes, lanes < numel

@@ -2,9 +2,9 @@
 
 Norms are taken tile by tile: on the device each chunk has a table of its tiles, all chunks share working memory for the
 tiles of one, and each chunk has a row of results. How parameters are packed into chunks is decided later, and by the
-budget that is left; so what is stated here is a bound for every packing, known from the parameters alone: it stands for
-working memory as large as if all parameters lay in one chunk, which is more than the tables grow by where a parameter
-is cut into several. What the device's allocator adds to a tensor is no part of it.
+budget that is left; so what is stated here is a bound for every packing, known from the parameters alone: all of them
+on one rank and in one chunk, and as many cuts as a thousand chunks make. What the device's allocator adds to a tensor
+is no part of it.
 
 A loss scale multiplies the tangents of a backward, which takes copies of them: the caller may hold what it handed in.
 """
@@ -20,17 +20,22 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.memory.footprint import tensors_in
 
-NORM_TILE_NUMEL = 1024
+NORM_TILE_NUMEL = 8192
 """Elements that a program of the norm kernel measures at a time."""
 
 _TILE_NBYTES = 12 + 8  # a row of three int32; and two float32 of working memory
+_MAX_CUTS = 1024  # twice the chunks that a search makes of a model (`MAX_CHUNKS` of ``chunkc.passes.chunk_size``)
+_CUT_NUMEL = 1024  # smaller chunks hold the parameters of tests alone
+_CUT_NBYTES = _TILE_NBYTES + 16  # one more tile, and a chunk's row of two float64
 _FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single numbers on the way to them
 
 
 def norms_nbytes(params: Sequence[ParamInfo]) -> int:
     """Bytes of tables and results of the norms of all parameters that may be trained, however they are packed."""
-    num_tiles = sum(-(-info.numel // NORM_TILE_NUMEL) + 1 for info in params if info.trainable and info.numel)
-    return _TILE_NBYTES * num_tiles + _FIXED_NBYTES
+    numels = [info.numel for info in params if info.trainable and info.numel]
+    num_tiles = sum(-(-numel // NORM_TILE_NUMEL) + 1 for numel in numels)
+    num_cuts = min(_MAX_CUTS, sum(-(-numel // _CUT_NUMEL) for numel in numels))
+    return _TILE_NBYTES * num_tiles + _CUT_NBYTES * num_cuts + _FIXED_NBYTES
 
 
 def tangents_nbytes(captured: Captured) -> int:

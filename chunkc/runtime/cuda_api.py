@@ -27,7 +27,10 @@ class ChunkKernels(Protocol):
     """The kernels of chunks, checked and made ready once; see ``chunkc.triton_kernels`` for shapes and dtypes."""
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        """The table of tiles of a chunk."""
+        """The table of tiles of a chunk that an update takes."""
+
+    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        """The table of tiles of a chunk that a norm takes."""
         ...
 
     def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
@@ -247,14 +250,17 @@ class TritonKernels:
     def __init__(self) -> None:
         from chunkc.triton_kernels.cast import restore_launch
         from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
-        from chunkc.triton_kernels.grad_norm import grad_norm_launches
+        from chunkc.triton_kernels.grad_norm import grad_norm_launches, make_norm_tiles
         from chunkc.triton_kernels.launch import make_tiles
 
         self._restore, self._chunk_adam, self._make_tiles = restore_launch, chunk_adam_launch, make_tiles
-        self._grad_norm = grad_norm_launches
+        self._grad_norm, self._make_norm_tiles = grad_norm_launches, make_norm_tiles
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return self._make_tiles(pieces, device)
+
+    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        return self._make_norm_tiles(pieces, device)
 
     def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
         return self._chunk_adam(*tensors).run

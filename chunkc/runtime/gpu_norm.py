@@ -57,7 +57,7 @@ class GpuNorm:
         self._kernels = kernels
         self._scratch = scratch
         self._gradient = gradient
-        self._tiles = kernels.make_tiles([(p.start, p.end, p.param) for p in pieces], device)
+        self._tiles = kernels.make_norm_tiles([(p.start, p.end, p.param) for p in pieces], device)
         scratch.extend(self._tiles.shape[0])
         self._out = out
         self._launch: KernelLaunch | None = None

@@ -1,15 +1,16 @@
-"""Kernels whose tables of tiles are shared: update and norm of a chunk, in the plans of all shapes, cut alike."""
+"""Kernels whose tables of tiles are shared by the plans of all shapes: they cut chunks alike."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 
 from chunkc.runtime.cuda_api import ChunkKernels
 
-Pieces = tuple[tuple[int, int, int], ...]
+_Tables = WeakValueDictionary[tuple[tuple[int, int, int], ...], torch.Tensor]
+_Make = Callable[[Sequence[tuple[int, int, int]], torch.device], torch.Tensor]
 
 
 class SharedTiles:
@@ -19,13 +20,21 @@ class SharedTiles:
         self.chunk_adam = kernels.chunk_adam
         self.restore = kernels.restore
         self.grad_norm = kernels.grad_norm
-        self._make_tiles = kernels.make_tiles
-        self._tables = WeakValueDictionary[Pieces, torch.Tensor]()
+        self._make_tiles, self._make_norm_tiles = kernels.make_tiles, kernels.make_norm_tiles
+        self._tables, self._norm_tables = _Tables(), _Tables()
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        """The table of tiles of a chunk; nobody writes to it."""
-        key = tuple(pieces)
-        table = self._tables.get(key)
-        if table is None:
-            table = self._tables[key] = self._make_tiles(pieces, device)
-        return table
+        """The table of tiles of a chunk that an update takes; nobody writes to it."""
+        return _shared(self._tables, self._make_tiles, pieces, device)
+
+    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+        """The table of tiles of a chunk that a norm takes; nobody writes to it."""
+        return _shared(self._norm_tables, self._make_norm_tiles, pieces, device)
+
+
+def _shared(tables: _Tables, make: _Make, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
+    key = tuple(pieces)
+    table = tables.get(key)
+    if table is None:
+        table = tables[key] = make(pieces, device)
+    return table

@@ -240,6 +240,8 @@ class TorchKernels:
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return torch.tensor([list(piece) for piece in pieces], dtype=torch.int32, device=device).reshape(-1, 3)
 
+    make_norm_tiles = make_tiles
+
 
 def _chunk_adam(*tensors: torch.Tensor) -> None:
     grad, payload, param32, exp_avg, exp_avg_sq, tiles, row_of_param, rows, control = tensors

@@ -11,14 +11,19 @@ from kernel_chunks import DTYPES, SIZES, Check, place, values
 from kernel_reference import bits
 from torch import Tensor
 
-from chunkc.triton_kernels.grad_norm import FAN_IN, MAX_RELATIVE_ERROR, grad_norm, grad_norm_launches
-from chunkc.triton_kernels.launch import make_tiles
+from chunkc.triton_kernels.grad_norm import (
+    FAN_IN,
+    MAX_RELATIVE_ERROR,
+    grad_norm,
+    grad_norm_launches,
+    make_norm_tiles,
+)
 
 
 def norm_of(grad: Tensor, pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
     """Sum of squares and flag, written over NaN."""
     out = torch.full((2,), torch.nan, device=device)
-    grad_norm(grad.to(device), make_tiles(pieces, device), out)
+    grad_norm(grad.to(device), make_norm_tiles(pieces, device), out)
     return out.cpu()
 
 
@@ -95,7 +100,7 @@ def equal_bits_again(device: torch.device) -> None:
     """Twice the same, and with working memory of the caller's."""
     grad, pieces, _ = filled(torch.float32)
     first = norm_of(grad, pieces, device)
-    tiles, out = make_tiles(pieces, device), torch.zeros(2, device=device)
+    tiles, out = make_norm_tiles(pieces, device), torch.zeros(2, device=device)
     work = torch.full((2, tiles.shape[0]), torch.nan, device=device)
     grad_norm(grad.to(device), tiles, out, partial=work)
     assert torch.equal(bits(first), bits(norm_of(grad, pieces, device))) and torch.equal(bits(first), bits(out.cpu()))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunkc.triton_kernels.cast import cast_launch, restore_launch
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
-from chunkc.triton_kernels.grad_norm import grad_norm_launches
+from chunkc.triton_kernels.grad_norm import UNROLLED, grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, EDGE, NUM_WARPS, Launch, make_tiles
 
 CAPABILITIES = (70, 75, 80, 86, 90, 100, 120)
@@ -43,6 +43,11 @@ def adam(grad: torch.dtype, payload: torch.dtype | None) -> Launch:
     return chunk_adam_launch(gradient, param16, *triple, TILES, *tables)
 
 
+def squares(grad: torch.dtype) -> Launch:
+    """The first launch of the norm."""
+    return grad_norm_launches(*lists(grad), TILES, torch.zeros(2))[0]
+
+
 def words(*dtypes: torch.dtype) -> int:
     """128-bit accesses of one thread to its elements in lists of these dtypes."""
     return sum(BLOCK // (32 * NUM_WARPS) * dtype.itemsize // 16 for dtype in dtypes)
@@ -62,8 +67,8 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "cast-fp32-bf16": (lambda: cast_launch(*lists(F32, BF16)), words(F32), words(BF16)),
         "cast-fp16-fp32": (lambda: cast_launch(*lists(F16, F32)), words(F16), words(F32)),
         "restore-fp16": (lambda: restore_launch(*lists(F32, F16), TILES), words(F32), words(F16)),
-        "squares-bf16": (lambda: grad_norm_launches(*lists(BF16), TILES, torch.zeros(2))[0], words(BF16), 0),
-        "squares-fp32": (lambda: grad_norm_launches(*lists(F32), TILES, torch.zeros(2))[0], words(F32), 0),
+        "squares-bf16": (lambda: squares(BF16), UNROLLED * words(BF16), 0),
+        "squares-fp32": (lambda: squares(F32), UNROLLED * words(F32), 0),
         "add tiles": (lambda: grad_norm_launches(*lists(F32), TILES, torch.zeros(2))[1], 0, 0),
     }
 )
