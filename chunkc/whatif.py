@@ -30,7 +30,7 @@ from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
-from chunkc.memory.decisions import tangents_nbytes, with_decision
+from chunkc.memory.decisions import with_norms, with_scaled_tangents
 from chunkc.models import Transformer
 from chunkc.passes import Options, Target
 from chunkc.planahead import capture_ahead, plan_schedule, uncollected
@@ -125,11 +125,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class CapturedAhead:
-    """A schedule, what its capture did, and the bytes of the tangents that a loss scale would multiply."""
+    """A schedule, and what its capture did."""
 
     schedule: Schedule
     stages: tuple[StageRecord, ...]
-    tangents_nbytes: int = 0
 
 
 PolicyPlanner = Callable[[Scenario, CapturedAhead, Target], Plan]
@@ -230,8 +229,8 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) ->
     options = Options(
         chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate, measures=measures, scales=scales
     )
-    scaled_nbytes = captured.tangents_nbytes if scales else 0
-    schedule = with_decision(captured.schedule, scaled_nbytes) if measures else captured.schedule
+    schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
+    schedule = with_norms(schedule) if measures else schedule
     return plan_schedule(schedule, target, options, captured.stages, scenario.backend)
 
 
@@ -254,7 +253,7 @@ def _capture(scenario: Scenario) -> CapturedAhead:
         return _direct(scenario, scenario.model)
     note = f"{num_layers} layers from captures of {BASE} and {BASE + 1}"
     record = StageRecord("periodic", 1e3 * (time.perf_counter() - began_s), note)
-    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record), shallow.tangents_nbytes)
+    return CapturedAhead(schedule, (*shallow.stages, *deeper.stages, record))
 
 
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
@@ -265,4 +264,4 @@ def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
     captured = capture_ahead(model, dtype, inputs, scenario.backend, is_for_gpu=not scenario.hw.emulated)
     capture_ms = 1e3 * (time.perf_counter() - began_s)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
-    return CapturedAhead(captured.schedule, (dynamo, *captured.stages), tangents_nbytes(captured))
+    return CapturedAhead(captured.schedule, (dynamo, *captured.stages))

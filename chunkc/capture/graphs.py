@@ -64,7 +64,7 @@ class Captured:
     starts there does not see them. ``stages`` say what capture did, and how long each part took.
     ``user_outputs`` names the forward's outputs that are not merely saved for backward. ``beside_nbytes`` are alive all
     the while, for other graphs of the same call; the schedule counts them too. ``tangents`` say which gradients depend
-    on which output.
+    on which output. ``scales``: whether the schedule counts copies of the tangents, multiplied by a loss scale.
     """
 
     forward: CapturedGraph
@@ -75,6 +75,7 @@ class Captured:
     user_outputs: tuple[str, ...] = ()
     beside_nbytes: int = 0
     tangents: Tangents = Tangents()  # noqa: RUF009 - frozen
+    scales: bool = False
 
 
 def build(
@@ -220,6 +221,7 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
         layer=module_path(node),
         dtype=_dtype(node),
         num_kernels=traffic.num_kernels,
+        tangents_nbytes=live.tangents_nbytes,
     )
 
 

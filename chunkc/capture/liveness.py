@@ -24,10 +24,11 @@ from chunkc.capture.bundles import Bundle
 
 @dataclass(frozen=True, slots=True)
 class LiveBytes:
-    """Bytes alive while an operator runs and once it has run."""
+    """Bytes alive while an operator runs, those of tangents among them, and once it has run."""
 
     during_nbytes: int
     after_nbytes: int
+    tangents_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Timeline:
         )
         self._touch(forward.inputs, -1)
         self._walk(forward.bundles, 0)
+        self._tangents = [n for n in backward.inputs if n.name.startswith("tangents")]
         self._touch(backward.inputs, self._num_forward)
         self._walk(backward.bundles, self._num_forward)
         self._touch(held, end)
@@ -108,6 +110,7 @@ class Timeline:
         """Of every operator, forward's first. Previous outputs count during forward."""
         births: dict[int, int] = defaultdict(int)
         deaths: dict[int, int] = defaultdict(int)
+        tangents = {key: nbytes for node in self._tangents for key, nbytes in self._storages(node)}
         for key, nbytes in self._sizes.items():
             births[self._birth[key]] += nbytes
             deaths[self._death[key]] += nbytes
@@ -116,6 +119,8 @@ class Timeline:
         for position in range(self._num_operators):
             alive += births[position]
             extra = self.previous_output_nbytes if position < self._num_forward else 0
-            found.append(LiveBytes(alive + extra, alive + extra - deaths[position]))
+            is_backward = position >= self._num_forward
+            given = sum(n for key, n in tangents.items() if is_backward and self._death.get(key, -1) >= position)
+            found.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
             alive -= deaths[position]
         return found

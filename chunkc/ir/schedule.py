@@ -72,6 +72,7 @@ class Operator:
         layer: path of the module that it belongs to, for people.
         dtype: of its first floating-point operand, by torch's name; empty where there is none.
         num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
+        tangents_nbytes: of ``live_nbytes``, those of the gradients that autograd hands to backward.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Operator:
     layer: str = ""
     dtype: str = ""
     num_kernels: int = 1
+    tangents_nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

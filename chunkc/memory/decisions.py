@@ -6,7 +6,8 @@ budget that is left; so what is stated here is a bound for every packing, known 
 on one rank and in one chunk, and as many cuts as a thousand chunks make. What the device's allocator adds to a tensor
 is no part of it.
 
-A loss scale multiplies the tangents of a backward, which takes copies of them: the caller may hold what it handed in.
+A loss scale multiplies the tangents of a backward, which takes copies of them: while a tangent is alive, it counts
+twice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from chunkc.capture.graphs import Captured
 from chunkc.capture.joined import beside
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo, Schedule
-from chunkc.memory.footprint import tensors_in
 
 NORM_TILE_NUMEL = 8192
 """Elements that a program of the norm kernel measures at a time."""
@@ -38,31 +38,30 @@ def norms_nbytes(params: Sequence[ParamInfo]) -> int:
     return _TILE_NBYTES * num_tiles + _CUT_NBYTES * num_cuts + _FIXED_NBYTES
 
 
-def tangents_nbytes(captured: Captured) -> int:
-    """Bytes of the tangents that the backward graph takes."""
-    nodes = captured.backward.module.graph.find_nodes(op="placeholder")
-    found = [t for n in nodes if n.name.startswith("tangents") for t in tensors_in(n.meta.get("val"))]
-    return sum(t.numel() * t.element_size() for t in found if t.is_floating_point())
-
-
 def with_norms(schedule: Schedule) -> Schedule:
     """``schedule`` with what norms take, alive all the while."""
     return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
-def with_decision(schedule: Schedule, scaled_nbytes: int) -> Schedule:
-    """`with_norms`, and ``scaled_nbytes`` of tangents that a loss scale multiplies."""
-    return beside(schedule, norms_nbytes(schedule.params) + scaled_nbytes, schedule.also_trained)
+def with_scaled_tangents(schedule: Schedule) -> Schedule:
+    """``schedule`` with the products of tangents and a loss scale, each alive as long as the tangent."""
+    operators = schedule.backward.operators
+    after = (*(op.tangents_nbytes for op in operators[1:]), 0)
+    scaled = tuple(
+        replace(op, live_nbytes=op.live_nbytes + op.tangents_nbytes, live_after_nbytes=op.live_after_nbytes + left)
+        for op, left in zip(operators, after, strict=False)
+    )
+    return replace(schedule, backward=replace(schedule.backward, operators=scaled))
 
 
 def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
     """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
-    nbytes = norms_nbytes(captured.schedule.params) if measures else 0
-    nbytes += tangents_nbytes(captured) if scales else 0
-    if not nbytes:
+    if scales:
+        captured = replace(captured, schedule=with_scaled_tangents(captured.schedule), scales=True)
+    if not measures:
         return captured
-    schedule = beside(captured.schedule, nbytes, captured.schedule.also_trained)
-    return replace(captured, schedule=schedule, beside_nbytes=captured.beside_nbytes + nbytes)
+    nbytes = norms_nbytes(captured.schedule.params)
+    return replace(captured, schedule=with_norms(captured.schedule), beside_nbytes=captured.beside_nbytes + nbytes)
 
 
 def beside_norms(plan: Plan) -> Plan:

@@ -50,6 +50,8 @@ class CapturedIteration(Protocol):
     def user_outputs(self) -> tuple[str, ...]: ...
     @property
     def beside_nbytes(self) -> int: ...
+    @property
+    def scales(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -159,7 +161,7 @@ def _backward_bytes(
     forward: _Run,
 ) -> list[SegmentBytes]:
     heap, graph = forward.heap, graphs["backward"]
-    names = _placeholders(captured.backward, heap, forward.names)
+    names = _placeholders(captured.backward, heap, forward.names, scales=captured.scales)
     forward.keep_only(())
     run = _Run(heap, graph, names)
     run.keep_only({*graph.last_use, *(e for e in graph.result if isinstance(e, str))})
@@ -175,10 +177,13 @@ def _backward_bytes(
     return found
 
 
-def _placeholders(graph: CapturedGraph, heap: _Heap, known: Mapping[str, int | None]) -> dict[str, int | None]:
+def _placeholders(
+    graph: CapturedGraph, heap: _Heap, known: Mapping[str, int | None], *, scales: bool = False
+) -> dict[str, int | None]:
     """What each input of a graph holds: a storage of ``known``, a new one, or None for model data and numbers.
 
-    Inputs that share memory share a storage.
+    Inputs that share memory share a storage. Where a loss scale multiplies tangents, each stands for itself and the
+    product.
     """
     names: dict[str, int | None] = {}
     shared: dict[int, int | None] = {}
@@ -193,7 +198,8 @@ def _placeholders(graph: CapturedGraph, heap: _Heap, known: Mapping[str, int | N
         if identity in shared:
             heap.hold(shared[identity])
         else:
-            shared[identity] = heap.new(_nbytes(node.meta.get("val")))
+            times = 2 if scales and node.name.startswith("tangents") else 1
+            shared[identity] = heap.new(times * _nbytes(node.meta.get("val")))
         names[node.name] = shared[identity]
     return names
 

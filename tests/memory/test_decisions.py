@@ -9,7 +9,7 @@ from torch import nn
 import chunkc
 from chunkc.capture.graphs import Captured
 from chunkc.ir.schedule import ParamInfo
-from chunkc.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, tangents_nbytes, with_decisions
+from chunkc.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
 from chunkc.planahead import capture_ahead
 from chunkc.runtime.gauge import Gauge
 from chunkc.triton_kernels.grad_norm import TILE_NUMEL, make_norm_tiles
@@ -67,14 +67,20 @@ def captured() -> Captured:
     return capture_ahead(Odd().half(), None, (torch.ones(3000, dtype=torch.float16),), "eager")
 
 
-def test_a_loss_scale_counts_tangents_and_norms_only_where_asked() -> None:
+def test_norms_count_all_the_while_and_scaled_tangents_as_long_as_tangents_live() -> None:
     found = captured()
-    assert tangents_nbytes(found) == 6000
+    operators = found.schedule.backward.operators
+    last = max(i for i, node in enumerate(operators) if node.tangents_nbytes)
+    assert [op.tangents_nbytes for op in operators] == [6000] * (last + 1) + [0] * (len(operators) - last - 1)
+    assert last < len(operators) - 1, "the tangent is not needed to the end"
     assert with_decisions(found, measures=False, scales=False) is found
-    norms = norms_nbytes(found.schedule.params)
-    for measures, scales, more in ((True, False, norms), (False, True, 6000), (True, True, norms + 6000)):
+    for measures, scales in ((True, False), (False, True), (True, True)):
         beside = with_decisions(found, measures=measures, scales=scales)
-        assert beside.beside_nbytes == found.beside_nbytes + more
+        norms = norms_nbytes(found.schedule.params) if measures else 0
+        assert (beside.beside_nbytes, beside.scales) == (found.beside_nbytes + norms, scales)
         for graph, before in zip(beside.schedule.graphs, found.schedule.graphs, strict=True):
-            grown = [(b.live_nbytes - a.live_nbytes) for a, b in zip(before.operators, graph.operators, strict=True)]
-            assert set(grown) == {more}
+            for index, (old, new) in enumerate(zip(before.operators, graph.operators, strict=True)):
+                copies = 6000 if scales and graph.kind == "backward" else 0
+                during, after = (copies * (i <= last) for i in (index, index + 1))
+                assert new.live_nbytes == old.live_nbytes + norms + during
+                assert new.live_after_nbytes == old.live_after_nbytes + norms + after

@@ -114,8 +114,42 @@ def test_too_few_places_are_refused() -> None:
         belady([[0, 1]], [[]], 1, widths=[1, 1])
 
 
-def test_ranges_of_blocks_needed_together_are_disjoint_and_others_share_where_they_must() -> None:
-    steps, widths = [[0, 1], [2]], [2, 3, 4]
+def test_blocks_needed_together_stand_apart_and_others_share_where_they_must() -> None:
+    steps, widths, clean = [[0, 1], [2], [0, 1]], [2, 3, 4], [[], [], []]
     assert min_places(steps, widths) == 5
-    assert designated_ranges(steps, widths, 5) == [0, 2, 0]
-    assert designated_ranges(steps, widths, 9) == [0, 2, 5]
+    for num_places, num_stays in ((5, 5), (9, 3)):
+        stays = belady(steps, clean, num_places, widths=widths)
+        together = {s.unit: s.place for s in stays if s.begin == 0}
+        assert together[0] + 2 <= together[1] or together[1] + 3 <= together[0]
+        assert len(stays) == num_stays
+
+
+def swept(num_layers: int) -> Steps:
+    """Forward over layers of three units each, and backward, which computes every layer again before it."""
+    layers = [[[3 * n], [3 * n + 1], [3 * n + 2]] for n in range(num_layers)]
+    return [s for layer in layers for s in layer] + [s for layer in layers[::-1] for s in (*layer, *layer[::-1])]
+
+
+@given(st.integers(1, 6), st.integers(2, 9), st.integers(1, 3), st.booleans(), st.booleans())
+def test_blocks_of_one_width_cost_what_units_of_one_place_do(
+    num_layers: int, num_held: int, width: int, separate: bool, dirty: bool
+) -> None:
+    steps = swept(num_layers)
+    last = {unit: index for index, step in enumerate(steps) for unit in step}
+    dirties = [[u for u in step if dirty and last[u] == index] for index, step in enumerate(steps)]
+    num_units = 3 * num_layers
+    stays = belady(steps, dirties, num_held * width, widths=[width] * num_units, separate=separate)
+    assert volume(stays, [1] * num_units) == planned_volume(steps, dirties, num_held)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_unit_takes_the_place_that_has_been_idle_for_longest(width: int) -> None:
+    """With four places for a sweep over layers of three, the copy of a unit may begin three steps ahead: also where the
+    unit that is needed last of all is the one that has just been used, as the rule's victim is."""
+    steps = swept(8)
+    stays = belady(steps, [[] for _ in steps], 4 * width, widths=[width] * 24, separate=True)
+    ends: dict[int, int] = {}
+    for stay in stays:
+        if 4 <= stay.begin < 20:
+            assert stay.begin - ends[stay.place] >= 4
+        ends[stay.place] = stay.end
