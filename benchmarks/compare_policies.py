@@ -2,9 +2,9 @@
 
 Nothing runs: plans and modelled systems are simulated with the same operators and the same rates (`chunkc.baselines`),
 activation checkpointing around every layer, one batch size for all. A row says which system is the fastest that fits,
-and what of chunkc's step no stream's work explains.
+what of chunkc's step no stream's work explains, and how long a step takes whose updates wait for a decision.
 
-    python benchmarks/compare_policies.py                     # writes docs/comparison.md, 20 minutes on 2 cores
+    python benchmarks/compare_policies.py --jobs 2            # writes docs/comparison.md, 40 minutes on 2 cores
     python benchmarks/compare_policies.py --hw v100-240g --models gpt-1b gpt-10b --out /tmp/comparison.md
 """
 
@@ -14,7 +14,10 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Final
 
@@ -22,7 +25,6 @@ from tabulate import tabulate
 
 from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.cli.advice import shortfall
-from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.models import NAMES, built_in
@@ -49,14 +51,17 @@ EXPLAIN_ABOVE: Final = 0.15
 class Row:
     """One model on one machine; times in milliseconds, of the systems that fit.
 
-    ``chunkc`` is the slowest of the ranks that were simulated; ``shortage`` says why there is none.
+    ``chunkc`` is the slowest of the ranks that were simulated, ``decided`` that of plans whose updates wait for a
+    decision; the shortages say what misses where there is none.
     """
 
     hw: str
     model: str
     chunkc: Timeline | None
-    shortage: BudgetError | None
+    shortage: str
     others_ms: Mapping[str, float]
+    decided: Timeline | None = None
+    decided_shortage: str = ""
 
     @property
     def best_other(self) -> str | None:
@@ -90,11 +95,19 @@ def excess_of(timeline: Timeline) -> float:
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
     """All systems on one machine."""
     scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, measures=False)
-    answer = slowest(scenario, scenarios)
+    answer, decided = (slowest(s, scenarios) for s in (scenario, replace(scenario, measures=True)))
     course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
-    return Row(str(hw), model, answer.timeline, answer.shortage, others)
+    return Row(
+        *(str(hw), model, answer.timeline, shortage_of(answer), others),
+        *(decided.timeline, shortage_of(decided)),
+    )
+
+
+def shortage_of(answer: Answer) -> str:
+    """What misses, empty where a plan fits."""
+    return "" if answer.shortage is None else f"misses {shortfall(answer.shortage)}"
 
 
 def slowest(scenario: Scenario, scenarios: Scenarios) -> Answer:
@@ -124,20 +137,26 @@ def cells_of(row: Row) -> tuple[str, ...]:
     other = "none fits" if best is None else f"{duration(row.others_ms[best])} ({best})"
     timeline = row.chunkc
     if timeline is None:
-        missed = "not simulated" if row.shortage is None else f"misses {shortfall(row.shortage)}"
-        return (row.model, missed, other, "", "", "", "")
+        return (row.model, row.shortage or "not simulated", other, "", "", "", "", "")
     speedup = "" if best is None else f"{row.others_ms[best] / timeline.step_ms:.2f}"
     bounds = bounds_of(timeline)
     largest = max(bounds, key=bounds.__getitem__)
     excess = excess_of(timeline)
     why = waits_of(timeline) if excess > EXPLAIN_ABOVE else ""
-    tflops = "" if timeline.patrickstar_tflops is None else f"{timeline.patrickstar_tflops:.1f}"
     bound = f"{duration(bounds[largest])} ({largest})"
-    return (row.model, f"{duration(timeline.step_ms)}, {tflops}", other, speedup, bound, f"{excess:+.0%}", why)
+    decided = row.decided_shortage if row.decided is None else step_and_rate(row.decided)
+    return (row.model, step_and_rate(timeline), other, speedup, bound, f"{excess:+.0%}", why, decided)
+
+
+def step_and_rate(timeline: Timeline) -> str:
+    """Time of a step, and TFLOPS."""
+    tflops = "" if timeline.patrickstar_tflops is None else f"{timeline.patrickstar_tflops:.1f}"
+    return f"{duration(timeline.step_ms)}, {tflops}"
 
 
 HEADINGS: Final = (
     "model", "chunkc: step, TFLOPS", "fastest other", "times as fast", "largest bound", "beyond it", "critical path",
+    "chunkc with a decision",
 )  # fmt: skip
 
 
@@ -154,22 +173,33 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "around every layer. Systems other than chunkc are *modelled* from their papers (`chunkc.baselines`), with the",
         "same operators, the same rates and the same engine. TFLOPS are one GPU's, counted as PatrickStar counts them:",
         "parameters * tokens * 8 / seconds. Of several ranks, the first and the last are simulated, which own most",
-        "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits",
-        "for a decision; `chunkc plan` counts the loss scaling of fp16, and finds longer steps where updates on the",
-        "host wait for it.",
+        "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits for",
+        "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling, for which all",
+        "updates wait until backward has ended. `chunkc plan` counts the loss scaling of fp16.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",
         f"{len(only)} more fit with chunkc alone. *Beyond it* says how much longer the step is than the work of its",
         f"busiest stream; from {EXPLAIN_ABOVE:.0%} on, *critical path* says where the step goes.",
         "",
-        "Regenerate with `python benchmarks/compare_policies.py`.",
+        "Regenerate with `python benchmarks/compare_policies.py --jobs 2`.",
     ]
     for hw in dict.fromkeys(row.hw for row in rows):
         own = [cells_of(row) for row in rows if row.hw == hw]
         table = tabulate(own, headers=HEADINGS, tablefmt="github", disable_numparse=True)
         parts += ["", f"## {hw}", "", table]
     return "\n".join(parts) + "\n"
+
+
+def rows_of(model: str, machines: Sequence[str], batch: int, sequence: int) -> list[Row]:
+    """One model on all machines; a line for each on the way."""
+    scenarios, found = Scenarios(), list[Row]()  # captures of one model at a time
+    for spelling in machines:
+        began_s = time.perf_counter()
+        found.append(compare(Hardware.of(spelling), model, batch, sequence, scenarios))
+        elapsed_s = time.perf_counter() - began_s
+        print(f"{spelling:22} {' | '.join(cells_of(found[-1]))}  [{elapsed_s:.1f} s]", file=sys.stderr, flush=True)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,18 +209,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--jobs", type=int, default=1, help="models that are planned at the same time")
     parser.add_argument("--out", type=Path, default=PAGE)
     args = parser.parse_args(argv)
-    rows: dict[tuple[str, str], Row] = {}
-    for model in args.models:
-        scenarios = Scenarios()  # captures of one model at a time
-        for spelling in args.hw:
-            began_s = time.perf_counter()
-            row = compare(Hardware.of(spelling), model, args.batch, args.seq, scenarios)
-            rows[spelling, model] = row
-            elapsed_s = time.perf_counter() - began_s
-            print(f"{spelling:22} {' | '.join(cells_of(row))}  [{elapsed_s:.1f} s]", file=sys.stderr, flush=True)
-    ordered = [rows[spelling, model] for spelling in args.hw for model in args.models]
+    plan = partial(rows_of, machines=args.hw, batch=args.batch, sequence=args.seq)
+    if args.jobs > 1:
+        with ProcessPoolExecutor(args.jobs, get_context("spawn")) as workers:
+            found = list(workers.map(plan, args.models))
+    else:
+        found = [plan(model) for model in args.models]
+    ordered = [row for machine in zip(*found, strict=True) for row in machine]
     args.out.write_text(page(ordered, args.batch, args.seq), encoding="utf-8")
     return 0 if all(row.is_fastest for row in ordered) else 1
 

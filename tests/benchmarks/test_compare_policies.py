@@ -42,14 +42,18 @@ def test_the_page_has_every_model_on_every_machine(script: ModuleType) -> None:
 def test_a_row_says_who_is_faster_and_what_the_step_waits_for(script: ModuleType) -> None:
     plan = planned(chain(4), target(2048)).plan
     timeline = simulate_with(with_work(plan, 2), RATES)
-    faster = script.Row("hw", "model", timeline, None, {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
+    faster = script.Row("hw", "model", timeline, "", {"dos": timeline.step_ms / 2, "l2l": timeline.step_ms * 3})
     assert faster.best_other == "dos" and not faster.is_fastest
     assert script.cells_of(faster)[3] == "0.50"
-    slower = script.Row("hw", "model", timeline, None, {"l2l": timeline.step_ms * 3})
+    slower = script.Row("hw", "model", timeline, "", {"l2l": timeline.step_ms * 3})
     assert slower.is_fastest and script.cells_of(slower)[3] == "3.00"
-    assert script.Row("hw", "model", timeline, None, {"l2l": timeline.step_ms}).is_fastest
+    assert script.Row("hw", "model", timeline, "", {"l2l": timeline.step_ms}).is_fastest
     bounds = script.bounds_of(timeline)
     assert script.excess_of(timeline) == pytest.approx(timeline.step_ms / max(bounds.values()) - 1)
+    decided = script.Row("hw", "model", timeline, "", {}, replace(timeline, step_ms=1234.0))
+    assert script.cells_of(decided)[-1].startswith("1.234 s, ")
+    lacking = script.Row("hw", "model", timeline, "", {}, None, "misses 2 GiB of host memory")
+    assert script.cells_of(lacking)[-1] == "misses 2 GiB of host memory"
     assert bounds["compute"] == pytest.approx(sum(s.alone_ms for s in timeline.slices if s.stream == "compute"))
 
 
@@ -74,10 +78,11 @@ def test_what_does_not_fit_misses_memory_of_a_kind(
 ) -> None:
     with pytest.raises(BudgetError) as caught:
         planned(chain(4), target(gpu_nbytes, host_nbytes))
-    row = script.Row("hw", "model", None, caught.value, {})
     missed = f"misses {size(caught.value.missing_nbytes)} of {kind} memory"
+    assert script.shortage_of(Answer(None, shortage=caught.value)) == missed
+    row = script.Row("hw", "model", None, missed, {})
     assert row.is_fastest and script.cells_of(row)[1:3] == (missed, "none fits")
-    assert not script.Row("hw", "model", None, caught.value, {"dos": 1.0}).is_fastest
+    assert not script.Row("hw", "model", None, missed, {"dos": 1.0}).is_fastest
 
 
 @pytest.mark.slow
