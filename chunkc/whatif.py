@@ -95,7 +95,9 @@ class Scenario:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
         ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
-        return f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}, recompute {self.recompute}"
+        waits = "" if self.measures is None else ", clipped" if self.measures else ", neither clipped nor scaled"
+        what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
+        return f"{what}, recompute {self.recompute}{waits}"
 
 
 @dataclass(frozen=True, slots=True)

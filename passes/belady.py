@@ -116,7 +116,7 @@ def _idlest_places(stays: Sequence[Stay], shares: _Shares) -> tuple[Stay, ...]:
 
     Which units stay is decided; a unit that does not stay until its next use may leave right after its last.
     """
-    idle_since, until = [-1] * shares.num_places, [-1] * shares.num_places
+    until = [-1] * shares.num_places
     found = list[Stay]()
     for stay in stays:  # in order of their first step
         width = shares.widths[stay.unit]
@@ -124,8 +124,8 @@ def _idlest_places(stays: Sequence[Stay], shares: _Shares) -> tuple[Stay, ...]:
         free = [s for s in starts if all(until[p] < stay.begin for p in range(s, s + width))]
         if not free:
             return tuple(stays)
-        start = min(free, key=lambda s: (width == 1 and s < shares.room, max(idle_since[s : s + width]), s))
-        idle_since[start : start + width] = until[start : start + width] = [stay.end] * width
+        start = min(free, key=lambda s: (width == 1 and s < shares.room, max(until[s : s + width]), s))
+        until[start : start + width] = [stay.end] * width
         found.append(replace(stay, place=start))
     return tuple(sorted(found, key=lambda s: (s.begin, s.place)))
 

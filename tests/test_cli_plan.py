@@ -210,6 +210,23 @@ def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_pa
     assert not is_plan_file("gpt-10b")
 
 
+def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A decision stands before all updates: by default in fp16, by word in bf16, and in neither where none is wanted."""
+    for hw, extra, waits in (
+        ("v100-240g", [], True),
+        ("v100-240g", ["--no-clip"], False),
+        ("a100-40g-1024g", [], False),
+        ("a100-40g-1024g", ["--clip"], True),
+    ):
+        assert (
+            main(["plan", tiny, "--hw", hw, "--recompute", "none", "--no-advice", "--save", "plan.json", *extra]) == 0
+        )
+        out_of(capsys)
+        assert Plan.load("plan.json").measures == waits, (hw, extra)
+    assert main(["plan", "plan:function", "--clip"]) == 2
+    assert "--clip is for built-in models and config.json" in capsys.readouterr().err
+
+
 def test_several_micro_batches_a_step(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As many tokens as micro-batches, one step; gradients take host memory. Only chunkc plans them."""
     command = [tiny, "--hw", "v100-240g", "--batch", "2", "--recompute", "none", "--no-advice", "--json"]

@@ -28,6 +28,11 @@ MODEL_HELP: Final = (
 )
 
 
+_BRINGS: Final = dict.fromkeys(("batch", "seq"), "brings its own inputs") | {
+    "clip": "is planned as `chunkc.plan` does: its loss is scaled in float16, and nothing is clipped"
+}
+
+
 def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
     """For commands that can plan several micro-batches a step."""
     parser.add_argument(
@@ -67,6 +72,13 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
         help="compute every layer again in backward instead of keeping its activations; auto: only if the model does "
         "not fit otherwise (default: auto)",
     )
+    parser.add_argument(
+        "--clip",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="gradients are clipped, so that updates wait for the norm of all of them; --no-clip: none are, and in "
+        "float16 no loss is scaled either (default: float16 scales the loss, which waits as clipping does)",
+    )
     parser.add_argument("--policy", choices=policies(), default=policies()[0], help="how to plan (default: chunkc)")
     parser.add_argument("--chunk-size", type=chunk_size, default="auto", metavar="N", help="elements (default: auto)")
 
@@ -104,6 +116,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         policy=args.policy,
         accumulate=_accumulate(args),
         shard=args.shard,
+        measures=args.clip,
     )
 
 
@@ -159,16 +172,17 @@ def refuse_model_options(args: argparse.Namespace) -> None:
     """
     parser = argparse.ArgumentParser()
     add_training_options(parser)
-    for name in ("world_size", "batch", "seq", "dtype", "recompute", "policy", "chunk_size", "accumulate", "shard"):
+    names = ("world_size", "batch", "seq", "dtype", "recompute", "clip", "policy", "chunk_size", "accumulate", "shard")
+    for name in names:
         if getattr(args, name) != parser.get_default(name):
             option = "--" + name.replace("_", "-")
             raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
 
 
 def _of_function(args: argparse.Namespace) -> Answer:
-    for option in ("batch", "seq"):
+    for option in ("batch", "seq", "clip"):
         if getattr(args, option) is not None:
-            raise ChunkcError(f"--{option} is for built-in models and config.json; {args.model} brings its own inputs")
+            raise ChunkcError(f"--{option} is for built-in models and config.json; {args.model} {_BRINGS[option]}")
     if args.recompute == Recompute.NONE:
         raise ChunkcError(
             f"--recompute none is for built-in models and config.json: planning decides what {args.model} computes "
