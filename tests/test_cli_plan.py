@@ -211,7 +211,7 @@ def test_plans_are_told_from_configurations(content: Any, expected: bool, tmp_pa
 
 
 def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A decision stands before all updates: by default in fp16, by word in bf16, and in neither where none is wanted."""
+    """A decision stands before all updates: by default in fp16, by word in bf16; none where none is wanted."""
     for hw, extra, waits in (
         ("v100-240g", [], True),
         ("v100-240g", ["--no-clip"], False),
