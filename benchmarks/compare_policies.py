@@ -51,8 +51,8 @@ EXPLAIN_ABOVE: Final = 0.15
 class Row:
     """One model on one machine; times in milliseconds, of the systems that fit.
 
-    ``chunkc`` is the slowest of the ranks that were simulated, ``decided`` that of plans whose updates wait for a
-    decision; the shortages say what misses where there is none.
+    ``chunkc`` is the slowest of the ranks that were simulated, ``decided`` the first rank of a plan whose updates wait
+    for a decision; the shortages say what misses where there is none.
     """
 
     hw: str
@@ -95,7 +95,7 @@ def excess_of(timeline: Timeline) -> float:
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
     """All systems on one machine."""
     scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, measures=False)
-    answer, decided = (slowest(s, scenarios) for s in (scenario, replace(scenario, measures=True)))
+    answer, decided = slowest(scenario, scenarios), scenarios.answer(replace(scenario, measures=True))
     course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}
@@ -175,7 +175,7 @@ def page(rows: Sequence[Row], batch: int, sequence: int) -> str:
         "parameters * tokens * 8 / seconds. Of several ranks, the first and the last are simulated, which own most",
         "and least; the slower of the two is shown. No system clips gradients or scales a loss, so no update waits for",
         "a decision; *with a decision* is the same run with clipping, and in fp16 with loss scaling, for which all",
-        "updates wait until backward has ended. `chunkc plan` counts the loss scaling of fp16.",
+        "updates wait until backward has ended (the first rank). `chunkc plan` counts the loss scaling of fp16.",
         "",
         f"There are {len(contested)} cases in which another system fits: chunkc's plan is at least as fast in "
         f"{len(won)}.",

@@ -50,28 +50,31 @@ def belady(
     Raises:
         ValueError: when a step needs more places.
     """
-    shares = _shares(steps, widths, num_places, separate)
-    try:
-        return _least_volume(steps, dirties, shares, weights)
-    except _NoRangeError:
+    cost = [1] * len(widths) if weights is None else weights
+    found = [
+        (stays, shares)
+        for shares in _shares(steps, widths, num_places, separate)
+        for stays in _runs(steps, dirties, shares)
+    ]
+    if not found:
         starts = _tight_ranges(steps, widths)
-        room = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
-        return _least_volume(steps, dirties, replace(shares, starts=starts, room=room), weights)
+        shares = _Shares(num_places, widths, _end_of_ranges(starts, widths), separate, starts)
+        found = [(stays, shares) for stays in _runs(steps, dirties, shares)]
+    return _idlest_places(*min(found, key=lambda pair: volume(pair[0], cost)))
 
 
-def _least_volume(
-    steps: Sequence[Sequence[int]],
-    dirties: Sequence[Sequence[int]],
-    shares: _Shares,
-    weights: Sequence[int] | None,
-) -> tuple[Stay, ...]:
-    cost = [1] * len(shares.widths) if weights is None else weights
-    best = _Places(steps, dirties, shares, DIRTY_WEIGHTS[0]).run()
-    if _writes_early(best):
-        for weight in DIRTY_WEIGHTS[1:]:
-            other = _Places(steps, dirties, shares, weight).run()
-            best = min(best, other, key=lambda stays: volume(stays, cost))
-    return _idlest_places(best, shares)
+def _runs(
+    steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares
+) -> Iterator[tuple[Stay, ...]]:
+    """The stays of the plain rule, and by the other weights where it writes units back that are needed again."""
+    for weight in DIRTY_WEIGHTS:
+        try:
+            stays = _Places(steps, dirties, shares, weight).run()
+        except _NoRangeError:
+            continue
+        yield stays
+        if not _writes_early(stays):
+            return
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +89,19 @@ class _Shares:
     starts: Sequence[int] | None = None
 
 
-def _shares(steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool) -> _Shares:
-    """Places for blocks and singles in proportion, of each as many as some step needs."""
-    num_singles = sum(1 for w in widths if w == 1)
-    starts = _tight_ranges(steps, widths)
-    least_room = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
-    others = max(_most_singles(steps, widths), round(num_places * num_singles / max(1, sum(widths))))
-    room = max(least_room, num_places - others) if least_room else 0
-    return _Shares(num_places, widths, room, separate)
+def _shares(
+    steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool
+) -> tuple[_Shares, ...]:
+    """Places for blocks and singles in proportion, of each as many as some step needs; and as many as possible for the
+    blocks, or for the singles."""
+    num_singles, most_singles = sum(1 for w in widths if w == 1), _most_singles(steps, widths)
+    least_room = _end_of_ranges(_tight_ranges(steps, widths), widths)
+    if not least_room:
+        return (_Shares(num_places, widths, 0, separate),)
+    most_room = num_places - most_singles if separate else num_places
+    in_proportion = num_places - max(most_singles, round(num_places * num_singles / sum(widths)))
+    rooms = (max(least_room, room) for room in (in_proportion, most_room, num_places - num_singles))
+    return tuple(_Shares(num_places, widths, room, separate) for room in dict.fromkeys(rooms))
 
 
 class _NoRangeError(Exception):
@@ -282,8 +290,7 @@ class _Places:
 
 def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: bool = False) -> int:
     """The smallest capacity with which every step's units fit, blocks in designated ranges."""
-    starts = _tight_ranges(steps, widths)
-    ranges_end = max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
+    ranges_end = _end_of_ranges(_tight_ranges(steps, widths), widths)
     if separate:
         return ranges_end + _most_singles(steps, widths)
     return max((ranges_end, *(sum(widths[u] for u in step) for step in steps)))
@@ -292,6 +299,11 @@ def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: 
 def _most_singles(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
     """The most units of one place that a step needs."""
     return max((sum(1 for u in step if widths[u] == 1) for step in steps), default=0)
+
+
+def _end_of_ranges(starts: Sequence[int], widths: Sequence[int]) -> int:
+    """The end of the last range of a block; 0 where there is none."""
+    return max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
 
 
 def _tight_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:

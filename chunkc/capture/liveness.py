@@ -63,6 +63,12 @@ def _backward_storages(backward: GraphValues) -> Mapping[Node, Sequence[tuple[Ha
     return found
 
 
+def _elements_nbytes(node: Node) -> int:
+    """Bytes of the floating-point elements of a value, whatever its storage holds beside them."""
+    found = (v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    return sum(int(v.numel()) * v.element_size() for v in found if v.is_floating_point())
+
+
 class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
@@ -110,7 +116,7 @@ class Timeline:
         """Of every operator, forward's first. Previous outputs count during forward."""
         births: dict[int, int] = defaultdict(int)
         deaths: dict[int, int] = defaultdict(int)
-        tangents = {key: nbytes for node in self._tangents for key, nbytes in self._storages(node)}
+        tangents = [(key, _elements_nbytes(node)) for node in self._tangents for key, _ in self._storages(node)]
         for key, nbytes in self._sizes.items():
             births[self._birth[key]] += nbytes
             deaths[self._death[key]] += nbytes
@@ -120,7 +126,7 @@ class Timeline:
             alive += births[position]
             extra = self.previous_output_nbytes if position < self._num_forward else 0
             is_backward = position >= self._num_forward
-            given = sum(n for key, n in tangents.items() if is_backward and self._death.get(key, -1) >= position)
+            given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
             found.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
             alive -= deaths[position]
         return found

@@ -182,7 +182,8 @@ def refuse_model_options(args: argparse.Namespace) -> None:
 def _of_function(args: argparse.Namespace) -> Answer:
     for option in ("batch", "seq", "clip"):
         if getattr(args, option) is not None:
-            raise ChunkcError(f"--{option} is for built-in models and config.json; {args.model} {_BRINGS[option]}")
+            given = f"--no-{option}" if getattr(args, option) is False else f"--{option}"
+            raise ChunkcError(f"{given} is for built-in models and config.json; {args.model} {_BRINGS[option]}")
     if args.recompute == Recompute.NONE:
         raise ChunkcError(
             f"--recompute none is for built-in models and config.json: planning decides what {args.model} computes "

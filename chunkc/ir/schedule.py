@@ -72,7 +72,8 @@ class Operator:
         layer: path of the module that it belongs to, for people.
         dtype: of its first floating-point operand, by torch's name; empty where there is none.
         num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
-        tangents_nbytes: of ``live_nbytes``, those of the gradients that autograd hands to backward.
+        tangents_nbytes: of the elements of the gradients that autograd handed to backward and that are alive; their
+            storages are part of ``live_nbytes``.
     """
 
     name: str

@@ -2,9 +2,9 @@
 
 Norms are taken tile by tile: on the device each chunk has a table of its tiles, all chunks share working memory for the
 tiles of one, and each chunk has a row of results. How parameters are packed into chunks is decided later, and by the
-budget that is left; so what is stated here is a bound for every packing, known from the parameters alone: all of them
-on one rank and in one chunk, and as many cuts as a thousand chunks make. What the device's allocator adds to a tensor
-is no part of it.
+budget that is left; so what is stated here is a bound for every packing into up to a thousand chunks, known from the
+parameters alone: all of them on one rank and in one chunk, and as many cuts as a thousand chunks make. What the
+device's allocator adds to a tensor is no part of it.
 
 A loss scale multiplies the tangents of a backward, which takes copies of them: while a tangent is alive, it counts
 twice.
@@ -25,7 +25,7 @@ NORM_TILE_NUMEL = 8192
 
 _TILE_NBYTES = 12 + 8  # a row of three int32; and two float32 of working memory
 _MAX_CUTS = 1024  # twice the chunks that a search makes of a model (`MAX_CHUNKS` of ``chunkc.passes.chunk_size``)
-_CUT_NUMEL = 1024  # smaller chunks hold the parameters of tests alone
+_CUT_NUMEL = 1024  # no chunk of a small model is smaller
 _CUT_NBYTES = _TILE_NBYTES + 16  # one more tile, and a chunk's row of two float64
 _FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single numbers on the way to them
 

@@ -192,14 +192,17 @@ def _placeholders(
         if node.name in graph.params or not tensors:
             names[node.name] = None
             continue
+        if scales and node.name.startswith("tangents"):
+            products_nbytes = sum(t.numel() * t.element_size() for t in tensors if t.is_floating_point())
+            names[node.name] = heap.new(_nbytes(node.meta.get("val")) + products_nbytes)
+            continue
         identity = tensors[0].untyped_storage()._cdata
         if node.name in known:
             shared[identity] = known[node.name]
         if identity in shared:
             heap.hold(shared[identity])
         else:
-            times = 2 if scales and node.name.startswith("tangents") else 1
-            shared[identity] = heap.new(times * _nbytes(node.meta.get("val")))
+            shared[identity] = heap.new(_nbytes(node.meta.get("val")))
         names[node.name] = shared[identity]
     return names
 

@@ -67,6 +67,22 @@ def captured() -> Captured:
     return capture_ahead(Odd().half(), None, (torch.ones(3000, dtype=torch.float16),), "eager")
 
 
+class Last(nn.Module):
+    """Gives a slice, whose tangent is a view of a tensor as large as the whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 100)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)[:, -1]
+
+
+def test_the_product_of_a_view_has_its_elements_alone() -> None:
+    found = capture_ahead(Last().half(), None, (torch.ones(4, 50, 8, dtype=torch.float16),), "eager")
+    assert max(op.tangents_nbytes for op in found.schedule.backward.operators) == 4 * 100 * 2
+
+
 def test_norms_count_all_the_while_and_scaled_tangents_as_long_as_tangents_live() -> None:
     found = captured()
     operators = found.schedule.backward.operators

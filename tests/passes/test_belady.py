@@ -124,6 +124,12 @@ def test_blocks_needed_together_stand_apart_and_others_share_where_they_must() -
         assert len(stays) == num_stays
 
 
+def test_a_few_blocks_beside_singles_get_all_the_room_that_singles_leave() -> None:
+    steps = [[0, 1], [2], [3], [2], [3], [3], [2], [0, 1], [0, 1]]
+    stays = belady(steps, [[] for _ in steps], 5, widths=[1, 1, 2, 2], weights=[1, 1, 2, 2])
+    assert volume(stays, [1, 1, 2, 2]) == 8
+
+
 def swept(num_layers: int) -> Steps:
     """Forward over layers of three units each, and backward, which computes every layer again before it."""
     layers = [[[3 * n], [3 * n + 1], [3 * n + 2]] for n in range(num_layers)]
