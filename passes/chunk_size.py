@@ -37,7 +37,7 @@ from chunkc.passes.updates import step_nbytes
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)
 LAYER_FRACTIONS = (4, 3, 2)
-TENSOR_FRACTIONS = (2, 1)
+TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a place holds a chunk of each of them
 LOOKBACK = 2
 """Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
 well as there, or as well as can be (tests/test_numbers.py)."""
@@ -85,7 +85,8 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
     total = sum(i.numel for i in used)
     wanted = [total / divisor for divisor in DIVISORS]
     largest = sorted({i.numel for i in used}, reverse=True)[:NUM_LARGEST]
-    wanted += [*largest, *(n / d * SLACK for n in largest for d in TENSOR_FRACTIONS)]
+    fractions = TENSOR_FRACTIONS if world_size > 1 else (1,)
+    wanted += [*largest, *(n / d * SLACK for n in largest for d in fractions)]
     layers: dict[str, int] = {}
     for info in used:
         layer = re.match(r"(?:.*?\.)?\d+(?=\.)", info.name)
