@@ -25,7 +25,7 @@ NORM_TILE_NUMEL = 8192
 
 _TILE_NBYTES = 12 + 8  # a row of three int32; and two float32 of working memory
 _MAX_CUTS = 1024  # twice the chunks that a search makes of a model (`MAX_CHUNKS` of ``chunkc.passes.chunk_size``)
-_CUT_NUMEL = 1024  # no chunk of a small model is smaller
+_SMALL_TILE_NUMEL = 1024  # of small models: tables of smaller tiles take more than those of any cuts
 _CUT_NBYTES = _TILE_NBYTES + 16  # one more tile, and a chunk's row of two float64
 _FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single numbers on the way to them
 
@@ -33,9 +33,8 @@ _FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single nu
 def norms_nbytes(params: Sequence[ParamInfo]) -> int:
     """Bytes of tables and results of the norms of all parameters that may be trained, however they are packed."""
     numels = [info.numel for info in params if info.trainable and info.numel]
-    num_tiles = sum(-(-numel // NORM_TILE_NUMEL) + 1 for numel in numels)
-    num_cuts = min(_MAX_CUTS, sum(-(-numel // _CUT_NUMEL) for numel in numels))
-    return _TILE_NBYTES * num_tiles + _CUT_NBYTES * num_cuts + _FIXED_NBYTES
+    large, small = (sum(-(-n // tile) + 1 for n in numels) for tile in (NORM_TILE_NUMEL, _SMALL_TILE_NUMEL))
+    return min(_TILE_NBYTES * large + _CUT_NBYTES * _MAX_CUTS, _TILE_NBYTES * small) + _FIXED_NBYTES
 
 
 def with_norms(schedule: Schedule) -> Schedule:
