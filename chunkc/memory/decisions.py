@@ -31,7 +31,7 @@ _FIXED_NBYTES = 2048  # the decision, the loss scale, its inverse, and single nu
 
 
 def norms_nbytes(params: Sequence[ParamInfo]) -> int:
-    """Bytes of tables and results of the norms of all parameters that may be trained, however they are packed."""
+    """Device bytes that the norms of all trainable parameters take, however they are packed."""
     numels = [info.numel for info in params if info.trainable and info.numel]
     large, small = (sum(-(-n // tile) + 1 for n in numels) for tile in (NORM_TILE_NUMEL, _SMALL_TILE_NUMEL))
     return min(_TILE_NBYTES * large + _CUT_NBYTES * _MAX_CUTS, _TILE_NBYTES * small) + _FIXED_NBYTES
