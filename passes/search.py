@@ -3,14 +3,15 @@
 A pass decides by a rule. Which rule serves best depends on the machine: larger chunks copy faster, smaller ones overlap
 better; a triple in device memory saves an update on the host and costs room for payloads. So candidates are planned
 whole, by the same passes, and simulated on the machine's rates; the least step time wins, then the earlier candidate.
-One quantity is varied at a time, from the plan that the passes make by themselves, which is a candidate too: the search
-never makes a plan slower in the simulator.
+The plan that the passes make by themselves is a candidate too: the search never makes a plan slower in the simulator.
+
+    passes' own plan -> triples on the device -> chunk size -> triples again, with a share of the others streamed
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from chunkc.cost.rates import CostRates
@@ -22,10 +23,10 @@ from chunkc.passes.budget import demand_of, with_homes
 from chunkc.passes.draft import Draft, Options, decided
 from chunkc.passes.os_placement import most_resident_triples
 
-MAX_ACTIONS = 300_000
+MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
-NUM_HALVINGS = 3
-"""Times that the distance between the best count of resident triples and its neighbours is halved."""
+NUM_SCALES = 5
+"""Widths of a step from one count or share to another, each half of the one before."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
 
@@ -74,9 +75,10 @@ class Search:
         best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
-        best = self._place_updates(best)
+        best = self._vary_counts(self._place_triples(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
-        return best if sized is best else self._place_updates(sized)
+        best = best if sized is best else self._place_triples(sized)
+        return self._vary_counts(best, with_shares=True)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[Options]:
         """What moves least of every octave of sizes, nearest to the passes' own choice first; as many bytes of triples
@@ -94,24 +96,14 @@ class Search:
             keeps = best.options.keeps_payloads and triples > 0
             yield replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
-    def _place_updates(self, best: Candidate) -> Candidate:
-        """Where optimizer states stand and are updated, in chunks of the best size.
-
-        First as many triples on the device as fit beside all payloads, and more at the cost of payloads, then counts
-        halfway between the best and its neighbours, all with their payloads where one rank trains; then as many
-        without; then a share of the others streamed, the one that keeps host and link busy alike and others around it.
-        """
+    def _place_triples(self, best: Candidate) -> Candidate:
+        """How many triples stand on the device, in chunks of the best size: as many as fit beside all payloads, more at
+        the cost of payloads, as many as fit; all with their payloads where one rank trains, then as many without."""
         draft = self._drafts[best.options]
-        if draft.os_home is Home.DEVICE or self._is_placed():
+        if not self._places(draft):
             return best
-        liveness, target = decided(draft.liveness, "liveness"), draft.target
-        layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
-        demand = demand_of(layout, liveness, draft.options.cuts)
-        num_places = sum(demand.units.num_groups)
-        beside = most_resident_triples(layout, demand, liveness, target, num_places)
-        share, keeps = self._balanced_share(), layout.world_size == 1
-        most = most_resident_triples(layout, demand, liveness, target, keeps_payloads=keeps)
-
+        beside, most, alone = _margins(draft)
+        keeps = draft.target.world_size == 1
         numel = draft.chunk_numel  # kept: a pass would search for it again
 
         def with_(triples: int, *, keeps: bool) -> Options:
@@ -120,21 +112,35 @@ class Search:
 
         counts = {best.options.num_resident_triples, beside, (beside + most) // 2, most}
         best = self._best_of(best, [with_(k, keeps=keeps) for k in sorted(counts)])
-        for _ in range(NUM_HALVINGS):
-            found = _between(best.options.num_resident_triples, counts)
-            counts.update(found)
-            best = self._best_of(best, [with_(k, keeps=keeps) for k in found])
-        if keeps:  # seven triples take as much as six with their payloads
-            alone = most_resident_triples(layout, demand, liveness, target)
-            again = sorted({beside, best.options.num_resident_triples, alone})
-            best = self._best_of(best, [with_(k, keeps=False) for k in again])
-        shares = [0.0, share / 2, share, (1 + share) / 2, 1.0]
-        best = self._best_of(best, [replace(best.options, chunk_numel=numel, streamed_share=f) for f in shares[1:-1]])
-        for _ in range(NUM_HALVINGS):
-            near = _halfway(best.options.streamed_share, shares)
-            shares = sorted({*shares, *near})
-            best = self._best_of(best, [replace(best.options, streamed_share=f) for f in near])
+        again = {beside, best.options.num_resident_triples, alone}  # seven take as much as six with their payloads
+        return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
+
+    def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
+        """Counts of resident triples around ``best``; ``with_shares``: and shares of streamed ones, alone and against
+        each other, for a buffer that triples pass through takes the room of one that stays.
+
+        Steps begin with half of the triples that fit and with the share that keeps host and link busy alike; they are
+        halved where none of them gains (pattern search: Hooke and Jeeves, 1961).
+        """
+        draft = self._drafts[best.options]
+        if not self._places(draft):
+            return best
+        most, numel = max(_margins(draft)), draft.chunk_numel
+        count, share = max(1, most // 2), self._balanced_share() if with_shares else 0.0
+        may_keep = draft.target.world_size == 1
+
+        def around(options: Options) -> Iterable[Options]:
+            return _around(replace(options, chunk_numel=numel), count, share, most, may_keep=may_keep)
+
+        for _ in range(NUM_SCALES):
+            while (found := self._best_of(best, around(best.options))) is not best:
+                best = found
+            count, share = max(1, count // 2), share / 2
         return best
+
+    def _places(self, draft: Draft) -> bool:
+        """Whether the search decides where optimizer states stand and are updated."""
+        return draft.os_home is Home.HOST and not self._is_placed()
 
     def _is_placed(self) -> bool:
         """Whether the caller says where optimizer states stand and are updated."""
@@ -174,17 +180,35 @@ class Search:
         return found
 
 
-def _between(best: int, counts: Iterable[int]) -> list[int]:
-    """The counts halfway between ``best`` and its neighbours among ``counts``."""
-    below, above = [c for c in counts if c < best], [c for c in counts if c > best]
-    near = ([max(below)] if below else []) + ([min(above)] if above else [])
-    return [middle for c in near if (middle := (best + c) // 2) not in (best, c)]
+def _margins(draft: Draft) -> tuple[int, int, int]:
+    """Triples that fit on the device: beside all payloads, beside the fewest places with their own payloads (where one
+    rank trains), and beside the fewest places."""
+    layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
+    liveness, target = decided(draft.liveness, "liveness"), draft.target
+    demand = demand_of(layout, liveness, draft.options.cuts)
+    beside = most_resident_triples(layout, demand, liveness, target, sum(demand.units.num_groups))
+    alone = most_resident_triples(layout, demand, liveness, target)
+    if layout.world_size > 1:
+        return beside, alone, alone
+    return beside, most_resident_triples(layout, demand, liveness, target, keeps_payloads=True), alone
 
 
-def _halfway(best: float, shares: Sequence[float]) -> list[float]:
-    """The middles between ``best`` and its neighbours among ascending ``shares``; none where it is the first."""
-    at = shares.index(best) if best in shares else 0
-    return [(best + other) / 2 for other in (shares[at - 1], shares[at + 1])] if 0 < at < len(shares) - 1 else []
+def _around(options: Options, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[Options]:
+    """The options one step of ``count`` triples or of ``share`` away, and both in opposite directions; the latter, and
+    the options themselves, also with payloads kept where they are not and the other way round."""
+    opposite = [(-count, share), (count, -share)]
+    moves = [(options.keeps_payloads, [(count, 0.0), (-count, 0.0), (0, share), (0, -share), *opposite])]
+    moves += [(not options.keeps_payloads, [(0, 0.0), *opposite])] if may_keep else []
+    for keeps, steps in moves:
+        for more_triples, more_share in steps:
+            triples, streamed = options.num_resident_triples + more_triples, options.streamed_share + more_share
+            if triples <= most:
+                yield replace(
+                    options,
+                    num_resident_triples=max(0, triples),
+                    keeps_payloads=keeps and triples > 0,
+                    streamed_share=min(max(0.0, streamed), 1.0),
+                )
 
 
 def _keeps_payloads(draft: Draft) -> bool:
