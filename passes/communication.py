@@ -11,11 +11,12 @@ the other ranks' parts to the own chunk; so a group may come and go within a bac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, field, replace
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Segment
 from chunkc.passes.arena import static_payloads
 from chunkc.passes.draft import Demand, Draft, Item, Stay, Timeline, decided
@@ -37,17 +38,28 @@ def triple_name(chunk: int) -> str:
     return f"o{chunk}"
 
 
+def payload_residents(slots: Mapping[int, int]) -> tuple[tuple[str, int], ...]:
+    """Chunks with their slots as a program's state lists them, by chunk."""
+    return tuple((f"c{chunk}", slot) for chunk, slot in sorted(slots.items()))
+
+
 @dataclass(slots=True)
 class Writer:
-    """Writes items one after another, keeping track of which chunk stands in which slot."""
+    """Writes items one after another, from ``residents`` on: targets with the slots where they stand."""
 
     layout: Layout
-    slot_of: dict[int, int] = field(default_factory=dict)
+    residents: InitVar[Iterable[tuple[str, int]]] = ()
     items: list[Item] = field(default_factory=list)
+    occupancy: Occupancy = field(init=False)
     beside: dict[int, int] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, residents: Iterable[tuple[str, int]]) -> None:
+        self.occupancy = Occupancy.of(self.layout, residents)
         self.beside = self.layout.grad_chunks()
+
+    def slot_of(self, chunk: int) -> int:
+        """Where ``chunk`` stands now."""
+        return self.occupancy.slot_of[f"c{chunk}"]
 
     def add(
         self,
@@ -60,29 +72,29 @@ class Writer:
         source: str | None = None,
     ) -> None:
         """Append one action with the resources that it reads and writes."""
-        self.items.append(Item(Action(op, target, stream, slot, source), tuple(reads), tuple(writes)))
+        action = Action(op, target, stream, slot, source)
+        self.occupancy.apply(action)
+        self.items.append(Item(action, tuple(reads), tuple(writes)))
 
     def fetch(self, chunk: int, slot: int) -> None:
-        self.slot_of[chunk] = slot
         self.add(Op.FETCH, f"c{chunk}", Stream.H2D, [home_name(chunk)], [slot_name(slot)], slot=slot)
 
     def open(self, chunk: int, slot: int) -> None:
-        self.slot_of[chunk] = slot
         self.add(Op.OPEN, f"c{chunk}", Stream.H2D, [], [slot_name(slot)], slot=slot)
 
     def open_remote(self, group: int) -> None:
         """Zeros in the slots of the group's remote chunks, which follow and precede the own chunk's."""
         own, remote = self._split(group)
         for chunk in remote:
-            self.open(chunk, self.slot_of[own] + chunk - own)
+            self.open(chunk, self.slot_of(own) + chunk - own)
 
     def evict(self, chunk: int) -> None:
-        slot = self.slot_of.pop(chunk)
+        slot = self.slot_of(chunk)
         self.add(Op.EVICT, f"c{chunk}", Stream.D2H, [], [slot_name(slot), home_name(chunk)], slot=slot)
 
     def drop(self, chunk: int, after: Stream = Stream.COMPUTE) -> None:
         """Give up a clean chunk's slot, in the queue of its last use."""
-        slot = self.slot_of.pop(chunk)
+        slot = self.slot_of(chunk)
         self.add(Op.DROP, f"c{chunk}", after, [], [slot_name(slot)], slot=slot)
 
     def load(self, chunk: int, slot: int) -> None:
@@ -93,30 +105,27 @@ class Writer:
 
     def run(self, segment: Segment) -> None:
         """The segment, and then the gradients that land with it: over parameters, or added in gradient chunks."""
-        slots = [slot_name(self.slot_of[c]) for c in self.layout.chunks_of(segment.reads)]
+        slots = [slot_name(self.slot_of(c)) for c in self.layout.chunks_of(segment.reads)]
         self.add(Op.RUN, segment.name, Stream.COMPUTE, slots)
         for chunk in self.layout.chunks_of(segment.lands):
             op, target = (Op.ADD, self.beside[chunk]) if chunk in self.beside else (Op.STASH, chunk)
-            self.add(op, f"c{target}", Stream.COMPUTE, [], [slot_name(self.slot_of[target])], source=segment.name)
+            self.add(op, f"c{target}", Stream.COMPUTE, [], [slot_name(self.slot_of(target))], source=segment.name)
 
     def gather(self, group: int) -> None:
         """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""
-        own, remote = self._split(group)
-        first = self.slot_of[own] - self.layout.rank
-        for position, chunk in enumerate(self.layout.groups[group].chunks):
-            self.slot_of[chunk] = first + position
-        writes = [slot_name(self.slot_of[c]) for c in remote]
-        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of[own])], writes)
+        own, _ = self._split(group)
+        writes = [slot_name(slot) for slot in self.occupancy.gathered_slots(f"g{group}").values()]
+        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own))], writes)
 
     def reduce(self, group: int) -> None:
         own, remote = self._split(group)
-        reads = [slot_name(self.slot_of[c]) for c in remote]
-        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of[own])])
+        reads = [slot_name(self.slot_of(c)) for c in remote]
+        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own))])
 
     def release(self, group: int, after: Stream = Stream.COMPUTE) -> None:
         """Give up the group's remote chunks, in the queue of their last use: no other queue has to wait for it."""
         _, remote = self._split(group)
-        writes = [slot_name(self.slot_of.pop(c)) for c in remote]
+        writes = [slot_name(self.slot_of(c)) for c in remote]
         self.add(Op.RELEASE, f"g{group}", after, [], writes)
 
     def _split(self, group: int) -> tuple[int, list[int]]:
@@ -132,7 +141,7 @@ class Writer:
 
 def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
     """The items of forward and backward of a plan with stays."""
-    writer = Writer(layout, static_payloads(layout))
+    writer = Writer(layout, payload_residents(static_payloads(layout)))
     stays = [stay for line in lines for freed in line.frees for stay in freed]
     landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
     last_reduced = next((stay for stay in reversed(stays) if stay.dirty), None)
@@ -193,10 +202,10 @@ def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], 
 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
     """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
-    writer = Writer(layout)
+    own = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
+    writer = Writer(layout, payload_residents(own))
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
-    writer.slot_of = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
     first, last = _landings(layout, lines[1])
     result = []

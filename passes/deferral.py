@@ -40,11 +40,9 @@ def without_exchanges(name: str, twin: Program, entry: State, exit_state: State)
     return Program(name, twin.role, entry, exit_state, tuple(actions))
 
 
-def reduce_items(
-    layout: Layout, backward: tuple[Item, ...], where: dict[int, int], *, measures: bool
-) -> tuple[Item, ...]:
-    """Reduce and release what stands in ``where``, group after group in the order of ``backward``; measure it too."""
-    writer = Writer(layout, slot_of=dict(where))
+def reduce_items(layout: Layout, backward: tuple[Item, ...], entry: State, *, measures: bool) -> tuple[Item, ...]:
+    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``; measure it too."""
+    writer = Writer(layout, entry.resident)
     for action in (item.action for item in backward):
         if action.op is Op.REDUCE:
             writer.reduce(action.index)
@@ -60,8 +58,7 @@ def deferring_programs(
     saved, graded = programs["backward"].entry, programs["backward"].exit
     opened = [(a.target, a.slot) for a in programs["backward"].actions if a.op is Op.OPEN and a.slot is not None]
     unreduced = State("unreduced", (*saved.resident, *opened))
-    where = {int(target[1:]): slot for target, slot in unreduced.resident if target.startswith("c")}
-    reduce = joined(reduce_items(layout, items, where, measures=measures))
+    reduce = joined(reduce_items(layout, items, unreduced, measures=measures))
     return (
         without_exchanges("forward_again", programs["forward"], unreduced, unreduced),
         without_exchanges("backward_unreduced", programs["backward"], saved, unreduced),

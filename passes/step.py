@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Phase, Program, State
 from chunkc.passes.arena import shared_bytes, static_payloads, static_triples
-from chunkc.passes.communication import Writer, slot_name
+from chunkc.passes.communication import Writer, payload_residents, slot_name
 from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.draft import Draft, Item, decided
 from chunkc.passes.hazards import joined, synchronise
@@ -29,26 +30,15 @@ _ACCUMULATED = "accumulated"
 
 def standing(items: tuple[Item, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
     """Chunk -> slot after ``items``, of which ``static`` stood there before."""
-    where = dict(static)
+    occupancy = Occupancy.of(layout, payload_residents(static))
     for item in items:
-        action = item.action
-        if action.op is Op.FETCH and action.slot is not None:
-            where[action.index] = action.slot
-        elif action.op in (Op.EVICT, Op.DROP):
-            del where[action.index]
-        elif action.op is Op.GATHER:
-            group = layout.groups[action.index]
-            first = where[group.chunks[layout.rank]] - layout.rank
-            where.update({chunk: first + position for position, chunk in enumerate(group.chunks)})
-        elif action.op is Op.RELEASE:
-            chunks = layout.groups[action.index].chunks
-            where = {c: s for c, s in where.items() if c not in chunks or layout.owner(c) == layout.rank}
-    return where
+        occupancy.apply(item.action)
+    return occupancy.chunk_slots()
 
 
 def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[Item, ...]:
     """Drop what forward left on the device beyond the static residents."""
-    writer = Writer(layout, slot_of=dict(where))
+    writer = Writer(layout, payload_residents(where))
     if layout.world_size > 1:
         for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
             writer.release(group)
@@ -59,7 +49,7 @@ def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int])
 
 def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[Item, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
-    writer = Writer(layout, slot_of=dict(static))
+    writer = Writer(layout, payload_residents(static))
     own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
     for chunk in own:
         if chunk not in static:
@@ -157,7 +147,7 @@ class StepPass:
         resume = joined(resume_items(layout, saved, static))
 
         def state(phase: Phase, where: dict[int, int]) -> State:
-            return State(phase, (*((f"c{c}", s) for c, s in sorted(where.items())), *triples))
+            return State(phase, (*payload_residents(where), *triples))
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
         restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from chunkc.cost.engine import Engine, Task
 from chunkc.cost.timeline import OVERHEAD, Peaks, Slice, Stall, StreamTime
-from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Op, Stream
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
 
 _SHORTEST_STALL_MS = 1e-6
@@ -123,24 +124,12 @@ def peaks_of(plan: Plan) -> Peaks:
 
 def _moments(plan: Plan, program: Program) -> Iterator[tuple[str, int, int]]:
     """Before every segment, and behind every ``grow``: its name or label, bytes of occupied slots, of the device."""
-    slots, nonmodel = plan.layout.slots, {s.name: s.nonmodel_nbytes for s in plan.segments}
-    standing = dict(program.entry.resident)
-    used_nbytes = sum(slots[slot].nbytes for slot in standing.values())
-    elastic_nbytes = 0
+    nonmodel = {s.name: s.nonmodel_nbytes for s in plan.segments}
+    occupancy = Occupancy.of(plan.layout, program.entry.resident)
     for label, action in program.labelled():
-        if action.op in TO_SLOT and action.slot is not None:
-            standing[action.target] = action.slot
-            used_nbytes += slots[action.slot].nbytes
-        elif action.op in FROM_SLOT and action.slot is not None:
-            used_nbytes -= slots[standing.pop(action.target)].nbytes
-        elif action.op is Op.RELEASE:
-            opened = [f"c{c}" for c in plan.layout.remote_of(action.target) if f"c{c}" in standing]
-            used_nbytes -= sum(slots[standing.pop(target)].nbytes for target in opened)
-        elif action.op is Op.SHRINK:
-            elastic_nbytes -= action.index
-        elif action.op is Op.GROW:
-            elastic_nbytes += action.index
-            yield label, used_nbytes, plan.layout.arena_nbytes + elastic_nbytes
+        occupancy.apply(action)
+        total_nbytes = plan.layout.arena_nbytes + occupancy.elastic_nbytes
+        if action.op is Op.GROW:
+            yield label, occupancy.used_nbytes, total_nbytes
         elif action.op is Op.RUN:
-            total_nbytes = plan.layout.arena_nbytes + elastic_nbytes + nonmodel[action.target]
-            yield action.target, used_nbytes, total_nbytes
+            yield action.target, occupancy.used_nbytes, total_nbytes + nonmodel[action.target]

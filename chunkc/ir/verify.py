@@ -69,12 +69,10 @@ def verify(plan: Plan) -> None:
     check_structure(plan)
     facts = Facts(plan)
     moments = {p.name: _moments(p) for p in plan.programs}
-    sequence = EVALUATIONS if plan.is_evaluation else ACCUMULATING if facts.accumulates else SEQUENCE
-    sequence = DEFERRING if plan.defers_reduction else sequence
-    machine = Machine(facts, plan.program(_PROGRAMS[sequence[0]]).entry)
+    sequence = replayed_programs(plan)
+    machine = Machine(facts, sequence[0].entry)
     order = HappensBefore()
-    for letter in sequence:
-        program = plan.program(_PROGRAMS[letter])
+    for program in sequence:
         _replay(program, moments[program.name], machine, order)
     if plan.is_evaluation:
         payload_states(plan, ("evaluate", "evaluate"))
@@ -137,6 +135,13 @@ def _moments(program: Program) -> tuple[str, ...]:
             moment = f"before {action.target}"
         found.append(moment)
     return tuple(reversed(found))
+
+
+def replayed_programs(plan: Plan) -> tuple[Program, ...]:
+    """The programs of ``plan`` in the sequence in which the verifier replays them."""
+    letters = EVALUATIONS if plan.is_evaluation else ACCUMULATING if plan.accumulate > 1 else SEQUENCE
+    letters = DEFERRING if plan.defers_reduction else letters
+    return tuple(plan.program(_PROGRAMS[letter]) for letter in letters)
 
 
 def replayed_pairs(sequence: str = SEQUENCE) -> frozenset[str]:

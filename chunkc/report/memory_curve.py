@@ -19,8 +19,9 @@ from enum import StrEnum
 from itertools import islice
 
 from chunkc.cost.timeline import Timeline
-from chunkc.ir.actions import FROM_SLOT, LANDINGS, TO_SLOT, Action, Op
+from chunkc.ir.actions import LANDINGS, Action, Op
 from chunkc.ir.layout import ChunkList
+from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan
 from chunkc.report.frame import Clock, clock_of, pieces
 
@@ -110,6 +111,7 @@ class _Replay:
     plan: Plan
     clock: Clock
     period: float
+    occupancy: Occupancy = field(init=False)
     standing: dict[str, tuple[Kind, int, float | None]] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     since_before: dict[str, tuple[Kind, int, float]] = field(default_factory=dict)
@@ -117,7 +119,8 @@ class _Replay:
 
     def intervals(self) -> list[_Held]:
         """Of all targets; one that passes the end of the iteration is one interval."""
-        for target, _ in self.plan.cold.resident:
+        self.occupancy = Occupancy.of(self.plan.layout, self.plan.cold.resident)
+        for target in self.occupancy.slot_of:
             self.standing[target] = (*self._facts(target), None)
         for _, label, action in self.plan.labelled():
             self._apply(action, *self.clock[label])
@@ -130,23 +133,20 @@ class _Replay:
         return self.found
 
     def _apply(self, action: Action, start: float, end: float) -> None:
-        target = action.target
-        if action.op in TO_SLOT:
-            self.standing[target] = (*self._facts(target), start)
-        elif action.op in FROM_SLOT:
-            self._leave(target, end)
-        elif action.op is Op.GATHER:
-            for chunk in self.plan.layout.remote_of(target):
-                self.standing[f"c{chunk}"] = (Kind.GROUPS, self.plan.layout.chunks[chunk].nbytes, start)
-        elif action.op is Op.RELEASE:
-            for chunk in self.plan.layout.remote_of(target):
-                self._leave(f"c{chunk}", end)
-        elif action.op is Op.STASH and action.index not in self.graded:
+        for target in self.occupancy.apply(action):
+            if target not in self.occupancy.slot_of:
+                self._leave(target, end)
+            elif action.op is Op.GATHER:
+                chunk = self.plan.layout.chunks[int(target[1:])]
+                self.standing[target] = (Kind.GROUPS, chunk.nbytes, start)
+            else:
+                self.standing[target] = (*self._facts(target), start)
+        if action.op is Op.STASH and action.index not in self.graded:
             self.graded.add(action.index)
-            self._turn(target, end)
+            self._turn(action.target, end)
         elif action.op in (Op.UPDATE, Op.RESTORE) and action.index in self.graded:
             self.graded.discard(action.index)
-            self._turn(target, end)
+            self._turn(action.target, end)
 
     def _leave(self, target: str, end: float) -> None:
         kind, nbytes, since = self.standing.pop(target)

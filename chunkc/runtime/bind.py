@@ -14,6 +14,7 @@ import torch
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, Home
+from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.adam import Piece
@@ -47,12 +48,12 @@ class Binder:
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
     _program: str = ""
-    _resident: dict[str, int] = field(default_factory=dict)
+    _occupancy: Occupancy = field(init=False)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
     def bind(self, program: Program) -> tuple[Bound, ...]:
         """The program's actions in order, ready to be launched."""
-        self._program, self._resident = program.name, dict(program.entry.resident)
+        self._program, self._occupancy = program.name, Occupancy.of(self.plan.layout, program.entry.resident)
         return tuple(self._bind(label, action) for label, action in program.labelled())
 
     def _bind(self, label: str, action: Action) -> Bound:
@@ -60,6 +61,7 @@ class Binder:
         if action.op is Op.DECIDE:
             update = self._gauge(action)
         work = update.restore if update is not None else self._work(action)
+        self._occupancy.apply(action)
         wanted = None if action.op is Op.RESTORE else update
         return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
 
@@ -88,6 +90,10 @@ class Binder:
     def _chunk(self, action: Action) -> Chunk:
         return self.plan.layout.chunks[action.index]
 
+    def _slot_of(self, chunk: int) -> int:
+        """The slot where the payload of ``chunk`` stands before the action that is bound."""
+        return self._occupancy.slot_of[f"c{chunk}"]
+
     def _slot(self, action: Action) -> int:
         if action.slot is None:
             raise PlanError(f"`{action}` names no slot")
@@ -95,21 +101,17 @@ class Binder:
 
     def _fetch(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        self._resident[action.target] = slot
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Callable[[], None]:
         """What the slot holds until it is written is nobody's; gradients that ranks add up begin at 0."""
-        slot = self._slot(action)
-        self._resident[action.target] = slot
         if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
-            memory = self.store.slot_bytes(slot)
+            memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
         return _nothing
 
     def _evict(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        del self._resident[action.target]
         copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
         memory, device = self.store.slot_bytes(slot), self.device
 
@@ -121,12 +123,10 @@ class Binder:
 
     def _load(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        self._resident[action.target] = slot
         return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
 
     def _store(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        del self._resident[action.target]
         copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
         memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
 
@@ -156,7 +156,6 @@ class Binder:
         return copy
 
     def _drop(self, action: Action) -> Callable[[], None]:
-        del self._resident[action.target]
         memory, device = self.store.slot_bytes(self._slot(action)), self.device
         return lambda: device.freed(memory)
 
@@ -165,8 +164,6 @@ class Binder:
 
     def _gather(self, action: Action) -> Callable[[], None]:
         group, first = self._group(action)
-        for position, chunk in enumerate(self.plan.layout.groups[group].chunks):
-            self._resident[f"c{chunk}"] = first + position
         return self._exchanges().gather(group, first, str(action))
 
     def _reduce(self, action: Action) -> Callable[[], None]:
@@ -174,10 +171,9 @@ class Binder:
         return self._exchanges().reduce(group, first, str(action))
 
     def _release(self, action: Action) -> Callable[[], None]:
-        group, _ = self._group(action)
-        layout = self.plan.layout
-        remote = [c for c in layout.groups[group].chunks if layout.owner(c) != layout.rank]
-        slots = [self.store.slot_bytes(self._resident.pop(f"c{c}")) for c in remote]
+        self._group(action)
+        remote = self.plan.layout.remote_of(action.target)
+        slots = [self.store.slot_bytes(self._slot_of(chunk)) for chunk in remote]
         device = self.device
 
         def release() -> None:
@@ -197,12 +193,12 @@ class Binder:
                 f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
             )
         own = layout.groups[action.index].chunks[layout.rank]
-        return action.index, self._resident[f"c{own}"] - layout.rank
+        return action.index, self._slot_of(own) - layout.rank
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""
         place = self.plan.layout.placements[param]
-        slot = self._resident.get(f"c{place.chunk}", -1)
+        slot = self._occupancy.slot_of.get(f"c{place.chunk}", -1)
         if self.plan.layout.params[param].numel and slot < 0:
             name = self.plan.layout.params[param].name
             raise PlanError(f"chunk c{place.chunk} of parameter {name} is not resident where it is needed")
@@ -275,7 +271,7 @@ class Binder:
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """Where the elements of a gradient that belong in ``chunk`` go, and what takes them out of it; ``mapped`` is
         the chunk in which the parameter's own elements are."""
-        slot = self._resident[f"c{chunk.index}"]
+        slot = self._slot_of(chunk.index)
         if self.plan.layout.placements[param].num_chunks == 1:
             return self.store.param_in_slot(param, slot), _whole
         info = self.plan.layout.params[param]
@@ -294,12 +290,12 @@ class Binder:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
-        if action.stream is not Stream.COMPUTE or f"c{holder}" not in self._resident:
+        if action.stream is not Stream.COMPUTE or f"c{holder}" not in self._occupancy.slot_of:
             raise PlanError(f"this release measures gradients on the device only: `{action}` is not executed")
         gauge = self._gauge(action)
         landed = {param for segment in self.plan.segments for param in segment.lands}
         pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
-        gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._resident[f"c{holder}"])
+        gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
         return self.device.make_norm(gradient, pieces, gauge.table[chunk.index])
 
     def _update_of(self, action: Action) -> Update:
@@ -307,8 +303,9 @@ class Binder:
         beside = self.plan.layout.grad_chunks().get(chunk.index)
         grad_chunk = None if beside is None else self.plan.layout.chunks[beside]
         if action.stream is Stream.COMPUTE:
-            gradient_slot = -1 if beside is None else self._resident[f"c{beside}"]
-            slots = self._resident[action.target], self._resident[f"os{chunk.index}"], gradient_slot
+            gradient_slot = -1 if beside is None else self._slot_of(beside)
+            triple_slot = self._occupancy.slot_of[f"os{chunk.index}"]
+            slots = self._slot_of(chunk.index), triple_slot, gradient_slot
         key = (chunk.index, slots)
         if key not in self.updates:
             store = self.store

@@ -23,7 +23,7 @@ from chunkc.runtime.bind import Binder
 from chunkc.runtime.bound import CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
-from chunkc.runtime.live_set import live_set
+from chunkc.runtime.moment_text import moment_text
 from chunkc.runtime.ranks import Kind, Ranks, digest_lines
 from chunkc.runtime.scaling import LossScale, scale_tangents, times
 from chunkc.runtime.step_inputs import Hyper, StepInputs
@@ -253,7 +253,7 @@ class Executor:
         return DeviceMemoryError(
             f"{self._device.name} ran out of memory in `{program.actions[position]}` ({name} "
             f"{program.label(position)} of plan {self.plan.digest()}). The plan's own account of this moment:\n"
-            f"{live_set(self.plan, program, position)}\n"
+            f"{moment_text(self.plan, program, position)}\n"
             f"  {self._device.memory_text()}\n"
             f"What is more is held by others, in fragments of the allocator (PYTORCH_ALLOC_CONF="
             f"expandable_segments:True helps), or by kernels that take more than was planned: pass reserve=<bytes> to "

@@ -1,30 +1,25 @@
-"""What a plan says stands on the device before one of its actions, as text for an error."""
+"""A plan's account of the device before one of its actions, as text for an error."""
 
 from __future__ import annotations
 
-from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Op
+from chunkc.ir.actions import Op
+from chunkc.ir.occupancy import occupancy_before
 from chunkc.ir.plan import Plan, Program
 
 _MAX_NAMED = 12
 _MIB = 2**20
 
 
-def live_set(plan: Plan, program: Program, position: int) -> str:
+def moment_text(plan: Plan, program: Program, position: int) -> str:
     """Arena, residents and non-model bytes before action ``position`` of ``program``, in a few lines."""
-    resident = dict(program.entry.resident)
-    for action in program.actions[:position]:
-        if action.op in TO_SLOT and action.slot is not None:
-            resident[action.target] = action.slot
-        elif action.op in FROM_SLOT:
-            resident.pop(action.target, None)
+    occupancy = occupancy_before(plan, program, position)
     action, layout, memory = program.actions[position], plan.layout, plan.memory
-    used_nbytes = sum(layout.slots[slot].nbytes for slot in set(resident.values()))
-    named = sorted(resident.items(), key=lambda pair: layout.slots[pair[1]].offset)
+    named = sorted(occupancy.pairs(), key=lambda pair: layout.slots[pair[1]].offset)
     shown = ", ".join(f"{target} in d{slot} ({layout.slots[slot].nbytes})" for target, slot in named[:_MAX_NAMED])
     more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
     lines = [
         f"planned peak {_mib(memory.device_peak_nbytes)} of budget {_mib(memory.device_budget_nbytes)} MiB",
-        f"arena {layout.arena_nbytes} bytes, {used_nbytes} of them in use: {shown or 'nothing'}{more}",
+        f"arena {layout.arena_nbytes} bytes, {occupancy.used_nbytes} of them in use: {shown or 'nothing'}{more}",
     ]
     if action.op is Op.RUN:
         segment = plan.segment(action.target)

@@ -1,0 +1,112 @@
+"""Occupancy of the arena: which target stands in which slot, action by action.
+
+    fetch, open, load     a payload or a triple enters the slot that the action names
+    evict, drop, store    it leaves that slot
+    gather                the other ranks' chunks of a group enter the slots around this rank's chunk
+    release               they leave
+
+Reports, the cost model, the passes and the executor ask this class. The verifier alone has rules of its own: it proves
+what the others believe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op
+from chunkc.ir.layout import ChunkList, Layout
+from chunkc.ir.plan import Plan, Program
+
+
+@dataclass(slots=True)
+class Occupancy:
+    """What stands in the arena at one moment.
+
+    Attributes:
+        layout: of the plan.
+        slot_of: the slot of every resident target (``c3``, ``os3``).
+        used_nbytes: bytes of the occupied slots.
+        elastic_nbytes: bytes taken by ``grow`` and not yet given back.
+    """
+
+    layout: Layout
+    slot_of: dict[str, int] = field(default_factory=dict)
+    used_nbytes: int = 0
+    elastic_nbytes: int = 0
+
+    @classmethod
+    def of(cls, layout: Layout, residents: Iterable[tuple[str, int]]) -> Occupancy:
+        """``residents``, as a program's state lists them: targets with their slots."""
+        occupancy = cls(layout)
+        for target, slot in residents:
+            occupancy._enter(target, slot)
+        return occupancy
+
+    def apply(self, action: Action) -> tuple[str, ...]:
+        """Carry out ``action``.
+
+        Returns:
+            The targets that it moved into a slot or out of one, this rank's and those of others.
+        """
+        match action.op:
+            case op if op in TO_SLOT and action.slot is not None:
+                self._enter(action.target, action.slot)
+                return (action.target,)
+            case op if op in FROM_SLOT:
+                self._leave(action.target)
+                return (action.target,)
+            case Op.GATHER:
+                slots = self.gathered_slots(action.target)
+                for target, slot in slots.items():
+                    self._enter(target, slot)
+                return tuple(slots)
+            case Op.RELEASE:
+                targets = tuple(f"c{chunk}" for chunk in self.layout.remote_of(action.target))
+                for target in targets:
+                    self._leave(target)
+                return targets
+            case Op.GROW:
+                self.elastic_nbytes += action.index
+            case Op.SHRINK:
+                self.elastic_nbytes -= action.index
+        return ()
+
+    def gathered_slots(self, target: str) -> dict[str, int]:
+        """The slots that other ranks' chunks of a collective's ``target`` (``g4``, or ``c12``) take: a group stands in
+        adjacent slots, in the order of its ranks, so those follow from the slot of this rank's chunk."""
+        layout, remote = self.layout, self.layout.remote_of(target)
+        if not remote:
+            return {}
+        own = layout.group_of(remote[0]).first_chunk + layout.rank
+        return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in remote}
+
+    def chunk_slots(self) -> dict[int, int]:
+        """The slots of all payloads and gradient chunks, by chunk."""
+        return {int(target[1:]): slot for target, slot in self.slot_of.items() if target.startswith("c")}
+
+    def pairs(self) -> tuple[tuple[str, int], ...]:
+        """Targets with their slots, by slot."""
+        return tuple(sorted(self.slot_of.items(), key=lambda pair: (pair[1], pair[0])))
+
+    def gathered(self) -> tuple[int, ...]:
+        """Groups of which parameters of other ranks stand here, ascending."""
+        layout = self.layout
+        remote = [c for c in self.chunk_slots() if layout.owner(c) != layout.rank]
+        params = {layout.group_of(c).index for c in remote if layout.chunks[c].list is not ChunkList.GRAD}
+        return tuple(sorted(params))
+
+    def _enter(self, target: str, slot: int) -> None:
+        self.slot_of[target] = slot
+        self.used_nbytes += self.layout.slots[slot].nbytes
+
+    def _leave(self, target: str) -> None:
+        self.used_nbytes -= self.layout.slots[self.slot_of.pop(target)].nbytes
+
+
+def occupancy_before(plan: Plan, program: Program, position: int) -> Occupancy:
+    """The occupancy before action ``position`` of ``program``."""
+    occupancy = Occupancy.of(plan.layout, program.entry.resident)
+    for action in program.actions[:position]:
+        occupancy.apply(action)
+    return occupancy
