@@ -51,6 +51,9 @@ class Binder:
     _occupancy: Occupancy = field(init=False)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._occupancy = Occupancy(self.plan.layout)
+
     def bind(self, program: Program) -> tuple[Bound, ...]:
         """The program's actions in order, ready to be launched."""
         self._program, self._occupancy = program.name, Occupancy.of(self.plan.layout, program.entry.resident)
