@@ -114,7 +114,7 @@ class Writer:
     def gather(self, group: int) -> None:
         """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""
         own, _ = self._split(group)
-        writes = [slot_name(slot) for slot in self.occupancy.gathered_slots(f"g{group}").values()]
+        writes = [slot_name(slot) for slot in self.occupancy.gathered_slots(group).values()]
         self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own))], writes)
 
     def reduce(self, group: int) -> None:

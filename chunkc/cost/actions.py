@@ -7,7 +7,7 @@
                            behind a reduction among replicas, what all owners of a node receive over its network
     sum                    the latency of each rank: its bytes are few
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
-    open, drop, release, grow, shrink, keep, decide    bookkeeping: the host's launch
+    open, drop, release, keep, decide    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
 launched its last kernel.
@@ -93,8 +93,8 @@ class ActionCosts:
         return Cost(alone_ms, self._use(action), launch_ms, kernels_ms, nbytes)
 
     def _use(self, action: Action) -> Use:
-        is_update = action.stream is Stream.CPU and action.op is not Op.DECIDE
-        return stream_use(action.stream, self._rates, self._chunk(action).dtype if is_update else "float32")
+        on_host = action.stream is Stream.CPU
+        return stream_use(action.stream, self._rates, self._chunk(action).dtype if on_host else "float32")
 
     def _chunk(self, action: Action) -> Chunk:
         return self._layout.chunks[action.index]
@@ -145,30 +145,22 @@ class ActionCosts:
 
     def _collective(self, action: Action) -> tuple[float, int, int]:
         links, layout = self._links(), self._layout
-        is_group = action.target[0] == "g"
-        first = layout.groups[action.index].first_chunk if is_group else action.index
-        nbytes = layout.chunks[first].nbytes
-        if is_group:
-            alone_ms, moved = all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1)
-        else:  # As PatrickStar counts (section 7): a broadcast scatters and gathers.
-            passes = 1 if action.op is Op.REDUCE else 2
-            moved = passes * nbytes * (layout.world_size - 1) // layout.world_size
-            alone_ms = broadcast_ms(nbytes, layout.world_size, links)
+        nbytes = layout.chunks[layout.groups[action.index].first_chunk].nbytes
+        alone_ms, moved = all_gather_ms(nbytes, layout.world_size, links), nbytes * (layout.world_size - 1)
         if action.op is Op.REDUCE and layout.num_replicas > 1:
-            num_owners = layout.world_size if is_group else 1
-            moved += layout.mirrored_nbytes(nbytes) * num_owners // layout.world_size
-            alone_ms += self._mirror_ms(nbytes, num_owners)
+            moved += layout.mirrored_nbytes(nbytes)
+            alone_ms += self._mirror_ms(nbytes)
         return alone_ms, moved, 0
 
-    def _mirror_ms(self, nbytes: int, num_owners: int) -> float:
-        """So many ranks of a node exchange their chunks of ``nbytes`` with the other nodes."""
+    def _mirror_ms(self, nbytes: int) -> float:
+        """All ranks of a node exchange their chunks of ``nbytes`` with the other nodes."""
         links, num_nodes = self._links(), self._layout.num_replicas
         if links.node_gb_per_s is None:
             raise HardwareError(
                 f"the plan exchanges gradients between {num_nodes} nodes, but {self._rates.hw} has one node: name a "
                 "machine with as many"
             )
-        received_nbytes = num_owners * self._layout.mirrored_nbytes(nbytes)
+        received_nbytes = self._layout.world_size * self._layout.mirrored_nbytes(nbytes)
         return received_nbytes / links.node_gb_per_s * 1e-6 + 2 * (num_nodes - 1) * links.hop_us * 1e-3
 
     def _update(self, action: Action) -> tuple[float, int, int]:
@@ -234,11 +226,3 @@ def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
     num_outside = max(0, world_size - links.gpus_per_node)
     between = 0.0 if links.node_gb_per_s is None else num_outside * nbytes / links.node_gb_per_s * 1e-6
     return max(in_node, between) + (world_size - 1) * links.hop_us * 1e-3
-
-
-def broadcast_ms(nbytes: int, world_size: int, links: Links) -> float:
-    """Milliseconds in which all ranks have the ``nbytes`` of one, in pieces along a ring; a reduction likewise."""
-    slowest = links.gpu_gb_per_s
-    if links.node_gb_per_s is not None and world_size > links.gpus_per_node:
-        slowest = min(slowest, links.node_gb_per_s)
-    return nbytes / slowest * 1e-6 + (world_size - 1) * links.hop_us * 1e-3

@@ -113,7 +113,7 @@ def _sums(parts: Iterator[tuple[str, float, float]]) -> dict[str, float]:
 
 
 def peaks_of(plan: Plan) -> Peaks:
-    """Most bytes at any segment or ``grow`` of an iteration, in program order."""
+    """Most bytes at any segment of an iteration, in program order."""
     device, used = (0, ""), (0, "")
     for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
         for segment, used_nbytes, total_nbytes in _moments(plan, program):
@@ -123,13 +123,10 @@ def peaks_of(plan: Plan) -> Peaks:
 
 
 def _moments(plan: Plan, program: Program) -> Iterator[tuple[str, int, int]]:
-    """Before every segment, and behind every ``grow``: its name or label, bytes of occupied slots, of the device."""
+    """Of every segment: its name, bytes of occupied slots, bytes of the device."""
     nonmodel = {s.name: s.nonmodel_nbytes for s in plan.segments}
     occupancy = Occupancy.of(plan.layout, program.entry.resident)
-    for label, action in program.labelled():
+    for action in program.actions:
         occupancy.apply(action)
-        total_nbytes = plan.layout.arena_nbytes + occupancy.elastic_nbytes
-        if action.op is Op.GROW:
-            yield label, occupancy.used_nbytes, total_nbytes
-        elif action.op is Op.RUN:
-            yield action.target, occupancy.used_nbytes, total_nbytes + nonmodel[action.target]
+        if action.op is Op.RUN:
+            yield action.target, occupancy.used_nbytes, plan.layout.arena_nbytes + nonmodel[action.target]

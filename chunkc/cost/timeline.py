@@ -71,9 +71,9 @@ class StreamTime:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Most bytes of one rank, and the segment that runs then, or the label of the ``grow`` that takes the last of them.
+    """Most bytes of one rank, and the segment that runs then.
 
-    On the device these are arena, elastic and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
+    On the device these are arena and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
     """
 
     device_nbytes: int

@@ -9,7 +9,7 @@ program with that role; where none has run yet, it is satisfied.
     open c12 -> d3 @h2d after f9 s4         the slot is c12's, with nothing in it yet: it will be written, not copied
     evict c12 <- d3 @d2h after b7           payload device to host, the slot is free afterwards
     drop c12 <- d3 @compute after b7        the slot is free; the home copy is valid
-    gather g4 @comm / reduce g4 @comm / release g4 @compute      (also with c12: broadcast from, reduce to the owner)
+    gather g4 @comm / reduce g4 @comm / release g4 @compute
     run fwd.17 @compute after f11           a compiled segment
     stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
     add c12 of bwd.17 @compute              the same, added to those of earlier micro-batches in a gradient chunk
@@ -19,7 +19,6 @@ program with that role; where none has run yet, it is satisfied.
     update c12 @cpu / @compute              Adam on a chunk; writes param16
     restore c12 @cpu / @compute             param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       OS triple to the device, back to its home
-    grow 4096 @compute / shrink 4096 @compute        elastic device bytes taken from and returned to the allocator
     keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
 
@@ -69,8 +68,6 @@ class Op(StrEnum):
     RESTORE = "restore"
     LOAD = "load"
     STORE = "store"
-    GROW = "grow"
-    SHRINK = "shrink"
     KEEP = "keep"
 
 
@@ -101,8 +98,6 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.KEEP: frozenset({Stream.COMPUTE, Stream.COMM, Stream.H2D}),
-    Op.NORM: frozenset({Stream.COMPUTE, Stream.CPU}),
-    Op.DECIDE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),
 }
@@ -118,12 +113,12 @@ _TEXT = re.compile(
     rf" @(?P<stream>{'|'.join(Stream)})"
     rf"(?: after (?P<waits>[a-z]{_NUMBER}(?: [a-z]{_NUMBER})*))?"
 )
-_CHUNK, _GROUP_OR_CHUNK, _TRIPLE = rf"c{_NUMBER}", rf"[gc]{_NUMBER}", rf"os{_NUMBER}"
+_CHUNK, _GROUP, _TRIPLE = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}"
 _TARGETS: dict[Op, str] = {
-    Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP_OR_CHUNK,
-    Op.RELEASE: _GROUP_OR_CHUNK, Op.REDUCE: _GROUP_OR_CHUNK, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
+    Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP,
+    Op.RELEASE: _GROUP, Op.REDUCE: _GROUP, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
     Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: _CHUNK, Op.RESTORE: _CHUNK,
-    Op.LOAD: _TRIPLE, Op.STORE: _TRIPLE, Op.GROW: _NUMBER, Op.SHRINK: _NUMBER, Op.KEEP: rf"({_GROUP_OR_CHUNK})?",
+    Op.LOAD: _TRIPLE, Op.STORE: _TRIPLE, Op.KEEP: rf"([gc]{_NUMBER})?",
 }  # fmt: skip
 
 
@@ -133,7 +128,7 @@ class Action:
 
     Attributes:
         op: its kind.
-        target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), a byte count, or empty.
+        target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), or empty.
         stream: the queue that carries it out.
         slot: the arena slot that it fills or frees (fetch, open, load, evict, drop, store).
         source: for ``stash`` and ``add``, the segment whose gradients land.
@@ -159,7 +154,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        """Number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``, bytes of ``grow``."""
+        """Number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:

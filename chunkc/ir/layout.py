@@ -172,30 +172,26 @@ class Layout:
         """The communication group that holds ``chunk``."""
         return self.groups[chunk // self.world_size]
 
-    def remote_of(self, target: str) -> tuple[int, ...]:
-        """The chunks of a collective's target (``g4``, or ``c12`` of the serial variant) that other ranks own."""
-        index = int(target[1:])
-        chunks = self.groups[index].chunks if target[0] == "g" else (index,)
-        return tuple(c for c in chunks if self.owner(c) != self.rank)
+    def remote_of(self, group: int) -> tuple[int, ...]:
+        """The chunks of ``group`` that other ranks own."""
+        return tuple(c for c in self.groups[group].chunks if self.owner(c) != self.rank)
 
     def moved_nbytes(self, action: Action) -> int:
         """Bytes that ``action`` copies over the link to the host, or receives from other ranks.
 
         A copy moves what is used of a chunk, a collective whole chunks: of a group those of all other ranks, to have
-        them (gather) or to add them to the own one (reduce). In the serial variant every rank but the owner receives a
-        chunk that is gathered, and the owner every other rank's part of one that is reduced. Behind a reduction owners
-        also receive what `mirrored_nbytes` says from those of other replicas. The sum of norms counts nothing, and an
-        action that copies nothing is 0.
+        them (gather) or to add them to the own one (reduce). Behind a reduction owners also receive what
+        `mirrored_nbytes` says from those of other replicas. The sum of norms counts nothing, and an action that copies
+        nothing is 0.
         """
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
         if action.op in (Op.LOAD, Op.STORE):
             return self.chunks[action.index].used_os_nbytes
         if action.op is Op.GATHER:
-            return sum(self.chunks[c].nbytes for c in self.remote_of(action.target))
-        if action.op is Op.REDUCE and (action.target[0] == "g" or not self.remote_of(action.target)):
-            first = action.index * self.world_size if action.target[0] == "g" else action.index
-            nbytes = self.chunks[first].nbytes
+            return sum(self.chunks[c].nbytes for c in self.remote_of(action.index))
+        if action.op is Op.REDUCE:
+            nbytes = self.chunks[self.groups[action.index].first_chunk].nbytes
             return (self.world_size - 1) * nbytes + self.mirrored_nbytes(nbytes)
         return 0
 

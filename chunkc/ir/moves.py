@@ -104,12 +104,10 @@ def _store(machine: Machine, event: Event) -> None:
 
 
 def _targets(machine: Machine, event: Event) -> tuple[int, ...]:
-    """Chunks of a collective: the group's, or the one of the serial variant."""
+    """Chunks of a collective's group."""
     if machine.layout.world_size == 1:
         machine.refuse(event, "a single rank has nothing to exchange")
-    if event.action.target[0] == "g":
-        return tuple(machine.layout.groups[event.action.index].chunks)
-    return (event.action.index,)
+    return tuple(machine.layout.groups[event.action.index].chunks)
 
 
 def _gather(machine: Machine, event: Event) -> None:
@@ -130,8 +128,7 @@ def _gather(machine: Machine, event: Event) -> None:
             machine.occupy(event, f"c{chunk}", slot, layout.chunks[chunk].nbytes)
             machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own].version)
         machine.gathered.add(chunk)
-    if len(targets) > 1:
-        _refuse_gaps(machine, event, targets)
+    _refuse_gaps(machine, event, targets)
 
 
 def _refuse_gaps(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:

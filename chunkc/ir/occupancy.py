@@ -27,13 +27,11 @@ class Occupancy:
         layout: of the plan.
         slot_of: the slot of every resident target (``c3``, ``os3``).
         used_nbytes: bytes of the occupied slots.
-        elastic_nbytes: bytes taken by ``grow`` and not yet given back.
     """
 
     layout: Layout
     slot_of: dict[str, int] = field(default_factory=dict)
     used_nbytes: int = 0
-    elastic_nbytes: int = 0
 
     @classmethod
     def of(cls, layout: Layout, residents: Iterable[tuple[str, int]]) -> Occupancy:
@@ -57,29 +55,22 @@ class Occupancy:
                 self._leave(action.target)
                 return (action.target,)
             case Op.GATHER:
-                slots = self.gathered_slots(action.target)
+                slots = self.gathered_slots(action.index)
                 for target, slot in slots.items():
                     self._enter(target, slot)
                 return tuple(slots)
             case Op.RELEASE:
-                targets = tuple(f"c{chunk}" for chunk in self.layout.remote_of(action.target))
+                targets = tuple(f"c{chunk}" for chunk in self.layout.remote_of(action.index))
                 for target in targets:
                     self._leave(target)
                 return targets
-            case Op.GROW:
-                self.elastic_nbytes += action.index
-            case Op.SHRINK:
-                self.elastic_nbytes -= action.index
         return ()
 
-    def gathered_slots(self, target: str) -> dict[str, int]:
-        """The slots that other ranks' chunks of a collective's ``target`` (``g4``, or ``c12``) take: a group stands in
-        adjacent slots, in the order of its ranks, so those follow from the slot of this rank's chunk."""
-        layout, remote = self.layout, self.layout.remote_of(target)
-        if not remote:
-            return {}
-        own = layout.group_of(remote[0]).first_chunk + layout.rank
-        return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in remote}
+    def gathered_slots(self, group: int) -> dict[str, int]:
+        """The slots that other ranks' chunks of ``group`` take: it stands in adjacent slots, in the order of its ranks,
+        so those follow from the slot of this rank's chunk."""
+        own = self.layout.groups[group].first_chunk + self.layout.rank
+        return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in self.layout.remote_of(group)}
 
     def chunk_slots(self) -> dict[int, int]:
         """The slots of all payloads and gradient chunks, by chunk."""

@@ -125,7 +125,6 @@ class Iteration:
         landing: gradients of the last segment that have not been stashed, as (parameter, chunk).
         last_run: the event of that segment.
         normed, updated: chunks; summed, decided: whether ``sum`` and ``decide`` ran.
-        grown_nbytes: elastic bytes taken.
         num_micro_batches: backwards since the step before, the running one included.
     """
 
@@ -137,7 +136,6 @@ class Iteration:
     updated: set[int] = field(default_factory=set)
     summed: bool = False
     decided: bool = False
-    grown_nbytes: int = 0
     num_micro_batches: int = 0
 
 

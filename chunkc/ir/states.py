@@ -175,11 +175,8 @@ class _Walk:
             elif param in self._landed:
                 self._move((param, action.index), TensorState.HOLD)
 
-    def _chunks(self, action: Action) -> Iterable[int]:
-        return self._layout.groups[action.index].chunks if action.target[0] == "g" else (action.index,)
-
     def _remote(self, action: Action) -> Iterable[Payload]:
-        for chunk in self._chunks(action):
+        for chunk in self._layout.groups[action.index].chunks if action.target[0] == "g" else (action.index,):
             if self._layout.owner(chunk) != self._layout.rank:
                 yield from ((param, chunk) for param in self._params_of(chunk))
 
@@ -201,10 +198,10 @@ class _Walk:
                     f"reduced ({TensorState.HOLD_AFTER_BWD})"
                 )
             self._move(payload, TensorState.FREE)
-        self._reduced.difference_update(self._chunks(action))
+        self._reduced.difference_update(self._layout.groups[action.index].chunks)
 
     def _on_reduce(self, action: Action) -> None:
-        self._reduced.update(self._chunks(action))
+        self._reduced.update(self._layout.groups[action.index].chunks)
 
 
 _HANDLERS = {

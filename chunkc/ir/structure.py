@@ -44,9 +44,7 @@ _PHASES: dict[str, tuple[Phase, Phase]] = {
     "accumulate_last": ("unreduced", "graded"),
     "reduce_all": ("unreduced", "graded"),
 }
-_MOVES = frozenset(
-    {Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE, Op.GROW, Op.SHRINK}
-)  # fmt: skip
+_MOVES = frozenset({Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE})
 _ALLOWED: dict[str, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
     "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.REDUCE, Op.NORM, Op.SUM},
@@ -283,7 +281,7 @@ def _wait_problem(program: Program, position: int, action: Action, lengths: dict
 
 
 def _target_exists(layout: Layout, action: Action) -> bool:
-    if not action.target or action.op in (Op.RUN, Op.GROW, Op.SHRINK):
+    if not action.target or action.op is Op.RUN:
         return True
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 

@@ -61,12 +61,12 @@ def _refuse_torn(machine: Machine, event: Event, param: int) -> None:
 
 def _refuse_over_budget(machine: Machine, event: Event, nonmodel_nbytes: int) -> None:
     budget, arena = machine.facts.memory.device_budget_nbytes, machine.layout.arena_nbytes
-    total = arena + machine.iteration.grown_nbytes + nonmodel_nbytes
+    total = arena + nonmodel_nbytes
     if total > budget:
         machine.refuse(
             event,
-            f"the device needs {total} bytes ({arena} arena, {machine.iteration.grown_nbytes} elastic, "
-            f"{nonmodel_nbytes} non-model), {total - budget} more than the budget of {budget}",
+            f"the device needs {total} bytes ({arena} arena, {nonmodel_nbytes} non-model), {total - budget} more than "
+            f"the budget of {budget}",
         )
 
 
@@ -259,17 +259,6 @@ def _discard(machine: Machine, grad_chunk: int) -> None:
             copies[grad_chunk] = Payload()
 
 
-def _grow(machine: Machine, event: Event) -> None:
-    machine.iteration.grown_nbytes += event.action.index
-    _refuse_over_budget(machine, event, 0)
-
-
-def _shrink(machine: Machine, event: Event) -> None:
-    machine.iteration.grown_nbytes -= event.action.index
-    if machine.iteration.grown_nbytes < 0:
-        machine.refuse(event, f"{-machine.iteration.grown_nbytes} more bytes are returned than were taken")
-
-
 def finish(machine: Machine, program: Program) -> str | None:
     """What ``program`` has left undone at its end, if anything; starts the bookkeeping of the next one."""
     iteration, facts = machine.iteration, machine.facts
@@ -284,8 +273,6 @@ def finish(machine: Machine, program: Program) -> str | None:
         if missing:
             return f"no update or restore of {', '.join(f'c{c}' for c in sorted(missing))}"
         _renew_remote(machine)
-    if iteration.grown_nbytes:
-        return f"{iteration.grown_nbytes} elastic bytes are not returned by shrink"
     iteration.next_segment, iteration.last_run = 0, None
     if program.role == "step":
         iteration.normed, iteration.updated, iteration.num_micro_batches = set(), set(), 0
@@ -325,6 +312,4 @@ EFFECTS: dict[Op, Callable[[Machine, Event], None]] = {
     Op.DECIDE: _decide,
     Op.UPDATE: _update,
     Op.RESTORE: _update,
-    Op.GROW: _grow,
-    Op.SHRINK: _shrink,
 }

@@ -2,8 +2,7 @@
 
 What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
 brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
-Remote chunks of gathered groups are buffers. The rest of the arena, and of what ``grow`` took, is allocated and not in
-use.
+Remote chunks of gathered groups are buffers. The rest of the arena is allocated and not in use.
 
 The window joins an iteration to itself. Where iterations only repeat in a cycle of several, a slot may therefore seem
 taken a little before it is left.
@@ -58,7 +57,7 @@ class MemoryCurve:
 
     @property
     def total_nbytes(self) -> tuple[int, ...]:
-        """Of each piece: arena, elastic bytes and non-model bytes."""
+        """Of each piece: arena and non-model bytes."""
         return tuple(sum(piece) for piece in zip(*self.nbytes.values(), strict=True))
 
     @property
@@ -78,12 +77,11 @@ def memory_curve(plan: Plan, timeline: Timeline | None) -> MemoryCurve:
         ChunkcError: when the timeline is one of another plan.
     """
     clock, period = clock_of(plan, timeline)
-    held, reserved = _Replay(plan, clock, period), _reserved(plan, clock, period)
-    edges, sums = _steps([*held.intervals(), *reserved], period)
+    held = _Replay(plan, clock, period)
+    edges, sums = _steps([*held.intervals(), *_nonmodel(plan, clock)], period)
     used = [sum(sums[kind][i] for kind in _IN_ARENA) for i in range(len(edges) - 1)]
     arena_nbytes = plan.layout.arena_nbytes
-    elastic = sums[Kind.UNUSED]
-    unused = tuple(max(0, arena_nbytes + n - taken) for n, taken in zip(elastic, used, strict=True))
+    unused = tuple(max(0, arena_nbytes - taken) for taken in used)
     nbytes = {kind: tuple(sums[kind]) for kind in Kind} | {Kind.UNUSED: unused}
     return MemoryCurve(edges, nbytes, plan.memory.device_budget_nbytes, timeline is not None)
 
@@ -170,41 +168,24 @@ class _Replay:
         return Kind.GRADIENTS if holds_gradients else Kind.PARAMETERS, chunk.nbytes
 
 
-def _reserved(plan: Plan, clock: Clock, period: float) -> Iterator[_Held]:
-    """Non-model bytes of the segments, and what ``grow`` takes (as unused: occupants are subtracted)."""
+def _nonmodel(plan: Plan, clock: Clock) -> Iterator[_Held]:
+    """Non-model bytes of the segments."""
     nonmodel = {s.name: s.nonmodel_nbytes for s in plan.segments}
     running: tuple[int, float] | None = None
-    grown: list[tuple[int, float]] = []
     labels = iter(plan.labelled())
     for program in plan.iteration():
         done = 0.0
         for _, label, action in islice(labels, len(program.actions)):
             start, end = clock[label]
-            if running is not None and action.op in (Op.RUN, Op.GROW, Op.SHRINK):
+            if running is not None and action.op is Op.RUN:
                 yield _Held(Kind.NONMODEL, running[0], running[1], start)
-                running = None
             if action.op is Op.RUN:
                 running = (nonmodel[action.target], start)
-            elif action.op is Op.GROW:
-                grown.append((action.index, start))
-            elif action.op is Op.SHRINK:
-                yield from _returned(grown, action.index, end)
             if action.op in (Op.RUN, *LANDINGS):
                 done = end
         if running is not None and program.role != "forward":
             yield _Held(Kind.NONMODEL, running[0], running[1], done)
             running = None
-
-
-def _returned(grown: list[tuple[int, float]], nbytes: int, end: float) -> Iterator[_Held]:
-    """What a ``shrink`` that ends at ``end`` gives back of ``grown``, the latest first."""
-    while nbytes > 0 and grown:
-        taken, since = grown.pop()
-        part = min(taken, nbytes)
-        yield _Held(Kind.UNUSED, part, since, end)
-        nbytes -= part
-        if taken > part:
-            grown.append((taken - part, since))
 
 
 def _steps(held: list[_Held], period: float) -> tuple[tuple[float, ...], dict[Kind, list[int]]]:

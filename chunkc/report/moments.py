@@ -1,7 +1,7 @@
 """Contents of the device at each moment: a plan's actions replayed in the order of the plan.
 
 A moment is the boundary before a segment. The static arena is allocated once and counts in full towards the device
-total, however little of it is in use; non-model bytes and elastic bytes come on top.
+total, however little of it is in use; non-model bytes come on top.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class Moment:
         resident: pairs of a target (``c3``, ``os3``) and the slot that holds it, by slot; chunks of other ranks too.
         gathered: communication groups of which parameters of other ranks stand here.
         used_nbytes: bytes of the slots in ``resident``.
-        elastic_nbytes: bytes taken by ``grow`` and not yet given back.
-        total_nbytes: whole arena, elastic bytes and the segment's non-model bytes.
+        total_nbytes: whole arena and the segment's non-model bytes.
     """
 
     position: int
@@ -33,7 +32,6 @@ class Moment:
     resident: tuple[tuple[str, int], ...]
     gathered: tuple[str, ...]
     used_nbytes: int
-    elastic_nbytes: int
     total_nbytes: int
 
 
@@ -52,6 +50,5 @@ def moments(plan: Plan, program: Program) -> Iterator[Moment]:
             resident=occupancy.pairs(),
             gathered=tuple(f"g{group}" for group in occupancy.gathered()),
             used_nbytes=occupancy.used_nbytes,
-            elastic_nbytes=occupancy.elastic_nbytes,
-            total_nbytes=plan.layout.arena_nbytes + occupancy.elastic_nbytes + segment.nonmodel_nbytes,
+            total_nbytes=plan.layout.arena_nbytes + segment.nonmodel_nbytes,
         )

@@ -34,7 +34,7 @@ _MAX_CHUNKS_COLUMNS = 16
 _BELOW = " " * 6  # before actions that stand below their segments
 _HEADINGS = ("segments", "ops", "chunks read", "size", "live", "total")
 _LEFT_ALIGNED = (0, 2)
-_AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.GROW, Op.RUN})  # such an action belongs to the next segment
+_AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.RUN})  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
     "accumulate": ", backward from the second micro-batch of a step on",

@@ -139,10 +139,9 @@ def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:
     reads = ranges("c", plan.layout.chunks_of(segment.reads)) or "no chunk"
     gathered = f"; gathered {' '.join(moment.gathered)}" if moment.gathered else ""
     yield f"  # moment {segment.name}: resident {_resident(moment.resident)}{gathered}"
-    elastic = f" + elastic {unit.of(moment.elastic_nbytes)}" if moment.elastic_nbytes else ""
     used = f"{unit.named(moment.used_nbytes)} of the arena in use"
     yield f"  #   operators {segment.first_op}..{segment.end_op - 1} read {reads}; {used}"
     yield (
         f"  #   {unit.of(moment.total_nbytes)} of {budget} {unit.name} = arena {unit.of(plan.layout.arena_nbytes)}"
-        f"{elastic} + live {unit.of(segment.live_nbytes)} + workspace {unit.of(segment.workspace_nbytes)}"
+        f" + live {unit.of(segment.live_nbytes)} + workspace {unit.of(segment.workspace_nbytes)}"
     )

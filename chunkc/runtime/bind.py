@@ -86,8 +86,6 @@ class Binder:
             Op.SUM: self._sum,
             Op.KEEP: lambda _: _nothing,
         }
-        if action.op not in makers:
-            raise PlanError(f"this release does not execute `{action}`; it is planned and verified only")
         return makers[action.op](action)
 
     def _chunk(self, action: Action) -> Chunk:
@@ -175,7 +173,7 @@ class Binder:
 
     def _release(self, action: Action) -> Callable[[], None]:
         self._group(action)
-        remote = self.plan.layout.remote_of(action.target)
+        remote = self.plan.layout.remote_of(action.index)
         slots = [self.store.slot_bytes(self._slot_of(chunk)) for chunk in remote]
         device = self.device
 
@@ -191,9 +189,10 @@ class Binder:
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
         layout = self.plan.layout
-        if action.target[0] != "g" or not 1 < layout.num_ranks == self.ranks.size:
+        if not 1 < layout.num_ranks == self.ranks.size:
             raise PlanError(
-                f"`{action}` is planned and verified only: this release exchanges whole groups, among ranks of a job"
+                f"`{action}` is for a job of {layout.num_ranks} ranks, this one has {self.ranks.size}: launch the "
+                "script with as many ranks as it was planned for"
             )
         own = layout.groups[action.index].chunks[layout.rank]
         return action.index, self._slot_of(own) - layout.rank
@@ -293,8 +292,6 @@ class Binder:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
-        if action.stream is not Stream.COMPUTE or f"c{holder}" not in self._occupancy.slot_of:
-            raise PlanError(f"this release measures gradients on the device only: `{action}` is not executed")
         gauge = self._gauge(action)
         landed = {param for segment in self.plan.segments for param in segment.lands}
         pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]

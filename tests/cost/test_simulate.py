@@ -82,17 +82,6 @@ def test_peaks_are_those_of_the_plan() -> None:
     assert (peaks.arena_used_nbytes, peaks.arena_used_segment) == (512, "fwd.1")
 
 
-def test_elastic_bytes_of_the_step_count_towards_the_peak() -> None:
-    plan = evicting().build()
-    for nbytes in (500, 1500):  # the arena has 512 bytes, non-model data at most 1,000 beside it
-        step = plan.program("step")
-        grown = (parse(f"grow {nbytes} @compute"), *step.actions, parse(f"shrink {nbytes} @compute"))
-        programs = tuple(replace(p, actions=grown) if p is step else p for p in plan.programs)
-        peaks = simulate_with(with_work(replace(plan, programs=programs), 3), RATES).peaks
-        assert peaks.device_nbytes == 512 + max(1000, nbytes)
-        assert (peaks.device_segment == "s0") == (nbytes > 1000)
-
-
 def test_a_resident_plan_computes_all_the_time() -> None:
     """2 segments, 2 landings of 1 ms and 2 updates of 1 ms on the device."""
     timeline = simulate_with(with_work(resident().build(), 10), RATES)

@@ -96,8 +96,8 @@ MOVES: list[Mutation] = [
     ),
     (
         "drop of updated parameters with a stale home",
-        lambda: streaming().set("step", 9, "drop c0 <- d0 @compute"),
-        (r"step s9 `drop c0", "only newest copy of c0"),
+        lambda: streaming().set("step", 5, "drop c0 <- d0 @compute"),
+        (r"step s5 `drop c0", "only newest copy of c0"),
     ),
     (
         "eviction missing",
@@ -204,63 +204,68 @@ STEP: list[Mutation] = [
     ),
     (
         "load missing",
-        lambda: streaming().delete("step", 1).delete("step", 7),
-        (r"step s3 `update c0", "os0 is not on the device"),
+        lambda: streaming().delete("step", 0).delete("step", 3),
+        (r"step s1 `update c0", "os0 is not on the device"),
     ),
-    ("store missing", lambda: streaming().delete("step", 8), ("step, at its end", "os0 in d2")),
+    ("store missing", lambda: streaming().delete("step", 4), ("step, at its end", "os0 in d2")),
     (
         "triple loaded over a payload",
-        lambda: streaming().insert("step", 1, "fetch c1 -> d1 @h2d after b4"),
-        (r"step s2 `load os0", "slot d2 shares bytes with slot d1", "holds c1"),
+        lambda: streaming().insert("step", 0, "fetch c1 -> d1 @h2d after b5"),
+        (r"step s1 `load os0", "slot d2 shares bytes with slot d1", "holds c1"),
     ),
     (
         "triple loaded before the payload under it has gone home",
-        lambda: streaming().without_wait("step", 1, "b4"),
-        (r"step s1 `load os0", "slot d2", r"b4 `evict c1"),
+        lambda: streaming().without_wait("step", 0, "b5"),
+        (r"step s0 `load os0", "slot d2", r"b5 `evict c1"),
     ),
     (
         "payload fetched before the triple over it has gone home",
         lambda: (
             streaming()
-            .set("step", 8, "evict c0 <- d0 @d2h after s4")
-            .set("step", 9, "store os0 <- d2 @d2h after s4")
-            .set("forward", 0, "fetch c0 -> d0 @h2d after s8")
-            .set("forward", 1, "fetch c1 -> d1 @h2d after s5")
+            .set("step", 4, "evict c0 <- d0 @d2h after s2")
+            .set("step", 5, "store os0 <- d2 @d2h after s2")
+            .set("forward", 0, "fetch c0 -> d0 @h2d after s4")
+            .set("forward", 1, "fetch c1 -> d1 @h2d after s3")
         ),
-        (r"forward f1 `fetch c1", "slot d1", r"s9 `store os0"),
+        (r"forward f1 `fetch c1", "slot d1", r"s5 `store os0"),
     ),
     (
         "triple stored before its update",
-        lambda: streaming().without_wait("step", 8, "s4"),
-        (r"step s8 `store os0", "slot d2", r"s4 `update c0"),
+        lambda: streaming().without_wait("step", 4, "s2"),
+        (r"step s4 `store os0", "slot d2", r"s2 `update c0"),
     ),
     (
         "updated before the triple arrived",
-        lambda: streaming().without_wait("step", 4, "s1"),
-        (r"step s4 `update c0", "slot d2", r"s1 `load os0"),
+        lambda: streaming().without_wait("step", 2, "s0"),
+        (r"step s2 `update c0", "slot d2", r"s0 `load os0"),
     ),
-    ("norm missing", lambda: streaming().delete("step", 0), (r"step s1 `decide", "no norm of c1")),
+    (
+        "norm missing",
+        lambda: (
+            streaming()
+            .delete("backward", 4)
+            .set("backward", 4, "evict c1 <- d1 @d2h after b3")
+            .set("step", 0, "load os0 -> d2 @h2d after b4")
+            .set("step", 1, "decide @compute after b4")
+        ),
+        (r"step s1 `decide", "no norm of c1"),
+    ),
     (
         "norm twice",
-        lambda: streaming().insert("step", 1, "norm c1 @cpu"),
-        (r"step s1 `norm c1", "c1 enters the norm twice"),
+        lambda: streaming().insert("backward", 5, "norm c1 @compute"),
+        (r"backward b5 `norm c1", "c1 enters the norm twice"),
     ),
     (
-        "norm before the gradients are home",
-        lambda: streaming().without_wait("step", 0, "b4"),
-        (r"step s0 `norm c1", "home of c1", r"b4 `evict c1"),
+        "eviction that does not wait for the norm",
+        lambda: streaming().set("backward", 5, "evict c1 <- d1 @d2h after b2"),
+        (r"backward b5 `evict c1", "slot d1", r"b4 `norm c1"),
     ),
     (
         "update that does not wait for the decision",
-        lambda: streaming().without_wait("step", 5, "s2"),
-        (r"step s5 `update c1", "decision", r"s2 `decide"),
+        lambda: streaming().without_wait("step", 3, "s1"),
+        (r"step s3 `update c1", "decision", r"s1 `decide"),
     ),
-    ("decision missing", lambda: streaming().delete("step", 2), (r"step s3 `update c0", "must follow decide")),
-    (
-        "decision that does not wait for a norm",
-        lambda: streaming().without_wait("step", 2, "s0"),
-        (r"step s2 `decide", "norm of c1", r"s0 `norm c1"),
-    ),
+    ("decision missing", lambda: streaming().delete("step", 1), (r"step s1 `update c0", "must follow decide")),
     (
         "restore misaligned",
         lambda: evicting().set("restore", 1, "restore c2 @cpu after b5").set("restore", 2, "restore c1 @cpu after b2"),

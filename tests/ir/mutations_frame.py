@@ -8,7 +8,7 @@ from chunkc.ir.layout import Chunk, ChunkList, Home, Placement
 from chunkc.ir.plan import Memory, Program
 
 from .mutations_actions import Mutation, segment_at
-from .plans import distributed, evicting, measured, resident, streaming
+from .plans import distributed, evicting, measured, resident
 from .spec import CHUNK_NUMEL, PAYLOAD, TRIPLE, PlanSpec, segment, trained
 
 
@@ -34,17 +34,6 @@ BUDGETS: list[Mutation] = [
         "one segment over budget",
         lambda: segment_at(evicting(), 4, live_nbytes=5000).but(device_budget=2000),
         (r"backward b3 `run bwd\.1", "5612 bytes", "budget of 2000"),
-    ),
-    (
-        "elastic bytes over budget",
-        lambda: streaming().set("step", 3, "grow 1001 @compute").set("step", 6, "shrink 801 @compute"),
-        (r"step s3 `grow 1001", "1001 elastic", "1 more than the budget"),
-    ),
-    ("elastic bytes kept", lambda: streaming().delete("step", 6), ("step, at its end", "300 elastic bytes")),
-    (
-        "more returned than taken",
-        lambda: streaming().set("step", 7, "shrink 300 @compute"),
-        (r"step s7 `shrink 300", "100 more bytes are returned"),
     ),
     ("host over budget", lambda: evicting().but(host_budget=3071), ("3072 host bytes", "host budget is 3071")),
     (
@@ -81,11 +70,6 @@ COLLECTIVES: list[Mutation] = [
         .delete("backward", 3)
         .but(changes={"layout": replace(distributed().layout(), num_replicas=2)}),
         (r"backward b3 `release g1", "c3", "not reduced"),
-    ),
-    (
-        "gather of the own chunk missing",
-        lambda: distributed(serial=True).delete("forward", 1),
-        (r"forward f2 `run fwd\.0", "c0 is read but its group g0 is not gathered"),
     ),
     (
         "release before the run",

@@ -116,7 +116,7 @@ def spanning() -> PlanSpec:
 
 
 def streaming() -> PlanSpec:
-    """c0 is updated on the device, its triple streamed through a slot over payload slots; clipping; elastic bytes."""
+    """c0 is updated on the device, its triple streamed through a slot over payload slots; clipping."""
     return PlanSpec(
         numels=(64, 64),
         placements=(Placement(0, 0, 0), Placement(1, 1, 0)),
@@ -125,8 +125,8 @@ def streaming() -> PlanSpec:
         segments=(segment("fwd.0", (0, 1)), segment("bwd.0", (0, 1), (0, 1))),
         programs={
             "forward": (
-                "fetch c0 -> d0 @h2d after s9",
-                "fetch c1 -> d1 @h2d after s8 s5",
+                "fetch c0 -> d0 @h2d after s5",
+                "fetch c1 -> d1 @h2d after s4 s3",
                 "run fwd.0 @compute after f1",
             ),
             "backward": (
@@ -134,19 +134,16 @@ def streaming() -> PlanSpec:
                 "stash c0 of bwd.0 @compute",
                 "stash c1 of bwd.0 @compute",
                 "norm c0 @compute",
-                "evict c1 <- d1 @d2h after b2",
+                "norm c1 @compute",
+                "evict c1 <- d1 @d2h after b4",
             ),
             "step": (
-                "norm c1 @cpu after b4",
-                "load os0 -> d2 @h2d after b4",
-                "decide @compute after s0",
-                "grow 500 @compute",
-                "update c0 @compute after s1",
-                "update c1 @cpu after s2",
-                "shrink 300 @compute",
-                "shrink 200 @compute",
-                "store os0 <- d2 @d2h after s4",
-                "evict c0 <- d0 @d2h after s4",
+                "load os0 -> d2 @h2d after b5",
+                "decide @compute after b5",
+                "update c0 @compute after s0",
+                "update c1 @cpu after s1",
+                "store os0 <- d2 @d2h after s2",
+                "evict c0 <- d0 @d2h after s2",
             ),
             "abandon": ("drop c0 <- d0 @compute", "drop c1 <- d1 @compute"),
         },
@@ -181,35 +178,36 @@ def grad_chunk() -> PlanSpec:
     ).set("backward", 0, "fetch c1 -> d1 @h2d after s0")
 
 
-def distributed(rank: int = 0, serial: bool = False) -> PlanSpec:
+def distributed(rank: int = 0) -> PlanSpec:
     """Two ranks, two groups: g0 is gathered, released and gathered again; g1 stays gathered into backward."""
     first, second = rank, 2 + rank
 
-    def each(op: str, group: int, stream: str, waits: str = "") -> list[str]:
-        targets = [f"c{2 * group}", f"c{2 * group + 1}"] if serial else [f"g{group}"]
-        return [f"{op} {t} @{stream}{waits}" for t in targets]
-
-    forward = [f"fetch c{first} -> d{rank} @h2d after s0", *each("gather", 0, "comm", " after f0")]
-    forward += [f"run fwd.0 @compute after f{len(forward) - 1}", *each("release", 0, "compute")]
-    forward += [f"drop c{first} <- d{rank} @compute"]
-    dropped = f"f{len(forward) - 1}"
-    forward += [f"fetch c{second} -> d{2 + rank} @h2d after s1"]
-    forward += each("gather", 1, "comm", f" after f{len(forward) - 1}")
-    forward += [f"run fwd.1 @compute after f{len(forward) - 1}"]
-    backward = ["run bwd.0 @compute"]
-    backward += ["stash c2 of bwd.0 @compute", "stash c3 of bwd.0 @compute"]
-    backward += each("reduce", 1, "comm", " after b2")
-    backward += each("release", 1, "compute", f" after b{len(backward) - 1}")
-    backward += [f"evict c{second} <- d{2 + rank} @d2h after b{len(backward) - 1}"]
-    evicted_second = len(backward) - 1
-    backward += [f"fetch c{first} -> d{rank} @h2d after {dropped}"]
-    backward += each("gather", 0, "comm", f" after b{len(backward) - 1}")
-    backward += [f"run bwd.1 @compute after b{len(backward) - 1}"]
-    backward += ["stash c0 of bwd.1 @compute", "stash c1 of bwd.1 @compute"]
-    backward += each("reduce", 0, "comm", f" after b{len(backward) - 1}")
-    backward += each("release", 0, "compute", f" after b{len(backward) - 1}")
-    backward += [f"evict c{first} <- d{rank} @d2h after b{len(backward) - 1}"]
-    step = [f"update c{first} @cpu after b{len(backward) - 1}", f"update c{second} @cpu after b{evicted_second}"]
+    forward = (
+        f"fetch c{first} -> d{rank} @h2d after s0",
+        "gather g0 @comm after f0",
+        "run fwd.0 @compute after f1",
+        "release g0 @compute",
+        f"drop c{first} <- d{rank} @compute",
+        f"fetch c{second} -> d{2 + rank} @h2d after s1",
+        "gather g1 @comm after f5",
+        "run fwd.1 @compute after f6",
+    )
+    backward = (
+        "run bwd.0 @compute",
+        "stash c2 of bwd.0 @compute",
+        "stash c3 of bwd.0 @compute",
+        "reduce g1 @comm after b2",
+        "release g1 @compute after b3",
+        f"evict c{second} <- d{2 + rank} @d2h after b4",
+        f"fetch c{first} -> d{rank} @h2d after f4",
+        "gather g0 @comm after b6",
+        "run bwd.1 @compute after b7",
+        "stash c0 of bwd.1 @compute",
+        "stash c1 of bwd.1 @compute",
+        "reduce g0 @comm after b10",
+        "release g0 @compute after b11",
+        f"evict c{first} <- d{rank} @d2h after b12",
+    )
     return PlanSpec(
         numels=(64, 64, 64, 64),
         placements=tuple(Placement(i, i, 0) for i in range(4)),
@@ -222,10 +220,10 @@ def distributed(rank: int = 0, serial: bool = False) -> PlanSpec:
             segment("bwd.1", (0, 1), (0, 1)),
         ),
         programs={
-            "forward": tuple(forward),
-            "backward": tuple(backward),
-            "step": tuple(step),
-            "abandon": (*each("release", 1, "compute"), f"drop c{second} <- d{2 + rank} @compute"),
+            "forward": forward,
+            "backward": backward,
+            "step": (f"update c{first} @cpu after b13", f"update c{second} @cpu after b5"),
+            "abandon": ("release g1 @compute", f"drop c{second} <- d{2 + rank} @compute"),
         },
         saved=(("c2", 2), ("c3", 3)),
         world_size=2,
@@ -250,7 +248,6 @@ SPECS: dict[str, PlanSpec] = {
     "grad_chunk": grad_chunk(),
     "distributed": distributed(),
     "distributed_rank1": distributed(rank=1),
-    "serial": distributed(serial=True),
     "measured": measured(),
 }
 

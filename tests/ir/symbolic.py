@@ -163,7 +163,7 @@ class Lowered:
             return self._lower_run(action, instance)
         if op in LANDINGS:
             return self._lower_stash(action)
-        if op in (Op.GROW, Op.SHRINK, Op.KEEP):
+        if op is Op.KEEP:
             return [], [], lambda inputs: []
         return self._lower_step(action)
 

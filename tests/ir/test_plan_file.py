@@ -139,7 +139,8 @@ def test_a_label_that_only_some_programs_of_a_role_have_is_refused(tmp_path: Pat
     """A wait means the latest run of any program of that role: all of them have the label, or none is meant."""
     data = json.loads(json.dumps(evicting().build().to_json()))
     by_name = {program["name"]: program for program in data["programs"]}
-    by_name["resume"]["actions"] += ["grow 8 @compute", "shrink 8 @compute"]
+    passing = ["fetch c0 -> d1 @h2d", "drop c0 <- d1 @compute after t0"]
+    by_name["resume"]["actions"] = [*passing, "fetch c1 -> d1 @h2d after t1", "fetch c2 -> d0 @h2d"]
     load_plan(saved(data, tmp_path / "plan.json"))
     by_name["backward"]["actions"][0] += " after t2"
     with pytest.raises(PlanError, match="it waits for t2, which does not exist"):

@@ -69,6 +69,6 @@ def test_refusal_is_one_line_with_action_moment_and_numbers() -> None:
     with pytest.raises(PlanError) as refusal:
         verify(evicting().but(device_budget=1511).build())
     assert str(refusal.value) == (
-        "forward f1 `run fwd.0 @compute after f0` (before fwd.0): the device needs 1512 bytes (512 arena, 0 elastic, "
+        "forward f1 `run fwd.0 @compute after f0` (before fwd.0): the device needs 1512 bytes (512 arena, "
         "1000 non-model), 1 more than the budget of 1511"
     )

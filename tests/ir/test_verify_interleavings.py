@@ -80,10 +80,7 @@ def test_deleting_an_action_is_refused_unless_nothing_depends_on_it(name: str) -
             plan = spec.delete(program, position).build()
             if not accepted(plan):
                 continue
-            # In the serial variant releasing the own chunk frees no bytes; nothing else may be superfluous.
-            action = parse(text)
-            assert action.op is Op.RELEASE and plan.layout.owner(action.index) == plan.layout.rank, text
-            assert find_wrong(plan, SEEDS) == []
+            pytest.fail(f"{program} without `{text}` is accepted")
 
 
 SLOTLESS = TO_SLOT | FROM_SLOT

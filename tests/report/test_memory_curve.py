@@ -115,15 +115,6 @@ def test_areas_are_those_of_the_slots(name: str, seed: int) -> None:
     assert own == pytest.approx(expected, rel=1e-4)
 
 
-def test_elastic_bytes_are_allocated_until_they_are_returned() -> None:
-    plan = PLANS["streaming"]
-    curve = memory_curve(plan, None)
-    first = sum(len(p.actions) for p in plan.iteration()[:2])
-    total = [nbytes - plan.layout.arena_nbytes for nbytes in curve.total_nbytes]
-    taken = {edge: nbytes for edge, nbytes in zip(curve.edges, total, strict=False) if edge >= first}
-    assert taken[first] == 0 and taken[first + 3] == 500 and taken[first + 7] == 200 and taken[first + 8] == 0
-
-
 def test_gathered_chunks_of_other_ranks_are_a_kind_of_their_own() -> None:
     curve = memory_curve(PLANS["distributed"], None)
     assert max(curve.nbytes[Kind.GROUPS]) == 256 and max(curve.nbytes[Kind.PARAMETERS]) == 256

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from plans_for_report import gpt_plan
 
@@ -47,17 +45,6 @@ def test_the_highest_moment_is_the_planned_peak() -> None:
     plan = gpt_plan()
     totals = [m.total_nbytes for p in plan.programs for m in moments(plan, p)]
     assert max(totals) == plan.memory.device_peak_nbytes
-
-
-def test_elastic_bytes_come_and_go() -> None:
-    plan = gpt_plan(num_layers=1)
-    lines = ["grow 4096 @compute", "run fwd.0 @compute", "shrink 1000 @compute", "run fwd.1 @compute"]
-    lines += ["shrink 3096 @compute", "run fwd.2 @compute"]
-    program = replace(plan.program("forward"), actions=tuple(map(parse, lines)))
-    found = list(moments(plan, program))
-    assert [m.elastic_nbytes for m in found] == [4096, 3096, 0]
-    arena = 5 * PAYLOAD + TRIPLE
-    assert [m.total_nbytes - m.segment.nonmodel_nbytes for m in found] == [arena + 4096, arena + 3096, arena]
 
 
 def test_moved_bytes_count_what_is_used_of_a_chunk() -> None:
