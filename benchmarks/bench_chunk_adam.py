@@ -32,7 +32,7 @@ import provenance
 import torch
 from torch import Tensor
 
-from chunkc._torch_inductor import inductor_loop
+from chunkc._torch_compat.inductor import inductor_loop
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 

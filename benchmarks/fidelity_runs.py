@@ -38,12 +38,12 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc._rates import CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.cost.actions import Cost
 from chunkc.cost.engine import Engine, Task
 from chunkc.cost.read import critical_path
 from chunkc.cost.sharing import MEASURED_STREAMS, Alone, Use
 from chunkc.cost.timeline import Timeline
+from chunkc.hardware.profile import CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.runtime.emulated import EmulatedDevice

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from chunkc._torch_dist import Group
+from chunkc._torch_compat.distributed import Group
 
 MakeBuffer = Callable[[int], torch.Tensor]
 """Host memory of so many bytes, uint8, to be kept."""

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from chunkc import job
-from chunkc._torch_compat import Finalizer
-from chunkc._usable_memory import UsableMemory
+from chunkc._torch_compat.core import Finalizer
 from chunkc.compiled import CompiledModel, Settings
 from chunkc.compiled import compiled_of as _compiled
 from chunkc.cost.rates import known_rates
 from chunkc.devices import HardwareLike, at_hand, count_libraries, device_for
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo

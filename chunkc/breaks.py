@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc._torch_release import compilations_forgotten
+from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.capture.joined import beside, join, saved_nbytes

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from chunkc._torch_compat import (
+from chunkc._torch_compat.core import (
     BackendCompilerFailed,
     CaptureFailed,
     call_plain,

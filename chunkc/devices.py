@@ -28,12 +28,12 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
-from chunkc._assumed import assumed
-from chunkc._host_memory import HOST_MEMORY
-from chunkc._usable_memory import UsableMemory
 from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
+from chunkc.hardware.assumptions import assumed
+from chunkc.hardware.host_memory import HOST_MEMORY
+from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import Plan
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_api import CudaApi, TorchCuda

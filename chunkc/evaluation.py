@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from chunkc._torch_compat import CaptureFailed, call_plain, capture_settings, compiles_here
+from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.debug import explain

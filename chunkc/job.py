@@ -11,7 +11,7 @@ import os
 
 import torch
 
-from chunkc import _torch_dist as dist
+from chunkc._torch_compat import distributed as dist
 from chunkc.errors import RankError
 from chunkc.hardware import present_gpu
 from chunkc.runtime.ranks import JobRanks, Kind, Ranks

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import (
+from chunkc._torch_compat.core import (
     BackendCompilerFailed,
     CaptureFailed,
     FakeTensorMode,
@@ -29,7 +29,7 @@ from chunkc._torch_compat import (
     fresh_code,
     pytree,
 )
-from chunkc._torch_release import ReleasableBackend
+from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.errors import CaptureError, ChunkcError

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from chunkc._torch_compat import without_modes
+from chunkc._torch_compat.core import without_modes
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured
 from chunkc.capture.tangents import Tangents

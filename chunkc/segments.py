@@ -12,7 +12,12 @@ from typing import Any, Literal
 
 import torch.fx
 
-from chunkc._torch_inductor import inductor_code, inductor_compile, inductor_decompositions, inductor_joint_passes
+from chunkc._torch_compat.inductor import (
+    inductor_code,
+    inductor_compile,
+    inductor_decompositions,
+    inductor_joint_passes,
+)
 from chunkc.errors import ChunkcError
 from chunkc.memory.footprint import Footprint, graph_footprint
 from chunkc.memory.inductor import NotUnderstoodError, source_footprint

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
-from chunkc._torch_release import ReleasableBackend
+from chunkc._torch_compat.core import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
+from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.errors import ShapeLimitError
 
 MAX_PROGRAMS = 64

@@ -23,11 +23,11 @@ from typing import Final
 
 import torch
 
-from chunkc._usable_memory import UsableMemory
 from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
 from chunkc.cost.rates import known_rates
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
 from chunkc.memory.decisions import with_norms, with_scaled_tangents

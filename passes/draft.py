@@ -14,8 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from chunkc._usable_memory import least_gpu_nbytes
 from chunkc.cost.rates import CostRates
+from chunkc.hardware.usable_memory import least_gpu_nbytes
 from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Program, Segment, StageRecord

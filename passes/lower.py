@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import Segment
 

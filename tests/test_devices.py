@@ -13,11 +13,11 @@ from thread_ranks import on_threads
 from torch import nn
 
 import chunkc
-from chunkc._nvml import NvmlGpu
 from chunkc.api import _moved_buffers as moved_buffers
 from chunkc.cost.rates import known_rates
 from chunkc.devices import at_hand, check_free_memory, device_for
 from chunkc.hardware import PresentGpu
+from chunkc.hardware.nvml import NvmlGpu
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, usable_cores

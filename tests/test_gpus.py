@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc._gpus import GpuRow, gpus, machines
 from chunkc.hardware import Hardware
+from chunkc.hardware.catalogue import GpuRow, gpus, machines
 
 GIB = 1024**3
 
@@ -36,7 +36,11 @@ def test_the_catalogue_holds_every_named_gpu() -> None:
 
 
 def test_each_row_names_its_source() -> None:
-    lines = (Path(__file__).parent.parent / "chunkc" / "hardware.toml").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (Path(__file__).parent.parent / "chunkc" / "hardware" / "hardware.toml")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [index for index, line in enumerate(lines) if line.startswith("[gpu.")]
     assert len(rows) == len(gpus())
     for index in rows:

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from chunkc import job
-from chunkc._nvml import NvmlGpu
 from chunkc.errors import HardwareError
-from chunkc.hardware import Hardware, Tflops, present_gpu
+from chunkc.hardware import Hardware, present_gpu
+from chunkc.hardware.catalogue import Tflops
+from chunkc.hardware.nvml import NvmlGpu
 
 MIB, GIB = 1024**2, 1024**3
 
@@ -24,7 +25,7 @@ def without_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """No torchrun around the test, and 8 GiB of free memory."""
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr("chunkc.hardware.free_host_nbytes", lambda: 8 * GIB + 12345)
+    monkeypatch.setattr("chunkc.hardware.machine.free_host_nbytes", lambda: 8 * GIB + 12345)
     return monkeypatch
 
 
@@ -35,7 +36,7 @@ def use_cuda(monkeypatch: pytest.MonkeyPatch, name: str, total_mib: int, capabil
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
-    monkeypatch.setattr("chunkc._present_gpu.nvml_gpu", lambda index: None)
+    monkeypatch.setattr("chunkc.hardware.local_gpu.nvml_gpu", lambda index: None)
 
 
 def test_detect_without_cuda_splits_free_memory(without_job: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,7 @@ def test_detect_divides_the_device_share_among_ranks(without_job: pytest.MonkeyP
 
 def test_detect_refuses_a_machine_without_free_memory(without_job: pytest.MonkeyPatch) -> None:
     without_job.setattr(torch.cuda, "is_available", lambda: False)
-    without_job.setattr("chunkc.hardware.free_host_nbytes", lambda: MIB)
+    without_job.setattr("chunkc.hardware.machine.free_host_nbytes", lambda: MIB)
     with pytest.raises(HardwareError, match="1048576 bytes of free memory are too few for 1 ranks"):
         Hardware.detect()
 
@@ -103,7 +104,7 @@ def test_detect_by_nvml_makes_no_cuda_context(without_job: pytest.MonkeyPatch) -
         raise AssertionError("this initialises CUDA")
 
     found = NvmlGpu("NVIDIA H100 80GB HBM3", 81079 * MIB, (9, 0), 4, 8, 0, 0)
-    without_job.setattr("chunkc._present_gpu.nvml_gpu", lambda index: found)
+    without_job.setattr("chunkc.hardware.local_gpu.nvml_gpu", lambda index: found)
     without_job.setattr(torch.cuda, "is_initialized", lambda: False)
     without_job.setattr(torch.cuda, "current_device", fail)
     without_job.setattr(torch.cuda, "get_device_properties", fail)
@@ -144,8 +145,8 @@ def test_a_rank_works_on_its_gpu(has_joined: bool, without_job: pytest.MonkeyPat
     use_cuda(without_job, "Tesla T4", 15102, (7, 5))
     chosen, joined = list[int](), list[str]()
     without_job.setattr(torch.cuda, "set_device", chosen.append)
-    without_job.setattr("chunkc._torch_dist.is_in_job", lambda: has_joined)
-    without_job.setattr("chunkc._torch_dist.join", joined.append)
+    without_job.setattr("chunkc._torch_compat.distributed.is_in_job", lambda: has_joined)
+    without_job.setattr("chunkc._torch_compat.distributed.join", joined.append)
     without_job.setenv("LOCAL_RANK", "1")
     job.join()
     assert (chosen, joined) == (([1], []) if has_joined else ([], [])), "a process by itself is left alone"

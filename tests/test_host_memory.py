@@ -7,8 +7,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from chunkc._host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes
 from chunkc.errors import HardwareError
+from chunkc.hardware.host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes
 
 MIB, GIB = 1024**2, 1024**3
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc import _hw_spelling
-from chunkc._gpus import gpu_spellings, gpus
 from chunkc.errors import ChunkcError, HardwareError
-from chunkc.hardware import Hardware, format_size, parse_size
+from chunkc.hardware import Hardware, format_size, parse_size, spelling
+from chunkc.hardware.catalogue import gpu_spellings, gpus
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 
@@ -152,4 +151,4 @@ def test_both_spellings_of_an_ambiguous_one_parse(text: str) -> None:
 
 
 def test_examples_in_docstrings() -> None:
-    assert doctest.testmod(_hw_spelling) == (0, 3)
+    assert doctest.testmod(spelling) == (0, 3)

@@ -22,8 +22,7 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors", "files"}
-TORCH = {"_torch_compat", "_torch_cuda", "_torch_inductor", "_torch_release", "_torch_dist"}
-FOUNDATION = BOTTOM | TORCH | {"ir", "hardware", "_gloo"}
+FOUNDATION = BOTTOM | {"_torch_compat", "ir", "hardware", "_gloo"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "memory", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -32,15 +31,14 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "files": {"errors"},
     "ir": BOTTOM,
     "hardware": BOTTOM,
-    "_torch_compat": BOTTOM | {"_torch_release"},
-    "_torch_cuda": set(),
-    "_torch_inductor": BOTTOM,
-    "_torch_release": set(),
-    "_rendezvous": set(),
-    "_torch_dist": {"_rendezvous"},
-    "_gloo": {"_torch_dist"},
+    "_torch_compat": BOTTOM,
+    "_torch_compat.cuda": set(),
+    "_torch_compat.distributed": set(),
+    "_torch_compat.release": set(),
+    "_torch_compat.rendezvous": set(),
+    "_gloo": {"_torch_compat"},
     "triton_kernels": set(),
-    "capture": BOTTOM | {"ir", "_torch_compat", "_torch_release"},
+    "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,
     "baselines": FOUNDATION | {"cost"},
     "runtime": FOUNDATION | {"triton_kernels"},
@@ -59,10 +57,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 }
 # Modules of a floor that go by a name of their own.
 GROUP_OF = {
-    **dict.fromkeys(
-        ("_assumed", "_gpus", "_host_memory", "_hw_spelling", "_nvml", "_present_gpu", "_rates", "_usable_memory"),
-        "hardware",
-    ),
     **dict.fromkeys(
         (
             *(
@@ -192,7 +186,7 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
     """Uses of ``torch._something`` outside the files that are checked against every torch version."""
     faults = []
     for module in modules:
-        if module.removeprefix("chunkc.") in TORCH - {"_torch_dist"}:
+        if module.startswith("chunkc._torch_compat") and module != "chunkc._torch_compat.distributed":
             continue
         lines = {found.line for found in imports_of(module, modules) if _is_private_torch(found.target)}
         for node in ast.walk(ast.parse(modules[module])):
@@ -203,13 +197,13 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
 
 
 def finalizer_faults(modules: Mapping[str, str]) -> list[str]:
-    """Calls that Python makes when an object goes, other than by ``chunkc._torch_compat.Finalizer``.
+    """Calls that Python makes when an object goes, other than by ``chunkc._torch_compat.core.Finalizer``.
 
     Those are ``__del__``, ``weakref.finalize`` and callbacks of weak references.
     """
     faults = []
     for module in modules:
-        if module == "chunkc._torch_compat":
+        if module == "chunkc._torch_compat.core":
             continue
         for node in ast.walk(ast.parse(modules[module])):
             named = isinstance(node, ast.FunctionDef) and node.name == "__del__"
@@ -281,7 +275,7 @@ PACKAGE = {"chunkc.ir": "", "chunkc.ir.plan": "", "chunkc.ir.layout": "", "chunk
 FLOOR_FAULTS = [
     ("chunkc.passes.prefetch", "from chunkc.runtime.device import Device", "passes may not"),
     ("chunkc.passes.prefetch", "def run():\n    import chunkc.capture.backend", "passes may not"),
-    ("chunkc.passes.prefetch", "from chunkc._torch_compat import x", "passes may not"),
+    ("chunkc.passes.prefetch", "from chunkc._torch_compat.core import x", "passes may not"),
     ("chunkc.passes.prefetch", "from chunkc import runtime", "imports chunkc.runtime: passes may not"),
     ("chunkc.passes.prefetch", "from chunkc import compile", "imports chunkc: passes may not"),
     ("chunkc.runtime.executor", "from ..cost.rates import adam", "imports chunkc.cost.rates: runtime may not"),
@@ -290,7 +284,7 @@ FLOOR_FAULTS = [
     ("chunkc.capture.backend", "from chunkc.hardware import Hardware", "capture may not"),
     ("chunkc.ir.verify", "from chunkc.hardware import Hardware", "ir may not"),
     ("chunkc.hardware", "import chunkc.ir.plan", "hardware may not"),
-    ("chunkc._gpus", "import chunkc.ir.plan", "hardware may not"),
+    ("chunkc.hardware.catalogue", "import chunkc.ir.plan", "hardware may not"),
     ("chunkc.triton_kernels.cast", "from chunkc.errors import ChunkcError", "triton_kernels may not"),
     ("chunkc.report.text", "from chunkc.passes import pipeline", "report may not"),
     ("chunkc.api", "from chunkc.cli import main", "api may not"),
@@ -308,12 +302,15 @@ def test_a_fault_is_found(module: str, source: str, piece: str) -> None:
 
 
 LEGAL = [
-    ("chunkc.passes.lower", "from chunkc._torch_compat import x\nfrom chunkc.passes.contract import Pass"),
+    ("chunkc.passes.lower", "from chunkc._torch_compat.core import x\nfrom chunkc.passes.contract import Pass"),
     ("chunkc.passes.contract", "from chunkc.passes.lower import lower\nfrom chunkc.cost import rates"),
     ("chunkc.runtime.executor", "from . import store\nfrom ..ir.plan import Plan\nimport chunkc.triton_kernels.cast"),
     ("chunkc.cli", "import chunkc\nfrom chunkc import api"),
     ("chunkc.compiled", "from chunkc.passes.lower import lower\nimport chunkc.segments"),
-    ("chunkc.hardware", "from chunkc._gpus import gpus\nfrom chunkc.errors import HardwareError\nimport torch"),
+    (
+        "chunkc.hardware",
+        "from chunkc.hardware.catalogue import gpus\nfrom chunkc.errors import HardwareError\nimport torch",
+    ),
 ]
 
 
@@ -348,7 +345,7 @@ PRIVATE_TORCH = [
 @pytest.mark.parametrize("source", PRIVATE_TORCH)
 def test_a_private_torch_use_is_found(source: str) -> None:
     assert private_torch_faults({"chunkc.api": source})
-    assert not private_torch_faults({"chunkc._torch_compat": source})
+    assert not private_torch_faults({"chunkc._torch_compat.core": source})
 
 
 def test_public_torch_uses_pass() -> None:
@@ -367,7 +364,7 @@ FINALIZERS = [
 @pytest.mark.parametrize("source", FINALIZERS)
 def test_a_finalizer_is_found(source: str) -> None:
     assert finalizer_faults({"chunkc.api": source})
-    assert not finalizer_faults({"chunkc._torch_compat": source})
+    assert not finalizer_faults({"chunkc._torch_compat.core": source})
 
 
 def test_weak_references_without_a_call_pass() -> None:

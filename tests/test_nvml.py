@@ -9,7 +9,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from chunkc._nvml import nvml_gpu
+from chunkc.hardware.nvml import nvml_gpu
 
 GIB = 1024**3
 NAMES = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB")

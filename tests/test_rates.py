@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from chunkc._rates import Condition, CopyRate, DtypeRate, Figure, Measurement, Rates, Slowdown
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
+from chunkc.hardware.profile import Condition, CopyRate, DtypeRate, Figure, Measurement, Rates, Slowdown
 
 ONE = Figure(1.0, 0.1)
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from chunkc._rendezvous import name_life
+from chunkc._torch_compat.rendezvous import name_life
 
 TIMEOUT = timedelta(seconds=30)
 

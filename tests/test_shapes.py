@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from chunkc import ShapeLimitError
-from chunkc._torch_compat import fresh_code
+from chunkc._torch_compat.core import fresh_code
 from chunkc.shapes import MAX_PROGRAMS, ShapeTable, Signature, signature_of
 
 MODEL = nn.Linear(2, 2)

@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import chunkc
-from chunkc._torch_compat import capture_settings
+from chunkc._torch_compat.core import capture_settings
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.emulated import EmulatedDevice

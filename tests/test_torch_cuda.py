@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from chunkc import _torch_cuda
-from chunkc._torch_cuda import call_on_cuda_stream, is_current_cuda_stream
+from chunkc._torch_compat import cuda
+from chunkc._torch_compat.cuda import call_on_cuda_stream, is_current_cuda_stream
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     found = Runtime()
-    for name in _torch_cuda._NAMES:
+    for name in cuda._NAMES:
         monkeypatch.setattr(torch._C, name, getattr(found, name), raising=False)
-    monkeypatch.setattr(_torch_cuda, "_HAS_NAMES", True)
+    monkeypatch.setattr(cuda, "_HAS_NAMES", True)
     monkeypatch.setattr(torch.cuda, "stream", found.stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: found.current[device.index])
     return found
@@ -101,7 +101,7 @@ def test_a_stream_of_another_device_takes_torchs_context(runtime: Runtime) -> No
 
 
 def test_without_the_names_torchs_context_is_taken(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_torch_cuda, "_HAS_NAMES", False)
+    monkeypatch.setattr(cuda, "_HAS_NAMES", False)
     assert seen(runtime, Stream(5)) == [0, Stream(5), ["torch"]]
     assert is_current_cuda_stream(Stream(0)) and not is_current_cuda_stream(Stream(5))  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc._torch_inductor import _forget_vectors, _with_any_vectors, inductor_joint_passes, inductor_loop
+from chunkc._torch_compat.inductor import _forget_vectors, _with_any_vectors, inductor_joint_passes, inductor_loop
 
 ODD = 50
 

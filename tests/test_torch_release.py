@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import Finalizer
-from chunkc._torch_release import ReleasableBackend, compilations_forgotten, forget_source
+from chunkc._torch_compat.core import Finalizer
+from chunkc._torch_compat.release import ReleasableBackend, compilations_forgotten, forget_source
 
 
 class Compiler:

@@ -7,10 +7,10 @@ import torch
 from fake_cuda import FakeCuda
 
 import chunkc
-from chunkc._assumed import assumed
-from chunkc._usable_memory import UsableMemory
 from chunkc.devices import device_for
 from chunkc.hardware import Hardware
+from chunkc.hardware.assumptions import assumed
+from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_memory import MemoryLedger
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkc._usable_memory import UsableMemory
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import UsableMemory
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from collections.abc import Sequence
 from math import comb
 from typing import Final
 
-from chunkc._rates import Condition, CopyRate, DtypeRate, Figure, Measurement, Rates, Slowdown
 from chunkc.calibrate.rounds import TOGETHER, Samples, Subject, slowdown_subject, subsets
+from chunkc.hardware.profile import Condition, CopyRate, DtypeRate, Figure, Measurement, Rates, Slowdown
 from chunkc.ir.actions import Stream
 
 SPREAD_IN_RANGES: Final = 2.0

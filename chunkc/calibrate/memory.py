@@ -21,9 +21,9 @@ from typing import Final
 
 import torch
 
-from chunkc._host_memory import HOST_MEMORY
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, format_size, free_host_nbytes
+from chunkc.hardware.host_memory import HOST_MEMORY
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Device
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chunkc._rates import CopyRate, DtypeRate, Figure, Rates
 from chunkc.calibrate.rounds import TOGETHER
 from chunkc.hardware import Hardware, format_size
+from chunkc.hardware.profile import CopyRate, DtypeRate, Figure, Rates
 from chunkc.report.columns import table, wrapped
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from chunkc._torch_compat import (
+from chunkc._torch_compat.core import (
     aot_backend,
     break_reason,
     dynamo_example,
@@ -29,7 +29,7 @@ from chunkc._torch_compat import (
     refuses_shared_outputs,
     storage_address,
 )
-from chunkc._torch_release import forget_source
+from chunkc._torch_compat.release import forget_source
 from chunkc.capture.attention import drop_attention_dropout
 from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition

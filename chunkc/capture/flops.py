@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.utils.flop_counter import flop_registry
 
-from chunkc._torch_compat import OpOverload, pytree
+from chunkc._torch_compat.core import OpOverload, pytree
 
 _FORWARD_PRODUCTS = 2
 _BACKWARD_PRODUCTS = 5

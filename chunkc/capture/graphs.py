@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import Bundle, bundle_operators
 from chunkc.capture.liveness import GraphValues, LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone, sink_cone

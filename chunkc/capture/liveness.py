@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import Bundle
 
 

@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkc._torch_compat import (
+from chunkc._torch_compat.core import (
     OpOverload,
     decides_recomputation,
     is_random,

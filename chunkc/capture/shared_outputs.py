@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from chunkc._torch_compat import StorageKey, dynamo_value, storage_key
+from chunkc._torch_compat.core import StorageKey, dynamo_value, storage_key
 
 
 def return_bases(module: GraphModule) -> int:

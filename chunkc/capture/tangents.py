@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.fx import GraphModule
 
-from chunkc._torch_compat import is_compiled_node, keep_undefined, pytree
+from chunkc._torch_compat.core import is_compiled_node, keep_undefined, pytree
 
 
 @dataclass(frozen=True, slots=True)

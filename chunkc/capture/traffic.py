@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch.fx import Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import Bundle
 from chunkc.capture.flops import operator_flops
 from chunkc.capture.partition import is_view

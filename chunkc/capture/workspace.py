@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 
 aten = torch.ops.aten
 BASE_NBYTES = 64 << 10

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from chunkc._usable_memory import UsableMemory
 from chunkc.cli.advice import Advice, missing
 from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
 from chunkc.report.units import percent, size

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from chunkc._assumed import Assumed, Host, assumed, host_of
-from chunkc._rates import DtypeRate, Rates
 from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE, Alone, Capacities, Measured, Sharing
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
+from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
+from chunkc.hardware.profile import DtypeRate, Rates
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.schedule import DTYPE_NBYTES
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from chunkc._rates import Rates
+from chunkc.hardware.profile import Rates
 from chunkc.ir.actions import Stream
 
 HOST_DRAM = "host DRAM"

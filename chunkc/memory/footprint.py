@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.capture.workspace import workspace_nbytes
 
 NO_STORAGE = -1

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from chunkc._torch_compat import FakeTensorMode
+from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.capture.workspace import BASE_NBYTES, kernel_workspace_nbytes
 from chunkc.memory.footprint import Footprint, Recorder, tensors_in
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 import psutil
 import torch
 
-from chunkc._host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes, stated_host_nbytes
-from chunkc._nvml import NvmlGpu, nvml_gpu
+from chunkc.hardware.host_memory import HOST_MEMORY, cgroup_headrooms, free_host_nbytes, stated_host_nbytes
+from chunkc.hardware.nvml import NvmlGpu, nvml_gpu
 
 _VARIABLES = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF")
 _GIB = 1024**3

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chunkc._torch_compat import outlives
+from chunkc._torch_compat.core import outlives
 from chunkc.ir.layout import Layout
 from chunkc.runtime.device import Device
 from chunkc.runtime.step_log import StepLog

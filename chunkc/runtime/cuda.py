@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from chunkc._torch_compat import Finalizer, outlives
+from chunkc._torch_compat.core import Finalizer, outlives
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ALIGNMENT_NBYTES

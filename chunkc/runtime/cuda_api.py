@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from chunkc._torch_cuda import call_on_cuda_stream, cuda_sleep, is_current_cuda_stream
+from chunkc._torch_compat.cuda import call_on_cuda_stream, cuda_sleep, is_current_cuda_stream
 from chunkc.errors import HardwareError
 
 _CYCLES_PER_MS: Final = 1_500_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from chunkc._usable_memory import slack_nbytes
+from chunkc.hardware.usable_memory import slack_nbytes
 from chunkc.runtime.cuda_api import CudaApi
 
 

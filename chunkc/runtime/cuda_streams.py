@@ -60,7 +60,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from chunkc._torch_compat import is_profiling, profiler_range
+from chunkc._torch_compat.core import is_profiling, profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.cuda_api import CudaApi

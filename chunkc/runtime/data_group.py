@@ -17,7 +17,7 @@ from typing import Final
 import torch
 
 from chunkc._gloo import DirectExchange
-from chunkc._torch_dist import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
+from chunkc._torch_compat.distributed import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
 from chunkc.runtime.slab import map_private
 
 STAGING_NBYTES: Final = 32 * 2**20

@@ -58,7 +58,7 @@ class Device(Protocol):
         torch_device: where arena tensors live.
         device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
         overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more,
-        leaves_slack: and, where this is true, the slack of its size (`chunkc._usable_memory`).
+        leaves_slack: and, where this is true, the slack of its size (`chunkc.hardware.usable_memory`).
         kept_host_nbytes: of the host memory named, what the system and the process keep.
     """
 

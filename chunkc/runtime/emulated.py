@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from chunkc._torch_compat import Finalizer
+from chunkc._torch_compat.core import Finalizer
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan

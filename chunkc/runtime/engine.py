@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from chunkc._torch_compat import engine_runs, pytree
+from chunkc._torch_compat.core import engine_runs, pytree
 
 
 def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.errors import ChunkcError
 from chunkc.runtime.optimizer import ChunkOptimizer
 from chunkc.runtime.optimizer_state import OptimizerRuntime, find_runtime

@@ -40,7 +40,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from chunkc._torch_inductor import LoopUnavailable, inductor_loop
+from chunkc._torch_compat.inductor import LoopUnavailable, inductor_loop
 from chunkc.runtime.step_inputs import Hyper, row_of
 
 EAGER_TILE_NUMEL = 64 * 1024

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from chunkc._torch_compat import swap_tensors
+from chunkc._torch_compat.core import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.params import ManagedTensor, ParamStore

@@ -25,7 +25,7 @@ from typing import Final
 
 import torch
 
-from chunkc._torch_compat import Finalizer
+from chunkc._torch_compat.core import Finalizer
 
 Reader = Callable[[], int]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from chunkc._torch_compat import current_backward
+from chunkc._torch_compat.core import current_backward
 from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo

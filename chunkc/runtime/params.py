@@ -25,7 +25,7 @@ from typing import Any, Literal, NoReturn, Protocol
 import numpy as np
 import torch
 
-from chunkc._torch_compat import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
+from chunkc._torch_compat.core import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.runtime.shell import Shell
 from chunkc.runtime.staging import StagingStore

@@ -36,7 +36,7 @@ from typing import Final, NoReturn, TypeVar
 
 import torch
 
-from chunkc._torch_dist import Group, Store, all_gather, broadcast, end_group, new_group, reduce
+from chunkc._torch_compat.distributed import Group, Store, all_gather, broadcast, end_group, new_group, reduce
 from chunkc.errors import RankError
 from chunkc.runtime.data_group import DataGroup
 from chunkc.runtime.rank_advice import advice_on_calls, advice_on_programs, is_backward_line

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat import as_plain_subclass
+from chunkc._torch_compat.core import as_plain_subclass
 from chunkc.ir.schedule import ParamInfo
 
 

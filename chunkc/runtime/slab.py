@@ -30,7 +30,7 @@ from typing import Any, Final
 
 import torch
 
-from chunkc._torch_compat import Finalizer
+from chunkc._torch_compat.core import Finalizer
 from chunkc.errors import HardwareError
 
 _IS_LINUX: Final = sys.platform == "linux"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Final
 
-from chunkc._torch_dist import Store
+from chunkc._torch_compat.distributed import Store
 
 _WAIT_S: Final = 2.0
 """How long a rank that saw a collective fail waits for the others to say where they stopped."""

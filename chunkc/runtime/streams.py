@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from chunkc._torch_compat import profiler_range
+from chunkc._torch_compat.core import profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from chunkc._torch_compat import Finalizer
+from chunkc._torch_compat.core import Finalizer
 from chunkc.runtime.latch import Latch
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from chunkc._torch_compat import pytree
+from chunkc._torch_compat.core import pytree
 from chunkc.errors import ChunkcError
 from chunkc.runtime.params import ManagedTensor
 from chunkc.runtime.ranks import Kind

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc._torch_compat import FakeTensorMode
+from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.capture.backend import CaptureBackend
 from chunkc.compiled import CompiledModel
 from chunkc.evaluation import Evaluator

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc._rates import Figure, Rates
 from chunkc.calibrate import QUICK, calibrate, measure, tables
 from chunkc.calibrate.fit import rates_of
 from chunkc.calibrate.memory import Shares, fill, regions, scale_for
@@ -26,6 +25,7 @@ from chunkc.calibrate.timing import Timer
 from chunkc.cli import main
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
+from chunkc.hardware.profile import Figure, Rates
 from chunkc.ir.actions import Stream
 from chunkc.runtime.device import Event
 from chunkc.runtime.emulated import EmulatedDevice

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc._torch_compat import replays_random_state
+from chunkc._torch_compat.core import replays_random_state
 from chunkc.capture.backend import Captured
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16

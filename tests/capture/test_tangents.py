@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc._torch_compat import aot_backend
+from chunkc._torch_compat.core import aot_backend
 from chunkc.capture.partition import partition
 from chunkc.capture.tangents import Tangent, Tangents, find_reached, keeps_undefined, tangents_of
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from costs import calibration
 
-from chunkc._assumed import assumed, host_of
-from chunkc._gpus import gpus, machines, read_catalogue
 from chunkc.cost.rates import cost_rates, update_nbytes
 from chunkc.cost.sharing import HOST_DRAM, Capacities, Measured
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
+from chunkc.hardware.assumptions import assumed, host_of
+from chunkc.hardware.catalogue import gpus, machines, read_catalogue
 
-TOML = (Path(__file__).parents[2] / "chunkc" / "hardware.toml").read_text(encoding="utf-8")
+TOML = (Path(__file__).parents[2] / "chunkc" / "hardware" / "hardware.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("gpu", gpus())

@@ -12,7 +12,7 @@ import torch
 from machines import Machine
 
 import chunkc
-from chunkc._rates import DtypeRate
+from chunkc.hardware.profile import DtypeRate
 
 pytestmark = pytest.mark.gpu
 Note = Callable[[str, object], None]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc._torch_inductor import inductor_code
+from chunkc._torch_compat.inductor import inductor_code
 from chunkc.ir.plan import Segment
 from chunkc.memory.footprint import Footprint, Step
 from chunkc.memory.inductor import NotUnderstoodError, source_footprint

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, schedule, target
 
-from chunkc._usable_memory import slack_nbytes
 from chunkc.errors import BudgetError
+from chunkc.hardware.usable_memory import slack_nbytes
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Options, Target, make_plan
 

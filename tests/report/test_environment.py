@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from chunkc._nvml import NvmlGpu
+from chunkc.hardware.nvml import NvmlGpu
 from chunkc.report.environment import environment
 
 

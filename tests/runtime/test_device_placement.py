@@ -13,7 +13,7 @@ import torch
 from layouts import layout_of
 from torch import nn
 
-from chunkc._torch_compat import FakeTensorMode
+from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.emulated import EmulatedDevice

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import chunkc
-from chunkc._torch_inductor import inductor_loop
+from chunkc._torch_compat.inductor import inductor_loop
 from chunkc.runtime import host_kernel as module
 from chunkc.runtime.adam import PARALLEL_NUMEL, ChunkUpdate, Piece
 from chunkc.runtime.host_kernel import coefficients_of, host_kernel

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc._torch_compat import swap_tensors
+from chunkc._torch_compat.core import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.manage import manage

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from chunkc._rates import Condition, CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.cost.rates import CopyLaw, CostRates, Links
 from chunkc.cost.sharing import MEASURED_STREAMS
+from chunkc.hardware.profile import Condition, CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.ir.plan import Plan
 from chunkc.ir.work import Kind, Work
 

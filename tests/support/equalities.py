@@ -24,7 +24,7 @@ from training import (
     train_measured,
 )
 
-from chunkc._torch_compat import capture_settings
+from chunkc._torch_compat.core import capture_settings
 
 GRADIENT_TOLERANCE = 2.0**-7
 ERROR_RATIO = 1.5

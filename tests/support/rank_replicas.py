@@ -15,7 +15,7 @@ import torch
 from rank_scaling import Scaled, train_scaled
 from sides import Seen, side_on_rank
 
-from chunkc._torch_dist import end_group, new_group
+from chunkc._torch_compat.distributed import end_group, new_group
 from chunkc.runtime.data_group import DataGroup
 
 TWO_NODES = "2x2xemulated-640k-64m"

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule, Interpreter
 
-from chunkc._torch_compat import aot_backend, dynamo_example
-from chunkc._torch_inductor import inductor_compile
+from chunkc._torch_compat.core import aot_backend, dynamo_example
+from chunkc._torch_compat.inductor import inductor_compile
 from chunkc.capture.backend import boxed
 from chunkc.capture.partition import partition
 from chunkc.segments import backend_options

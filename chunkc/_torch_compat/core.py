@@ -1,6 +1,6 @@
 """Private torch APIs that chunkc uses, with the versions on which they were seen to work.
 
-Others stand in ``_torch_inductor``, ``_torch_cuda``, ``_torch_dist`` and (those that free memory) ``_torch_release``.
+Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free memory) ``release``.
 
 Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
 without a leading promise from torch; the rest of the package imports only from here.
@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from chunkc._torch_release import compilations_forgotten
+from chunkc._torch_compat.release import compilations_forgotten
 
 StorageKey = StorageWeakRef
 CaptureFailed = torch._dynamo.exc.TorchDynamoException

@@ -7,7 +7,7 @@ An ``hw`` string names a machine without needing one::
 ``8xv100-240g`` is one node of eight V100 with 240 GiB of host memory, ``4x8xa100-40g-1024g`` four nodes of eight A100,
 ``emulated-64m-2g`` a device made of host memory under a budget of 64 MiB. Sizes are ``<number>(k|m|g)`` in powers of
 1024; GPU memory is per device, host memory per node and shared by its ranks. ``sm86-10g-32g`` is any GPU of compute
-capability 8.6, rates unknown. Names and rates come from ``hardware.toml``; the grammar lives in `chunkc._hw_spelling`.
+capability 8.6, rates unknown. Names and rates come from ``hardware.toml``, the grammar from `spelling`.
 
 Everything here is arithmetic on strings and files, except `Hardware.detect`, which looks at this machine.
 """
@@ -22,9 +22,13 @@ from typing import Any, Final
 import torch
 import torch.distributed
 
-from chunkc._gpus import Tflops, check_rate, gpus, machines
-from chunkc._host_memory import free_host_nbytes
-from chunkc._hw_spelling import (
+from chunkc.errors import HardwareError
+from chunkc.files import Decoder, read_json, save_text, shown
+from chunkc.hardware.catalogue import Tflops, check_rate, gpus, machines
+from chunkc.hardware.host_memory import free_host_nbytes
+from chunkc.hardware.local_gpu import PresentGpu, number_of_environ, present_gpu
+from chunkc.hardware.profile import Rates
+from chunkc.hardware.spelling import (
     EMULATED,
     MAX_NBYTES,
     Spelling,
@@ -33,10 +37,6 @@ from chunkc._hw_spelling import (
     parse_size,
     parse_spelling,
 )
-from chunkc._present_gpu import PresentGpu, number_of_environ, present_gpu
-from chunkc._rates import Rates
-from chunkc.errors import HardwareError
-from chunkc.files import Decoder, read_json, save_text, shown
 
 __all__ = ["Hardware", "PresentGpu", "Tflops", "format_size", "free_host_nbytes", "parse_size", "present_gpu"]
 

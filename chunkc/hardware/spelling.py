@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from decimal import ROUND_DOWN, Decimal
 from typing import Final
 
-from chunkc._gpus import gpu_spellings, gpus, machines
 from chunkc.errors import HardwareError
+from chunkc.hardware.catalogue import gpu_spellings, gpus, machines
 
 GRAMMAR: Final = "[[<nodes>x]<gpus>x]<gpu>[-<gpu_memory>]-<host_memory>, sizes <number>(k|m|g)"
 EMULATED: Final = "emulated"

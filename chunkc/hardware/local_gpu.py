@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
-from chunkc._gpus import gpus
-from chunkc._nvml import NvmlGpu, nvml_gpu
 from chunkc.errors import HardwareError
+from chunkc.hardware.catalogue import gpus
+from chunkc.hardware.nvml import NvmlGpu, nvml_gpu
 
 __all__ = ["PresentGpu", "number_of_environ", "present_gpu"]
 

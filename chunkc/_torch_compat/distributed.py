@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from chunkc import _rendezvous
+from chunkc._torch_compat import rendezvous
 
 Group = dist.ProcessGroup
 
@@ -33,7 +33,7 @@ def is_in_job() -> bool:
 
 def join(backend: str) -> None:
     """Join the job that the environment (torchrun's) names, with torch's usual timeout."""
-    store, rank, world_size = _rendezvous.meet(dist.default_pg_timeout)
+    store, rank, world_size = rendezvous.meet(dist.default_pg_timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

@@ -16,8 +16,8 @@ from typing import Final
 
 import psutil
 
-from chunkc._hw_spelling import parse_size
 from chunkc.errors import HardwareError
+from chunkc.hardware.spelling import parse_size
 
 HOST_MEMORY: Final = "CHUNKC_HOST_MEMORY"
 """The environment variable that says how much memory this machine comes to have, as sizes in ``hw`` are written."""

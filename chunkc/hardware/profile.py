@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from chunkc._gpus import MAX_RATE, check_rate
 from chunkc.errors import HardwareError
+from chunkc.hardware.catalogue import MAX_RATE, check_rate
 
 __all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates", "Slowdown"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from functools import cache
 
-from chunkc._gpus import check_rate, read_catalogue
 from chunkc.errors import HardwareError
+from chunkc.hardware.catalogue import check_rate, read_catalogue
 
 __all__ = ["Assumed", "Host", "assumed", "host_of"]
 

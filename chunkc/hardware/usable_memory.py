@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from chunkc._assumed import assumed
 from chunkc.hardware import Hardware
+from chunkc.hardware.assumptions import assumed
 
 _MIB: Final = 2**20
 _SLACK_PARTS: Final = 64
