@@ -27,9 +27,9 @@ from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.cli.advice import shortfall
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
-from chunkc.models import NAMES, built_in
 from chunkc.report.timeline import Timeline, duration
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.models import NAMES, built_in
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 PAGE: Final = Path(__file__).parents[1] / "docs" / "comparison.md"
 MACHINES: Final = (

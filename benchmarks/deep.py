@@ -16,8 +16,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2Model
 
 from chunkc.baselines.stretches import runs_of
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
-from chunkc.planahead import capture_ahead
 
 SHALLOW, DEEPER = 3, 4
 VOCABULARY = 30522

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import chunkc
-from chunkc.compiled import compiled_of
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
 
 LEARNING_RATE = 1e-4

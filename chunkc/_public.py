@@ -17,13 +17,13 @@ from chunkc.errors import (
     RankError,
     ShapeLimitError,
 )
+from chunkc.graceful_exit import graceful_exit
 from chunkc.hardware import Hardware
-from chunkc.observe import metrics, record_timeline
+from chunkc.observability import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 from chunkc.runtime.grad_scaler import GradScaler
 from chunkc.runtime.optimizer import Adam, AdamW
-from chunkc.signals import graceful_exit
 from chunkc.weights.load import load_pretrained
 from chunkc.weights.save import save_safetensors
 

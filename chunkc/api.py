@@ -13,20 +13,14 @@ from torch import nn
 
 from chunkc import job
 from chunkc._torch_compat.core import Finalizer
-from chunkc.compiled import CompiledModel, Settings
-from chunkc.compiled import compiled_of as _compiled
-from chunkc.cost.rates import known_rates
-from chunkc.devices import HardwareLike, at_hand, count_libraries, device_for
-from chunkc.errors import ChunkcError, PlanNotReadyError
-from chunkc.hardware import Hardware
-from chunkc.hardware.usable_memory import UsableMemory
-from chunkc.ir.actions import Stream
-from chunkc.ir.plan import MAX_MICRO_BATCHES
-from chunkc.ir.schedule import ParamInfo
-from chunkc.opened import full_params
-from chunkc.passes import Options, Pass, Target
-from chunkc.planahead import plan_ahead
-from chunkc.policy import (
+from chunkc.compiler.compiled_model import CompiledModel, Settings
+from chunkc.compiler.compiled_model import compiled_of as _compiled
+from chunkc.compiler.device_selection import HardwareLike, at_hand, count_libraries, device_for
+from chunkc.compiler.full_params import full_params
+from chunkc.compiler.keep_fp32 import fp32_modules
+from chunkc.compiler.plan_ahead import plan_ahead
+from chunkc.compiler.segment_compiler import Backend, SegmentCompiler, backend_options
+from chunkc.compiler.validation import (
     check_model,
     check_plannable,
     compute_dtype,
@@ -36,14 +30,20 @@ from chunkc.policy import (
     reduction_nbytes,
     unique_params,
 )
-from chunkc.precision import fp32_modules
+from chunkc.cost.rates import known_rates
+from chunkc.errors import ChunkcError, PlanNotReadyError
+from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import UsableMemory
+from chunkc.ir.actions import Stream
+from chunkc.ir.plan import MAX_MICRO_BATCHES
+from chunkc.ir.schedule import ParamInfo
+from chunkc.passes import Options, Pass, Target
 from chunkc.report import Plan
 from chunkc.runtime.host_cores import own_cores
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
 from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import LossScale
-from chunkc.segments import Backend, SegmentCompiler, backend_options
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
 

@@ -13,7 +13,7 @@ from chunkc.cli.advice import Advice, Adviser
 from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import Timeline, simulate
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 GIB = 1024**3
 HW = Hardware.parse("v100-240g")

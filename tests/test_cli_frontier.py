@@ -16,9 +16,9 @@ from chunkc.cli.frontier import BATCHES, Search, bar_of
 from chunkc.cost.timeline import Flops
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware import Hardware
-from chunkc.models import Transformer
 from chunkc.report.timeline import simulate
-from chunkc.whatif import Answer, Scenario, Scenarios
+from chunkc.scenarios.models import Transformer
+from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
 
 HW = Hardware.parse("v100-240g")
 TIMELINE = replace(simulate(gpt_plan(), HW), flops=Flops(10**12, 10**12, None))

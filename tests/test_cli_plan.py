@@ -20,7 +20,7 @@ from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
-from chunkc.whatif import Answer, policies
+from chunkc.scenarios.scenario import Answer, policies
 
 GIB = 1024**3
 

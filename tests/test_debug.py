@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from plans_for_report import gpt_plan
 
-from chunkc.debug import debug_level, explain, visible
+from chunkc.compiler.debug import debug_level, explain, visible
 from chunkc.errors import ChunkcError
 from chunkc.report import full_text, render, summarize
 

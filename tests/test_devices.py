@@ -14,8 +14,8 @@ from torch import nn
 
 import chunkc
 from chunkc.api import _moved_buffers as moved_buffers
+from chunkc.compiler.device_selection import at_hand, check_free_memory, device_for
 from chunkc.cost.rates import known_rates
-from chunkc.devices import at_hand, check_free_memory, device_for
 from chunkc.hardware import PresentGpu
 from chunkc.hardware.nvml import NvmlGpu
 from chunkc.runtime.cuda import CudaDevice
@@ -89,7 +89,7 @@ def test_several_gpus_are_refused_with_the_way_to_plan_for_them() -> None:
 def test_more_than_the_machine_has_is_refused_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     model = chunkc.compile(tower(64), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: 1000)
+    monkeypatch.setattr("chunkc.compiler.device_selection.free_host_nbytes", lambda: 1000)
     with pytest.raises(chunkc.HardwareError, match="1000 bytes are free"):
         train_once(model, 64)
     after = model.state_dict()
@@ -205,7 +205,7 @@ def test_a_model_is_planned_by_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_ranks_plan_by_the_least_of_their_cores_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chunkc.devices.Hardware.for_job", lambda machine: machine)
+    monkeypatch.setattr("chunkc.compiler.device_selection.Hardware.for_job", lambda machine: machine)
     gpus, cores = (linked(5, 16), linked(5, 4)), (HostCores((0, 1, 2), False), HostCores((3, 4, 5, 6), False))
     found = on_threads(2, lambda ranks: planned_by("2xh200-512g", gpus[ranks.rank], ranks, cores[ranks.rank])[1])
     assert found[0] == found[1]
@@ -247,11 +247,11 @@ def test_host_memory_is_checked_without_the_devices(monkeypatch: pytest.MonkeyPa
     train_once(model, 64)
     plan = chunkc.plan_of(model)
     needed = plan.memory.device_peak_nbytes + plan.memory.host_nbytes
-    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: needed - 1)
+    monkeypatch.setattr("chunkc.compiler.device_selection.free_host_nbytes", lambda: needed - 1)
     check_free_memory(plan, 0, is_host=False)
     with pytest.raises(chunkc.HardwareError, match="both of which are host memory"):
         check_free_memory(plan, 0)
-    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: -1)
+    monkeypatch.setattr("chunkc.compiler.device_selection.free_host_nbytes", lambda: -1)
     with pytest.raises(chunkc.HardwareError, match=rf"takes {plan.memory.host_nbytes} bytes of host memory"):
         check_free_memory(plan, 0, is_host=False)
 

@@ -10,8 +10,8 @@ import pytest
 
 from chunkc.baselines import POLICIES, Course, Machine
 from chunkc.hardware import Hardware
-from chunkc.models import built_in
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.models import built_in
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 SLOW = pytest.mark.slow
 

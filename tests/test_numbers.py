@@ -23,7 +23,7 @@ from chunkc.baselines.zero_offload import HOST_NBYTES_PER_PARAM
 from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import known_rates
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Action, Op, Stream, parse
+from chunkc.ir.actions import Stream
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.passes import Options
 from chunkc.passes.chunk_mapping import pack
@@ -140,27 +140,6 @@ def test_a_rank_receives_6_bytes_a_parameter_in_every_micro_batch(ranks: int, dt
             plan = planned(found, target(world_size=ranks, rank=rank), options).plan
             expected = accumulate * (nbytes * (ranks - 1) * padded // ranks - at_turn)
             assert plan.moved_nbytes(Stream.COMM) == expected
-
-
-def test_single_chunks_are_received_by_those_who_lack_them() -> None:
-    """A broadcast by all but the owner; of a reduction the owner receives what each other rank has."""
-    plan = planned(chain(3), target(world_size=3, rank=1), Options(chunk_numel=64)).plan
-    counts = {text: plan.layout.moved_nbytes(parse(text)) for text in
-              ("gather c0 @comm", "gather c1 @comm", "reduce c0 @comm", "reduce c1 @comm", "sum @comm")}  # fmt: skip
-    assert list(counts.values()) == [256, 0, 0, 2 * 256, 0]
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_broadcasts_of_single_chunks_move_10_bytes_a_parameter(ranks: int) -> None:
-    """10 (p - 1) / p * M bytes: each of two broadcasts is a scatter and a gather, the reduction a scatter of sums."""
-    found = chain(2 * ranks, 1024)
-    found = replace(found, params=tuple(replace(p, dtype="float16") for p in found.params))
-    plan = planned(found, target(world_size=ranks), Options(chunk_numel=1024)).plan
-    costs = ActionCosts(plan, known_rates(Hardware.parse("8xv100-240g")))
-    step = [
-        Action(op, f"c{c.index}", Stream.COMM) for c in plan.layout.chunks for op in (Op.GATHER, Op.GATHER, Op.REDUCE)
-    ]
-    assert sum(costs.of(a).nbytes for a in step) * ranks == 10 * (ranks - 1) * 2 * ranks * 1024
 
 
 def test_zero_offload_moves_4_bytes_a_parameter_over_the_host_link() -> None:

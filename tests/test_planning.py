@@ -15,16 +15,16 @@ from schedules import target
 from torch import nn
 
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.build import Built, Request, build
+from chunkc.compiler.memory.footprint import Footprint, Step, graph_footprint
+from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
-from chunkc.memory.footprint import Footprint, Step, graph_footprint
 from chunkc.passes import Options, make_plan
 from chunkc.passes.lower import LoweredSegment
-from chunkc.planning import Built, Request, build
 from chunkc.runtime.bound import SegmentCallable
-from chunkc.segments import SegmentCompiler, compile_eager
 
 Reader = Callable[[LoweredSegment, SegmentCallable], Footprint]
 OPTIONS = Options(chunk_numel=64 * 64)

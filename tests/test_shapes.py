@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkc import ShapeLimitError
 from chunkc._torch_compat.core import fresh_code
-from chunkc.shapes import MAX_PROGRAMS, ShapeTable, Signature, signature_of
+from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, Signature, signature_of
 
 MODEL = nn.Linear(2, 2)
 Point = namedtuple("Point", "x y")

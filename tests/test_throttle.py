@@ -11,13 +11,13 @@ from costs import calibration, rates, with_work
 from torch import nn
 
 import chunkc
+from chunkc.compiler.device_selection import device_for
+from chunkc.compiler.throttle import Throttle
 from chunkc.cost.rates import cost_rates
 from chunkc.cost.sharing import HOST_DRAM, Capacities
 from chunkc.cost.simulate import simulate_with
-from chunkc.devices import device_for
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
-from chunkc.throttle import Throttle
 
 from .ir.plans import streaming
 

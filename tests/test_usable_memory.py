@@ -7,7 +7,7 @@ import torch
 from fake_cuda import FakeCuda
 
 import chunkc
-from chunkc.devices import device_for
+from chunkc.compiler.device_selection import device_for
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import assumed
 from chunkc.hardware.usable_memory import UsableMemory

@@ -11,7 +11,7 @@ from tiny_transformers import TINY_GPT
 import chunkc
 from chunkc.hardware import Hardware
 from chunkc.ir.verify import verify
-from chunkc.whatif import Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import Recompute, Scenario, Scenarios
 
 HW = Hardware.parse("v100-240g")
 SCENARIO = Scenario(TINY_GPT, HW, batch=2, sequence=16)

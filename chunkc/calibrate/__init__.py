@@ -22,7 +22,7 @@ from chunkc.calibrate.memory import Shares, scale_for
 from chunkc.calibrate.rounds import QUICK, THOROUGH, Effort, Sampler, run_rounds
 from chunkc.calibrate.show import tables
 from chunkc.calibrate.timing import Timer
-from chunkc.devices import HardwareLike, device_for
+from chunkc.compiler.device_selection import HardwareLike, device_for
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.report.environment import environment

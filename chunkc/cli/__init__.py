@@ -29,7 +29,7 @@ import chunkc
 from chunkc.cli import calibrate, compare, env, explain, frontier, plan, simulate
 from chunkc.cli.options import Planner
 from chunkc.cli.output import one_line, show, tell
-from chunkc.debug import visible
+from chunkc.compiler.debug import visible
 from chunkc.errors import ChunkcError
 
 __all__ = ["COMMANDS", "Command", "main"]

@@ -17,7 +17,7 @@ from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
 from chunkc.report.timeline import duration
 from chunkc.report.units import size
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 TIME_LIMIT_S: Final = 26.0
 """Since the command began: with what a process needs to start and end, an answer comes within 30 seconds."""

@@ -22,7 +22,7 @@ from chunkc.ir.actions import Stream
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, duration
 from chunkc.report.units import size
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 HELP = "what other systems, modelled, would make of a model on a machine"
 _SPEEDS: Final = ("policy", "fits", "recompute", "step", "tokens/s", "TFLOPS", "bound")

@@ -20,10 +20,10 @@ from chunkc.cli.options import DTYPES, MAX_RANKS, MAX_SEQUENCE, positive, up_to
 from chunkc.cli.output import show, tell
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
-from chunkc.models import FAMILIES, Transformer, family
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import duration
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios
+from chunkc.scenarios.models import FAMILIES, Transformer, family
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios
 
 HELP = "the largest built-in model and batch that fit a machine and meet a bar of throughput"
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64)

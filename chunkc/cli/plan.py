@@ -23,7 +23,7 @@ from chunkc.cli.subjects import (
 )
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
-from chunkc.whatif import Scenarios
+from chunkc.scenarios.scenario import Scenarios
 
 HELP = "plan a model for hardware that need not be here; nothing runs"
 

@@ -12,7 +12,7 @@ from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
 from chunkc.report.units import percent, size
-from chunkc.whatif import Answer
+from chunkc.scenarios.scenario import Answer
 
 TIGHT_SHARE: Final = 0.97
 """Of the memory that is there: a plan that needs more is tight, since bytes of activations are estimates."""

@@ -20,7 +20,7 @@ from chunkc.cli.subjects import (
 from chunkc.errors import ChunkcError
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
-from chunkc.whatif import Scenarios
+from chunkc.scenarios.scenario import Scenarios
 
 HELP = "how long a step of a plan takes, and what bounds it"
 

@@ -17,9 +17,16 @@ from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
-from chunkc.models import CONFIG_MAX_NBYTES, FAMILIES, Transformer, built_in, checkpoint_layers, from_config_file
 from chunkc.report import Plan
-from chunkc.whatif import Answer, Recompute, Scenario, Scenarios, policies, priced
+from chunkc.scenarios.models import (
+    CONFIG_MAX_NBYTES,
+    FAMILIES,
+    Transformer,
+    built_in,
+    checkpoint_layers,
+    from_config_file,
+)
+from chunkc.scenarios.scenario import Answer, Recompute, Scenario, Scenarios, policies, priced
 
 MODEL_HELP: Final = (
     "a built-in model (gpt-10b, bert-18b, ...), the path of a Hugging Face config.json, or module:function, which "

@@ -31,8 +31,8 @@ from transformers import Trainer, TrainingArguments
 
 from chunkc.api import clip_grad_norm_, compile
 from chunkc.checkpoint import load_checkpoint, save_checkpoint
-from chunkc.compiled import CompiledModel, compiled_of
-from chunkc.devices import HardwareLike
+from chunkc.compiler.compiled_model import CompiledModel, compiled_of
+from chunkc.compiler.device_selection import HardwareLike
 from chunkc.errors import ChunkcError
 from chunkc.integrations.hf_checks import (
     check_arguments,

@@ -11,7 +11,7 @@ from clipping import clip, step
 from pair import Pair, Tower, batch
 
 import chunkc
-from chunkc.memory.decisions import norms_nbytes
+from chunkc.compiler.memory.decisions import norms_nbytes
 
 HALF = {"dtype": torch.float16}
 

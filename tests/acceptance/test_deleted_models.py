@@ -13,15 +13,15 @@ from torch import nn
 import chunkc
 from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.capture.backend import CaptureBackend
-from chunkc.compiled import CompiledModel
-from chunkc.evaluation import Evaluator
+from chunkc.compiler.compiled_model import CompiledModel
+from chunkc.compiler.evaluation import Evaluator
+from chunkc.compiler.segment_compiler import Backend
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Operator
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.meter import malloc_reader
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.params import ManagedTensor
-from chunkc.segments import Backend
 
 HW = "emulated-64m-64m"
 MIB = 2**20

@@ -24,11 +24,11 @@ from torch.fx import Interpreter, Node
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
-import chunkc.segments
+import chunkc.compiler.segment_compiler
+from chunkc.compiler.segment_compiler import compile_inductor
 from chunkc.passes.lower import LoweredSegment
 from chunkc.runtime.bound import SegmentCallable
 from chunkc.runtime.meter import NonModelMeter
-from chunkc.segments import compile_inductor
 
 MIB = 1 << 20
 NUM_STEPS = 3
@@ -117,7 +117,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Readings]:
             return value
 
     monkeypatch.setattr(torch.fx, "Interpreter", Sampling)
-    monkeypatch.setattr(chunkc.segments, "compile_inductor", lambda segment: sampled(segment, found))
+    monkeypatch.setattr(chunkc.compiler.segment_compiler, "compile_inductor", lambda segment: sampled(segment, found))
     yield found
 
 

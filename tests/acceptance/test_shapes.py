@@ -11,7 +11,7 @@ from torch import nn
 from training import assert_close_elements
 
 import chunkc
-from chunkc.shapes import MAX_PROGRAMS
+from chunkc.compiler.shape_cache import MAX_PROGRAMS
 
 NUM_LENGTHS = 20
 OPTIONS = {"lr": 1e-2, "eps": 1e-4}
@@ -120,9 +120,9 @@ def test_another_shape_does_not_ask_for_the_memory_of_the_chunks_again(
     twins.train(12)
     plan = chunkc.plan_of(twins.model)
     wanted = plan.memory.nonmodel_nbytes
-    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: wanted)
+    monkeypatch.setattr("chunkc.compiler.device_selection.free_host_nbytes", lambda: wanted)
     twins.train(8)
-    monkeypatch.setattr("chunkc.devices.free_host_nbytes", lambda: wanted // 10)
+    monkeypatch.setattr("chunkc.compiler.device_selection.free_host_nbytes", lambda: wanted // 10)
     with pytest.raises(chunkc.HardwareError, match=f"where {wanted // 10} bytes are free"):
         twins.model(torch.zeros(2, 11, dtype=torch.int64))
     twins.train(8)

@@ -13,9 +13,9 @@ import pytest
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
 from chunkc.hardware import Hardware
-from chunkc.models import built_in
 from chunkc.report.units import size
-from chunkc.whatif import Answer, Scenario, Scenarios
+from chunkc.scenarios.models import built_in
+from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
 from tests.support.costs import RATES, with_work
 from tests.support.schedules import chain, planned, target
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import Schedule
-from chunkc.planahead import capture_ahead
 
 HEADS, TOKENS, SIZE = 4, 128, 16
 

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from chunkc.capture.flops import operator_flops
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.work import Kind, work_of
-from chunkc.planahead import capture_ahead
 
 
 class Attention(nn.Module):

@@ -10,10 +10,10 @@ import pytest
 from tiny_transformers import TINY_BERT, TINY_GPT
 
 from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
+from chunkc.compiler.plan_ahead import capture_ahead
+from chunkc.compiler.validation import compute_dtype, unique_params
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import GraphSchedule, Operator, ParamInfo, Schedule
-from chunkc.planahead import capture_ahead
-from chunkc.policy import compute_dtype, unique_params
 
 MODELS = {"gpt": TINY_GPT, "bert": TINY_BERT}
 HW = Hardware.parse("v100-240g")

@@ -14,9 +14,9 @@ from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import Schedule
-from chunkc.models.transformer import checkpoint_layers
-from chunkc.planahead import capture_ahead
+from chunkc.scenarios.models.transformer import checkpoint_layers
 
 BATCH, TOKENS, WIDTH = 4, 16, 32
 INPUT_NBYTES = 4 * BATCH * TOKENS * WIDTH

@@ -8,9 +8,9 @@ from torch import nn
 
 import chunkc
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import ParamInfo
-from chunkc.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
-from chunkc.planahead import capture_ahead
 from chunkc.runtime.gauge import Gauge
 from chunkc.triton_kernels.grad_norm import TILE_NUMEL, make_norm_tiles
 

@@ -17,13 +17,13 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.inductor import inductor_code
+from chunkc.compiler.memory.footprint import Footprint, Step
+from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
+from chunkc.compiler.plan_ahead import capture_ahead
+from chunkc.compiler.segment_compiler import compile_inductor, footprint_of
 from chunkc.ir.plan import Segment
-from chunkc.memory.footprint import Footprint, Step
-from chunkc.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.passes.lower import LoweredSegment, lower
-from chunkc.planahead import capture_ahead
 from chunkc.runtime.meter import malloc_reader
-from chunkc.segments import compile_inductor, footprint_of
 
 KIB = 1 << 10
 BASE = 64 * KIB

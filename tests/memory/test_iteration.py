@@ -13,15 +13,15 @@ from schedules import target
 from torch import nn
 
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.build import lower_graph
+from chunkc.compiler.memory.correct import corrected, stated
+from chunkc.compiler.memory.footprint import graph_footprint
+from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
+from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.memory.correct import corrected, stated
-from chunkc.memory.footprint import graph_footprint
-from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import Options, make_plan
-from chunkc.planahead import capture_ahead
-from chunkc.planning import lower_graph
 
 MODELS = ("odd", "resnet", "albert", "gpt2_dropout")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chunkc.errors import ChunkcError
-from chunkc.models import FAMILIES, NAMES, built_in, family
+from chunkc.scenarios.models import FAMILIES, NAMES, built_in, family
 
 # nominal size -> parameters in units of 1e9 with three decimals: BERT-like, GPT-2-like
 COUNTS = {

@@ -15,8 +15,8 @@ from mutations import check_mutations, num_mutations
 from torch import nn
 
 from chunkc.errors import ChunkcError
-from chunkc.models import built_in, checkpoint_layers, from_config_file
-from chunkc.models.transformer import Head
+from chunkc.scenarios.models import built_in, checkpoint_layers, from_config_file
+from chunkc.scenarios.models.transformer import Head
 
 LLAMA = {
     "model_type": "llama",

@@ -20,7 +20,7 @@ from chunkc.ir.plan import Plan
 from chunkc.report import Plan as ReportedPlan
 from chunkc.report import full_text, render, summarize
 from chunkc.report.timeline import Timeline, render_timeline, simulate
-from chunkc.whatif import Answer
+from chunkc.scenarios.scenario import Answer
 
 from ..ir.plans import distributed
 

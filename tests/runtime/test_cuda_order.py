@@ -16,7 +16,7 @@ from fake_cuda import GIB, FakeCuda
 from torch import nn
 
 import chunkc
-from chunkc.devices import device_for
+from chunkc.compiler.device_selection import device_for
 from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.cuda_events import CudaEvent, Held, HostCompletion

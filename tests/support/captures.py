@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from chunkc.capture.graphs import Captured
-from chunkc.planahead import capture_ahead
+from chunkc.compiler.plan_ahead import capture_ahead
 
 
 def capture_once(model: nn.Module, *inputs: Any) -> Captured:

@@ -11,7 +11,7 @@ from fake_cuda import GIB, FakeCuda
 from torch.utils import _pytree as pytree
 
 import chunkc
-from chunkc.devices import SharedDevice, device_for
+from chunkc.compiler.device_selection import SharedDevice, device_for
 from chunkc.hardware import PresentGpu, present_gpu
 from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import ChunkUpdate, Piece

@@ -14,8 +14,8 @@ from machines import EMULATED, Machine
 from torch import nn
 
 import chunkc
-from chunkc.compiled import CompiledModel
-from chunkc.evaluation import Evaluator
+from chunkc.compiler.compiled_model import CompiledModel
+from chunkc.compiler.evaluation import Evaluator
 
 VOCABULARY = 40
 WIDTH = 48

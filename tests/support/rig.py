@@ -21,12 +21,12 @@ from training import AfterStep, Recipe, Trained, train
 import chunkc
 from chunkc.capture.backend import Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.compiled import CompiledModel, Settings
+from chunkc.compiler.compiled_model import CompiledModel, Settings
+from chunkc.compiler.validation import unique_params
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options
-from chunkc.policy import unique_params
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Device
 from chunkc.runtime.gradients import Gradients

@@ -16,7 +16,7 @@ from chunkc._torch_compat.core import aot_backend, dynamo_example
 from chunkc._torch_compat.inductor import inductor_compile
 from chunkc.capture.backend import boxed
 from chunkc.capture.partition import partition
-from chunkc.segments import backend_options
+from chunkc.compiler.segment_compiler import backend_options
 
 
 def same_partition_backend(backend: Any) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:

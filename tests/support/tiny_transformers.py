@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chunkc.models import Transformer
-from chunkc.models.transformer import Head
+from chunkc.scenarios.models import Transformer
+from chunkc.scenarios.models.transformer import Head
 
 TINY_GPT = Transformer(
     "gpt-tiny",

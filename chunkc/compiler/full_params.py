@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from chunkc.compiled import compiled_of
+from chunkc.compiler.compiled_model import compiled_of
+from chunkc.compiler.plan_ahead import swapped_tensors
 from chunkc.errors import ChunkcError
-from chunkc.planahead import swapped_tensors
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
 

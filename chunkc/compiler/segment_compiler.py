@@ -18,9 +18,9 @@ from chunkc._torch_compat.inductor import (
     inductor_decompositions,
     inductor_joint_passes,
 )
+from chunkc.compiler.memory.footprint import Footprint, graph_footprint
+from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
-from chunkc.memory.footprint import Footprint, graph_footprint
-from chunkc.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
 from chunkc.runtime.bound import SegmentCallable
 

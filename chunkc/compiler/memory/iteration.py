@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from chunkc.capture.graphs import CapturedGraph
+from chunkc.compiler.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
-from chunkc.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.runtime.bound import Graph
 
 

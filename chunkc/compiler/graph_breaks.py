@@ -17,17 +17,17 @@ from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.capture.joined import beside, join, saved_nbytes
+from chunkc.compiler.build import Built, Request, build, measuring
+from chunkc.compiler.graph_entry import GraphSlot, callables, frozen_callable, install, slot_of
+from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
-from chunkc.memory.decisions import with_decisions
 from chunkc.passes import make_plan
 from chunkc.passes.lower import lower
-from chunkc.planning import Built, Request, build, measuring
-from chunkc.programs import GraphSlot, callables, frozen_callable, install, slot_of
 from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.unplanned import UnplannedGraph
-from chunkc.segments import SegmentCompiler, compile_eager
 
 logger = logging.getLogger("chunkc")
 

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Final
 
 from chunkc.errors import ChunkcError
-from chunkc.models.transformer import Head, Transformer
+from chunkc.scenarios.models.transformer import Head, Transformer
 
 SEQUENCE: Final = 1024
 

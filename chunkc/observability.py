@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from chunkc.api import plan_of, stats
-from chunkc.compiled import compiled_of
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.cost import simulate
 from chunkc.cost.simulate import flops_of
 from chunkc.errors import ChunkcError, HardwareError

@@ -21,7 +21,7 @@ import torch
 
 from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.capture.workspace import BASE_NBYTES, kernel_workspace_nbytes
-from chunkc.memory.footprint import Footprint, Recorder, tensors_in
+from chunkc.compiler.memory.footprint import Footprint, Recorder, tensors_in
 
 _ROOTS: Final = {"torch": "torch", "aten": "torch.ops.aten", "inductor_ops": "torch.ops.inductor"}
 _ALLOCATION: Final = re.compile(r"\b(make_unique|malloc|alloc|new|vector)\b")

@@ -1,7 +1,7 @@
 """A compiled model: ties capture, passes and runtime together behind the user's own module object.
 
 Calls enter through ``CompiledModel.__call__``, which the module's ``__call__`` reaches as its compiled implementation.
-Training forwards go through torch.compile into our backend; forwards without gradients are ``chunkc.evaluation``'s.
+Training forwards go through torch.compile into our backend; forwards without gradients are those of `evaluation`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from chunkc._torch_compat.core import (
     pytree,
     shared_frames,
 )
-from chunkc.breaks import BrokenForwards
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.debug import explain
+from chunkc.compiler.build import Built, Request, budget_chooser, build, measuring
+from chunkc.compiler.debug import explain
+from chunkc.compiler.evaluation import Evaluator
+from chunkc.compiler.graph_breaks import BrokenForwards
+from chunkc.compiler.graph_entry import callables, slot_of
+from chunkc.compiler.keep_fp32 import Fp32Modules
+from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.segment_compiler import SegmentCompiler
+from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
+from chunkc.compiler.validation import buffer_test
 from chunkc.errors import CaptureError, ChunkcError
-from chunkc.evaluation import Evaluator
-from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Planned, Target
-from chunkc.planning import Built, Request, budget_chooser, build, measuring
-from chunkc.policy import buffer_test
-from chunkc.precision import Fp32Modules
-from chunkc.programs import callables, slot_of
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
-from chunkc.segments import SegmentCompiler
-from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
 
 logger = logging.getLogger("chunkc")
 

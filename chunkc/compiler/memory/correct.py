@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from chunkc.compiler.memory.iteration import SegmentBytes
 from chunkc.ir.plan import Plan, Segment
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
-from chunkc.memory.iteration import SegmentBytes
 
 
 def stated(plan: Plan, found: Sequence[SegmentBytes], *, is_bound: bool) -> Plan:

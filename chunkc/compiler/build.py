@@ -20,17 +20,18 @@ from dataclasses import dataclass, replace
 
 from chunkc.capture.backend import BudgetChooser
 from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.compiler.device_selection import check_free_memory
+from chunkc.compiler.memory.correct import corrected, stated
+from chunkc.compiler.memory.decisions import beside_norms, with_norms
+from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
+from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.cost.rates import CostRates
-from chunkc.devices import check_free_memory
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
-from chunkc.memory.correct import corrected, stated
-from chunkc.memory.decisions import beside_norms, with_norms
-from chunkc.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.passes import (
     Options,
     Pass,
@@ -45,7 +46,6 @@ from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
 from chunkc.runtime.bound import CompiledGraph
-from chunkc.segments import SegmentCompiler
 
 logger = logging.getLogger("chunkc")
 

@@ -24,20 +24,20 @@ from typing import Final
 import torch
 
 from chunkc.capture.periodic import BASE, NotPeriodicError, periodic_schedule
+from chunkc.compiler.memory.decisions import with_norms, with_scaled_tangents
+from chunkc.compiler.plan_ahead import capture_ahead, plan_schedule, uncollected
+from chunkc.compiler.segment_compiler import Backend
+from chunkc.compiler.validation import compute_dtype, needs_scaling, param_infos, unique_params
 from chunkc.cost.rates import known_rates
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
-from chunkc.memory.decisions import with_norms, with_scaled_tangents
-from chunkc.models import Transformer
 from chunkc.passes import Options, Target
-from chunkc.planahead import capture_ahead, plan_schedule, uncollected
-from chunkc.policy import compute_dtype, needs_scaling, param_infos, unique_params
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
-from chunkc.segments import Backend
+from chunkc.scenarios.models import Transformer
 
 logger = logging.getLogger("chunkc")
 

@@ -32,17 +32,17 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.build import Request, budget_chooser
+from chunkc.compiler.keep_fp32 import Fp32Modules
+from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.segment_compiler import Backend, SegmentCompiler, backend_options
+from chunkc.compiler.validation import buffer_test, is_mixed, param_infos, unique_params
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
-from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Options, Pass, Target, make_fastest_plan
-from chunkc.planning import Request, budget_chooser
-from chunkc.policy import buffer_test, is_mixed, param_infos, unique_params
-from chunkc.precision import Fp32Modules
 from chunkc.report import Plan
-from chunkc.segments import Backend, SegmentCompiler, backend_options
 
 logger = logging.getLogger("chunkc")
 

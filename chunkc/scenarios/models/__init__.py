@@ -4,8 +4,8 @@ A model is data here (``catalogue.py``); it is built on the meta device, where i
 be planned (``transformer.py``).
 """
 
-from chunkc.models.catalogue import FAMILIES, NAMES, built_in, family
-from chunkc.models.transformer import CONFIG_MAX_NBYTES, Transformer, checkpoint_layers, from_config_file
+from chunkc.scenarios.models.catalogue import FAMILIES, NAMES, built_in, family
+from chunkc.scenarios.models.transformer import CONFIG_MAX_NBYTES, Transformer, checkpoint_layers, from_config_file
 
 __all__ = [
     "CONFIG_MAX_NBYTES",

@@ -29,15 +29,17 @@ from torch import nn
 from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.debug import explain
+from chunkc.compiler.build import Request, build
+from chunkc.compiler.debug import explain
+from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.segment_compiler import SegmentCompiler
+from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
+from chunkc.compiler.validation import buffer_test
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
-from chunkc.memory.decisions import with_decisions
 from chunkc.passes import Planned
-from chunkc.planning import Request, build
-from chunkc.policy import buffer_test
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.executor import Executor
@@ -45,8 +47,6 @@ from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.ranks import Kind
 from chunkc.runtime.transitions import AtStake
 from chunkc.runtime.values import static_slots
-from chunkc.segments import SegmentCompiler
-from chunkc.shapes import ShapeTable, Signature, entry_maker, signature_of
 
 logger = logging.getLogger("chunkc")
 

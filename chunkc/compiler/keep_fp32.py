@@ -5,7 +5,7 @@ Sums of squares in normalisations, and the logits by which routers choose, lose 
 way in and outputs back on the way out, by hooks on those modules, which are captured with the forward. Their parameters
 have chunks of fp32. A module that owns such parameters computes in fp32 with all that is inside it.
 
-Batch normalisation keeps its dtype by itself and takes inputs in 16 bits (``chunkc.policy``).
+Batch normalisation keeps its dtype by itself and takes inputs in 16 bits (``chunkc.compiler.validation``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from chunkc._torch_compat.core import pytree
+from chunkc.compiler.validation import own_dtype_params, unique_params
 from chunkc.errors import ChunkcError
-from chunkc.policy import own_dtype_params, unique_params
 
 
 def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> frozenset[nn.Parameter]:

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+from chunkc.compiler.throttle import Throttle
 from chunkc.cost.rates import cost_rates
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
@@ -42,7 +43,6 @@ from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, usable_cores
 from chunkc.runtime.ranks import Ranks
-from chunkc.throttle import Throttle
 
 logger = logging.getLogger("chunkc")
 
