@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from chunkc import job
 from chunkc._torch_compat.core import Finalizer
 from chunkc.compiler.compiled_model import CompiledModel, Settings
 from chunkc.compiler.compiled_model import compiled_of as _compiled
@@ -31,6 +30,8 @@ from chunkc.compiler.validation import (
     unique_params,
 )
 from chunkc.cost.rates import known_rates
+from chunkc.distributed import job
+from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import UsableMemory
@@ -42,8 +43,8 @@ from chunkc.report import Plan
 from chunkc.runtime.host_cores import own_cores
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.module_hooks import attach
-from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.scaling import LossScale
+from chunkc.runtime.slab import map_private
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
 
@@ -120,7 +121,7 @@ def compile(  # the name that torch.compile taught users
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
     compiler, more = SegmentCompiler.of(backend), backend_options(backend)
-    ranks = job.make_ranks(device.torch_device, world_size, adds_in_float32=reduce_dtype is not None)
+    ranks = job.make_ranks(device.torch_device, world_size, map_private, adds_in_float32=reduce_dtype is not None)
     if ranks.size > 1:
         with ranks.joining():
             count_libraries(device)

@@ -16,12 +16,12 @@ import chunkc
 from chunkc.api import _moved_buffers as moved_buffers
 from chunkc.compiler.device_selection import at_hand, check_free_memory, device_for
 from chunkc.cost.rates import known_rates
+from chunkc.distributed.process_group import Ranks
 from chunkc.hardware import PresentGpu
 from chunkc.hardware.nvml import NvmlGpu
 from chunkc.runtime.cuda import CudaDevice
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, usable_cores
-from chunkc.runtime.ranks import Ranks
 
 
 def tower(width: int, depth: int = 4) -> nn.Module:

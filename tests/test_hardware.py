@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chunkc import job
+from chunkc.distributed import job
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, present_gpu
 from chunkc.hardware.catalogue import Tflops

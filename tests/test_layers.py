@@ -22,9 +22,9 @@ MAX_LINES = 400
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
 
 BOTTOM = {"errors", "files"}
-FOUNDATION = BOTTOM | {"_torch_compat", "ir", "hardware", "_gloo"}
+FOUNDATION = BOTTOM | {"_torch_compat", "ir", "hardware", "distributed"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
-UPPER = MIDDLE | {"report", "passes", "checkpoint", "compiler", "scenarios", "baselines", "weights", "job"}
+UPPER = MIDDLE | {"report", "passes", "checkpoint", "compiler", "scenarios", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
     "_checkout": set(),
     "errors": set(),
@@ -36,7 +36,7 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "_torch_compat.distributed": set(),
     "_torch_compat.release": set(),
     "_torch_compat.rendezvous": set(),
-    "_gloo": {"_torch_compat"},
+    "distributed": BOTTOM | {"_torch_compat", "hardware"},
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,
@@ -52,7 +52,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "scenarios": MIDDLE | {"compiler", "passes", "report"},
     "scenarios.models": BOTTOM,
     "calibrate": MIDDLE | {"compiler", "report"},
-    "job": FOUNDATION | {"runtime"},
     "graceful_exit": {"errors"},
     "api": UPPER,
     "observability": UPPER | {"api"},

@@ -8,8 +8,8 @@ from torch import nn
 
 import chunkc
 from chunkc.compiler.validation import reduction_nbytes
+from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.hardware import Hardware
-from chunkc.runtime.data_group import STAGING_NBYTES
 
 GPUS, EMULATED = Hardware.parse("2xa100-40g-512g"), Hardware.parse("2xemulated-1g-4g")
 

@@ -41,11 +41,11 @@ from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
 from chunkc.checkpoint.planners import save
 from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, load_states, resume, write_model
 from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
+from chunkc.distributed.coordination import all_do, exchange, of_first
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.ranks import Kind
-from chunkc.runtime.together import all_do, exchange, of_first
 from chunkc.weights.tensors import memory_of
 
 logger = logging.getLogger("chunkc")

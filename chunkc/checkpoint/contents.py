@@ -32,13 +32,13 @@ from chunkc.checkpoint.generators import read_generators
 from chunkc.checkpoint.objects import PREFIX
 from chunkc.checkpoint.planners import Flats, Kept
 from chunkc.checkpoint.shares import Share
+from chunkc.distributed.coordination import exchange
+from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model import ModelRuntime
 from chunkc.runtime.optimizer import Adam, AdamW
 from chunkc.runtime.optimizer_state import managed
-from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.snapshot import SnapshotReader
-from chunkc.runtime.together import exchange
 from chunkc.weights.tensors import ModelTensors, memory_of
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")

@@ -28,10 +28,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
+from chunkc.distributed.coordination import exchange
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import CheckpointError
 from chunkc.files import Decoder, FormatError, flush_folder, read_json, synced_file
-from chunkc.runtime.ranks import Ranks
-from chunkc.runtime.together import exchange
 
 logger = logging.getLogger("chunkc")
 

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from chunkc.checkpoint.shares import Box, Share
+from chunkc.distributed.coordination import exchange
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
-from chunkc.runtime.ranks import Ranks
-from chunkc.runtime.together import exchange
 
 Flats = Sequence[torch.Tensor]
 """The elements of a share: 1-D, one for each of its ranges."""

@@ -38,12 +38,12 @@ from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
 from chunkc.compiler.validation import buffer_test
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.passes import Options, Planned, Target
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.ranks import Kind
 
 logger = logging.getLogger("chunkc")
 

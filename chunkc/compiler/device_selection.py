@@ -30,6 +30,7 @@ from dataclasses import replace
 
 from chunkc.compiler.throttle import Throttle
 from chunkc.cost.rates import cost_rates
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
 from chunkc.hardware.assumptions import assumed
@@ -42,7 +43,6 @@ from chunkc.runtime.cuda_memory import MemoryLedger
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, usable_cores
-from chunkc.runtime.ranks import Ranks
 
 logger = logging.getLogger("chunkc")
 

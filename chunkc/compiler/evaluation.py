@@ -35,6 +35,7 @@ from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
 from chunkc.compiler.validation import buffer_test
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
@@ -44,7 +45,6 @@ from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.bound import CompiledGraph
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.ranks import Kind
 from chunkc.runtime.transitions import AtStake
 from chunkc.runtime.values import static_slots
 

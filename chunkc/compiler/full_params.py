@@ -11,9 +11,9 @@ from torch import nn
 
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.plan_ahead import swapped_tensors
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.ranks import Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from chunkc.distributed.data_group import STAGING_NBYTES
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
-from chunkc.runtime.data_group import STAGING_NBYTES
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}

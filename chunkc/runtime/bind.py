@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, Home
@@ -22,7 +23,6 @@ from chunkc.runtime.bound import AnnouncedUpdate, Bound, CompiledGraph, Frame
 from chunkc.runtime.device import Device, Update
 from chunkc.runtime.exchanges import Exchanges
 from chunkc.runtime.gauge import Gauge
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.store import ChunkStore, Triple
 
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
 from chunkc.runtime.bound import Frame
 from chunkc.runtime.gauge import Gauge
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.store import ChunkStore
 
 Work = Callable[[], None]

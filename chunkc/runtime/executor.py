@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from chunkc.distributed.process_group import Kind, Ranks, digest_lines
 from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
@@ -24,7 +25,6 @@ from chunkc.runtime.bound import CompiledGraph, Frame
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.moment_text import moment_text
-from chunkc.runtime.ranks import Kind, Ranks, digest_lines
 from chunkc.runtime.scaling import LossScale, scale_tangents, times
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.store import ChunkStore

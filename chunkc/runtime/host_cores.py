@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from chunkc.runtime.ranks import Ranks
+from chunkc.distributed.process_group import Ranks
 
 _LOGGER = logging.getLogger("chunkc")
 

@@ -20,6 +20,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from chunkc.distributed.coordination import mean_of_ranks, of_first_rank
+from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
@@ -29,13 +31,11 @@ from chunkc.runtime.foreign_updates import ForeignUpdates
 from chunkc.runtime.gradients import Gradients
 from chunkc.runtime.manage import manage_all
 from chunkc.runtime.params import inner_of
-from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.requested import RequestedGradients
 from chunkc.runtime.scaling import multiply
 from chunkc.runtime.snapshot import SnapshotReader
 from chunkc.runtime.staging import StagingStore, keep_master, round_to
 from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.together import mean_of_ranks, of_first_rank
 from chunkc.runtime.transaction import Transactions
 from chunkc.runtime.undeclared import refuse_lost
 from chunkc.runtime.values import ChunkValues, Flats

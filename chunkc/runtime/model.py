@@ -19,6 +19,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from chunkc._torch_compat.core import current_backward
+from chunkc.distributed.process_group import Kind, Ranks
+from chunkc.distributed.rank_advice import backward_line
 from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
@@ -26,8 +28,6 @@ from chunkc.runtime.device import Device
 from chunkc.runtime.engine import find_accumulators, left_out
 from chunkc.runtime.executor import Executor
 from chunkc.runtime.gauge import Outcome, Skipped
-from chunkc.runtime.rank_advice import backward_line
-from chunkc.runtime.ranks import Kind, Ranks
 from chunkc.runtime.step_inputs import Hyper, step_lines
 from chunkc.runtime.transitions import AtStake, Transitions
 from chunkc.runtime.undeclared import refuse_broken, refuse_more, refuse_partial, refuse_undeclared, refuse_unplanned

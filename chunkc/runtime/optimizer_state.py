@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from chunkc.distributed.process_group import Lines, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.gauge import Outcome
-from chunkc.runtime.ranks import Lines, Ranks
 from chunkc.runtime.step_inputs import Hyper
 from chunkc.runtime.transaction import Transactions
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
-from chunkc.runtime.ranks import Ranks, digest_lines
+from chunkc.distributed.process_group import Ranks, digest_lines
 
 logger = logging.getLogger("chunkc")
 

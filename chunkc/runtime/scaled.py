@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 
+from chunkc.distributed.process_group import Kind, Lines, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.device import Device, Event
 from chunkc.runtime.gauge import Gauge, Outcome
 from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.ranks import Kind, Lines, Ranks
 from chunkc.runtime.scaling import LossScale, multiply
 
 

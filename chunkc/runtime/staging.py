@@ -19,8 +19,8 @@ from typing import Final
 
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.slab import map_private
 
 _MAPPED_NBYTES: Final = 2**16

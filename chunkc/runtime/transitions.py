@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError
 from chunkc.runtime.executor import Executor
-from chunkc.runtime.ranks import Kind
 from chunkc.runtime.scaled import ScaledGradients
 
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.scaling import multiply
 from chunkc.runtime.slab import FreedPages
 from chunkc.runtime.snapshot import Snapshot, SnapshotReader

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError
-from chunkc.runtime.ranks import Kind
 from chunkc.weights.files import WeightFiles
 from chunkc.weights.initial import initial_values
 from chunkc.weights.match import Matched, is_optional, match, tied_names

@@ -18,11 +18,11 @@ from typing import Final, TypeVar
 import torch
 from torch import nn
 
+from chunkc.distributed.coordination import led
 from chunkc.errors import ChunkcError
 from chunkc.runtime.memory import ModelMemory
 from chunkc.runtime.params import ManagedTensor
 from chunkc.runtime.slab import FreedPages
-from chunkc.runtime.together import led
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from chunkc import ChunkcError
 from chunkc.checkpoint.planners import Kept, Wanted, load, load_whole, save, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import INDEX_NAME, SafetensorsReader, SafetensorsWriter, digest_of
-from chunkc.runtime.ranks import Ranks
+from chunkc.distributed.process_group import Ranks
 
 Values = dict[str, torch.Tensor]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.bool)

@@ -7,7 +7,7 @@ import torch
 from job import Pool
 from rank_replicas import reduced
 
-from chunkc.runtime.data_group import STAGING_NBYTES
+from chunkc.distributed.data_group import STAGING_NBYTES
 
 pytestmark = pytest.mark.distributed
 SEVERAL_PIECES = STAGING_NBYTES // 20 + 1001

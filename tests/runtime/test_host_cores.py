@@ -19,6 +19,7 @@ import torch
 from fake_cuda import GIB, FakeCuda
 
 import chunkc
+from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.runtime.adam import PARALLEL_NUMEL, Piece
 from chunkc.runtime.cuda import CudaDevice
@@ -27,7 +28,6 @@ from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.emulated import EmulatedDevice
 from chunkc.runtime.host_cores import HostCores, divided, numa_nodes, own_cores, usable_cores
 from chunkc.runtime.host_homes import touch
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 
 MIB = 2**20

@@ -9,7 +9,7 @@ import torch
 from thread_ranks import on_threads
 from torch import nn
 
-from chunkc.runtime.ranks import Ranks
+from chunkc.distributed.process_group import Ranks
 from chunkc.runtime.requested import RequestedGradients
 
 PARAMS = [nn.Parameter(torch.ones(1)) for _ in range(4)]

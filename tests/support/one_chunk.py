@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
-from chunkc.runtime.ranks import Ranks
 from chunkc.runtime.step_inputs import Hyper, StepInputs
 from chunkc.runtime.transaction import Transactions
 

@@ -16,7 +16,8 @@ from rank_scaling import Scaled, train_scaled
 from sides import Seen, side_on_rank
 
 from chunkc._torch_compat.distributed import end_group, new_group
-from chunkc.runtime.data_group import DataGroup
+from chunkc.distributed.data_group import DataGroup
+from chunkc.runtime.slab import map_private
 
 TWO_NODES = "2x2xemulated-640k-64m"
 NODE: dict[str, Any] = {"shard": "node"}
@@ -69,7 +70,7 @@ def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
-    group = DataGroup(made, rank, num_ranks, is_direct=True, adds_in_float32=False)
+    group = DataGroup(made, rank, num_ranks, map_private, is_direct=True, adds_in_float32=False)
     mean = own.clone()
     group.mean(mean)
     group.close()
@@ -82,7 +83,7 @@ def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
-    group = DataGroup(made, rank, num_ranks, is_direct=False, adds_in_float32=adds_in_float32)
+    group = DataGroup(made, rank, num_ranks, map_private, is_direct=False, adds_in_float32=adds_in_float32)
     group.warm_up(torch.device("cpu"))
     whole = before.clone()
     group.reduce(whole[rank * numel : (rank + 1) * numel], whole, mean=mean)

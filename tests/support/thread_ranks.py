@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from chunkc.runtime.ranks import Ranks
+from chunkc.distributed.process_group import Ranks
 
 TIMEOUT_S = 60
 

@@ -1,6 +1,6 @@
 """A process group over which programs exchange payloads: among ranks that share chunks, or among those of one chunk.
 
-Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`chunkc._gloo`); else the
+Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`gloo`); else the
 backend's collectives run, which add up in the dtype of the payload. Where float32 is asked for there, ranks send each
 other contributions as they are, piece by piece through a buffer of a fixed size, and the owner adds them up in float32
 and rounds once: as many bytes as a reduce-scatter.
@@ -12,16 +12,20 @@ rank adds up the same numbers by the same kernel.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from chunkc._gloo import DirectExchange
 from chunkc._torch_compat.distributed import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
-from chunkc.runtime.slab import map_private
+from chunkc.distributed.gloo import DirectExchange
 
 STAGING_NBYTES: Final = 32 * 2**20
 """Device bytes through which contributions pass that are added up in float32 there."""
+
+
+Allocator = Callable[[int], torch.Tensor]
+"""What maps so many bytes of host memory, as uint8."""
 
 
 class DataGroup:
@@ -31,12 +35,15 @@ class DataGroup:
         group: of the ranks, for tensors where payloads stand.
         rank: of this process in the group. size: of the group.
         is_direct: whether payloads stand in host memory and the group is gloo's.
+        allocate: uint8 host memory of so many bytes, for what is received directly.
         adds_in_float32: whether contributions in 16 bits are added up in float32 where they are not sent directly.
     """
 
-    def __init__(self, group: Group, rank: int, size: int, *, is_direct: bool, adds_in_float32: bool) -> None:
+    def __init__(
+        self, group: Group, rank: int, size: int, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool
+    ) -> None:
         self._group, self._size = group, size
-        self._direct = DirectExchange(group, rank, size, map_private) if is_direct else None
+        self._direct = DirectExchange(group, rank, size, allocate) if is_direct else None
         self._adds_in_float32 = adds_in_float32
         self._rows = torch.empty(0, device="cpu")
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")

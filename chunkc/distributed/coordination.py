@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import CheckpointError, ChunkcError, RankError
-from chunkc.runtime.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -12,9 +12,10 @@ import os
 import torch
 
 from chunkc._torch_compat import distributed as dist
+from chunkc.distributed.data_group import Allocator
+from chunkc.distributed.process_group import JobRanks, Kind, Ranks
 from chunkc.errors import RankError
 from chunkc.hardware import present_gpu
-from chunkc.runtime.ranks import JobRanks, Kind, Ranks
 
 
 def join() -> None:
@@ -53,11 +54,12 @@ def rank() -> int:
     return dist.job_rank() if dist.is_in_job() else 0
 
 
-def make_ranks(device: torch.device, num_sharing: int, *, adds_in_float32: bool) -> Ranks:
+def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """The ranks of a model on ``device``, of which every ``num_sharing`` share chunks; all ranks make theirs at the
     same time, in the same order of models.
 
     Args:
+        allocate: uint8 host memory of so many bytes, for exchanges between hosts.
         adds_in_float32: whether gradients of the ranks are added up in float32 by NCCL, too.
 
     Raises:
@@ -72,5 +74,5 @@ def make_ranks(device: torch.device, num_sharing: int, *, adds_in_float32: bool)
     shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
-    ranks.connect(backend, device, num_sharing, adds_in_float32=adds_in_float32)
+    ranks.connect(backend, device, num_sharing, allocate, adds_in_float32=adds_in_float32)
     return ranks

@@ -1,4 +1,4 @@
-"""Advice for ranks that do different things with one model; errors of `chunkc.runtime.ranks` end with it.
+"""Advice for ranks that do different things with one model; errors of `chunkc.distributed.process_group` end with it.
 
 A backward pass runs the graphs of a forward that the loss reaches, the last one first. Ranks exchange gradients graph
 by graph, so where a forward breaks into several graphs all losses must reach the same of them. Within one graph losses

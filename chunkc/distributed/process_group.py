@@ -14,7 +14,7 @@ raises `RankError` with what each of them does, so that ``if rank == 0: evaluate
 rank whose call is refused before it came to an agreement joins with the kind ``refused``: the others need not wait.
 
 **Replicas.** Where model data is divided within nodes only, every node holds a replica of it, and all replicas stay the
-same bits: a mean over replicas is made once and sent to all (`chunkc.runtime.data_group`), the norms of equal gradients
+same bits: a mean over replicas is made once and sent to all (`data_group`), the norms of equal gradients
 are added up in one order, so that all clip and skip alike, and updates do the same arithmetic on the same numbers.
 
 **Failure.** When a collective fails or times out, the group cannot be used again: every later one fails at once, with
@@ -37,10 +37,10 @@ from typing import Final, NoReturn, TypeVar
 import torch
 
 from chunkc._torch_compat.distributed import Group, Store, all_gather, broadcast, end_group, new_group, reduce
+from chunkc.distributed.data_group import Allocator, DataGroup
+from chunkc.distributed.failure_reports import Stories
+from chunkc.distributed.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
 from chunkc.errors import RankError
-from chunkc.runtime.data_group import DataGroup
-from chunkc.runtime.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
-from chunkc.runtime.stories import Stories
 
 _SHOWN_RANKS: Final = 4
 
@@ -272,7 +272,9 @@ class JobRanks(Ranks):
 
     # Within programs, on the data groups.
 
-    def connect(self, backend: str, device: torch.device, num_sharing: int, *, adds_in_float32: bool) -> None:
+    def connect(
+        self, backend: str, device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool
+    ) -> None:
         """Make the data groups for payloads on ``device``: of every ``num_sharing`` ranks that follow each other, and,
         where there are several such sets, of the ranks that have the same place in each. All ranks call it together."""
         sets = [range(first, first + num_sharing) for first in range(0, self.size, num_sharing)]
@@ -281,7 +283,7 @@ class JobRanks(Ranks):
             own = next(ranks for ranks in of if self.rank in ranks)
             group, is_direct = new_group(backend, self._timeout, device, of), backend == "gloo"
             place = own.index(self.rank), len(own)
-            data = DataGroup(group, *place, is_direct=is_direct, adds_in_float32=adds_in_float32)
+            data = DataGroup(group, *place, allocate, is_direct=is_direct, adds_in_float32=adds_in_float32)
             data.warm_up(device)
             return data
 
