@@ -32,7 +32,7 @@ from chunkc.ir.plan import Plan
 from chunkc.runtime.adam import ChunkUpdate, Piece
 from chunkc.runtime.debug_settings import DebugSettings
 from chunkc.runtime.device import Event, Launch
-from chunkc.runtime.gauge import HostNorm
+from chunkc.runtime.cpu_norm import HostNorm
 from chunkc.runtime.host_cores import HostCores
 from chunkc.runtime.live_slabs import LiveSlabs
 from chunkc.runtime.meter import NonModelMeter
