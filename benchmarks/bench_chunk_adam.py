@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from chunkc._torch_compat.inductor import inductor_loop
-from chunkc.runtime.adam import ChunkUpdate, Piece
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 RESULTS = Path(__file__).parent / "results"
 HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True)

@@ -46,8 +46,8 @@ from chunkc.cost.timeline import Timeline
 from chunkc.hardware.profile import CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.pace import Span
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.throttle import Span
 
 NUM_WARM_UP: Final = 2
 MAX_WORK_SHARE: Final = 0.2

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chunkc._torch_compat.cuda import cuda_sleep
-from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
 from chunkc.triton_kernels.cast import cast, restore
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import grad_norm, make_norm_tiles

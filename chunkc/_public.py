@@ -22,8 +22,8 @@ from chunkc.hardware import Hardware
 from chunkc.observability import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
-from chunkc.runtime.grad_scaler import GradScaler
-from chunkc.runtime.optimizer import Adam, AdamW
+from chunkc.runtime.optim.grad_scaler import GradScaler
+from chunkc.runtime.optim.optimizer import Adam, AdamW
 from chunkc.weights.load import load_pretrained
 from chunkc.weights.save import save_safetensors
 

@@ -40,11 +40,11 @@ from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options, Pass, Target
 from chunkc.report import Plan
-from chunkc.runtime.host_cores import own_cores
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.module_hooks import attach
-from chunkc.runtime.scaling import LossScale
-from chunkc.runtime.slab import map_private
+from chunkc.runtime.devices.cpu_affinity import own_cores
+from chunkc.runtime.devices.host_slab import map_private
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.module_hooks import attach
+from chunkc.runtime.update.loss_scale import LossScale
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
 

@@ -22,8 +22,8 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.report.measured import joined_trace, measured_trace
 from chunkc.report.trace import trace
-from chunkc.runtime.pace import Span
-from chunkc.runtime.step_log import StepWindow
+from chunkc.runtime.devices.throttle import Span
+from chunkc.runtime.model.step_timer import StepWindow
 
 logger = logging.getLogger("chunkc")
 

@@ -19,9 +19,9 @@ from chunkc.cost.rates import known_rates
 from chunkc.distributed.process_group import Ranks
 from chunkc.hardware import PresentGpu
 from chunkc.hardware.nvml import NvmlGpu
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.host_cores import HostCores, usable_cores
+from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.emulated import EmulatedDevice
 
 
 def tower(width: int, depth: int = 4) -> nn.Module:

@@ -23,6 +23,7 @@ FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chu
 
 BOTTOM = {"errors", "files"}
 FOUNDATION = BOTTOM | {"_torch_compat", "ir", "hardware", "distributed"}
+KERNELS = FOUNDATION | {"triton_kernels"}
 MIDDLE = FOUNDATION | {"triton_kernels", "capture", "cost", "runtime"}
 UPPER = MIDDLE | {"report", "passes", "checkpoint", "compiler", "scenarios", "baselines", "weights"}
 MAY_IMPORT: Mapping[str, set[str]] = {
@@ -32,24 +33,27 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "ir": BOTTOM,
     "hardware": BOTTOM,
     "_torch_compat": BOTTOM,
-    "_torch_compat.cuda": set(),
-    "_torch_compat.distributed": set(),
-    "_torch_compat.release": set(),
-    "_torch_compat.rendezvous": set(),
     "distributed": BOTTOM | {"_torch_compat", "hardware"},
     "triton_kernels": set(),
     "capture": BOTTOM | {"ir", "_torch_compat"},
     "cost": FOUNDATION,
     "baselines": FOUNDATION | {"cost"},
-    "runtime": FOUNDATION | {"triton_kernels"},
-    "passes": BOTTOM | {"ir", "hardware", "cost"},
-    "passes.lower": BOTTOM | {"ir", "hardware", "cost", "_torch_compat"},
+    "runtime": set(),
+    "runtime.update": FOUNDATION,
+    "runtime.devices": KERNELS | {"runtime.update"},
+    "runtime.storage": KERNELS | {"runtime.update", "runtime.devices"},
+    "runtime.params": KERNELS | {"runtime.update", "runtime.storage"},
+    "runtime.execution": KERNELS | {"runtime.update", "runtime.devices", "runtime.storage"},
+    "runtime.optim": KERNELS | {"runtime.update", "runtime.storage", "runtime.params", "runtime.execution"},
+    "runtime.model": KERNELS | {"runtime"},
+    "passes": BOTTOM | {"ir", "hardware", "cost", "passes.lower"},
+    "passes.lower": BOTTOM | {"ir", "hardware", "cost", "passes", "_torch_compat"},
     "report": MIDDLE,
-    "compiler": MIDDLE | {"passes", "report"},
+    "compiler": MIDDLE | {"passes", "report", "compiler.memory"},
     "compiler.memory": FOUNDATION | {"capture", "runtime"},
     "weights": FOUNDATION | {"runtime"},
     "checkpoint": MIDDLE | {"weights"},
-    "scenarios": MIDDLE | {"compiler", "passes", "report"},
+    "scenarios": MIDDLE | {"compiler", "passes", "report", "scenarios.models"},
     "scenarios.models": BOTTOM,
     "calibrate": MIDDLE | {"compiler", "report"},
     "graceful_exit": {"errors"},
@@ -130,8 +134,7 @@ def floor_faults(modules: Mapping[str, str]) -> list[str]:
                 faults.append(f"{module}:{found.line} imports {found.target}, which is chunkc.{found.target}")
             elif found.target.split(".")[0] == "chunkc":
                 target = group_of(found.target)
-                same = target == group or target.split(".")[0] == group.split(".")[0] != ""
-                if not same and not {target, target.split(".")[0]} & MAY_IMPORT[group]:
+                if target != group and not {target, target.split(".")[0]} & MAY_IMPORT[group]:
                     faults.append(f"{module}:{found.line} imports {found.target}: {group or 'chunkc'} may not")
     return faults
 
@@ -252,14 +255,14 @@ PACKAGE = {"chunkc.ir": "", "chunkc.ir.plan": "", "chunkc.ir.layout": "", "chunk
 
 # module -> source, with the piece of a fault that must be found
 FLOOR_FAULTS = [
-    ("chunkc.passes.prefetch", "from chunkc.runtime.device import Device", "passes may not"),
+    ("chunkc.passes.prefetch", "from chunkc.runtime.devices.protocol import Device", "passes may not"),
     ("chunkc.passes.prefetch", "def run():\n    import chunkc.capture.backend", "passes may not"),
     ("chunkc.passes.prefetch", "from chunkc._torch_compat.core import x", "passes may not"),
     ("chunkc.passes.prefetch", "from chunkc import runtime", "imports chunkc.runtime: passes may not"),
     ("chunkc.passes.prefetch", "from chunkc import compile", "imports chunkc: passes may not"),
-    ("chunkc.runtime.executor", "from ..cost.rates import adam", "imports chunkc.cost.rates: runtime may not"),
-    ("chunkc.runtime.executor", "from chunkc import passes", "imports chunkc.passes: runtime may not"),
-    ("chunkc.runtime.executor", "from chunkc.capture import graphs", "runtime may not"),
+    ("chunkc.runtime.execution.executor", "from ...cost.rates import adam", "chunkc.cost.rates: runtime.execution may"),
+    ("chunkc.runtime.execution.executor", "from chunkc import passes", "chunkc.passes: runtime.execution may not"),
+    ("chunkc.runtime.execution.executor", "from chunkc.capture import graphs", "runtime.execution may not"),
     ("chunkc.capture.backend", "from chunkc.hardware import Hardware", "capture may not"),
     ("chunkc.ir.verify", "from chunkc.hardware import Hardware", "ir may not"),
     ("chunkc.hardware", "import chunkc.ir.plan", "hardware may not"),
@@ -283,7 +286,10 @@ def test_a_fault_is_found(module: str, source: str, piece: str) -> None:
 LEGAL = [
     ("chunkc.passes.lower", "from chunkc._torch_compat.core import x\nfrom chunkc.passes.contract import Pass"),
     ("chunkc.passes.contract", "from chunkc.passes.lower import lower\nfrom chunkc.cost import rates"),
-    ("chunkc.runtime.executor", "from . import store\nfrom ..ir.plan import Plan\nimport chunkc.triton_kernels.cast"),
+    (
+        "chunkc.runtime.execution.executor",
+        "from . import binder\nfrom ...ir.plan import Plan\nimport chunkc.triton_kernels.cast",
+    ),
     ("chunkc.cli", "import chunkc\nfrom chunkc import api"),
     (
         "chunkc.compiler.compiled_model",
@@ -310,9 +316,9 @@ def test_a_circle_is_found() -> None:
 
 
 def test_an_eager_triton_import_is_found() -> None:
-    assert eager_triton_faults({"chunkc.runtime.cuda": "import triton.language as tl"})
-    assert eager_triton_faults({"chunkc.runtime.cuda": "from chunkc.triton_kernels import cast"})
-    assert not eager_triton_faults({"chunkc.runtime.cuda": "def f():\n    import triton"})
+    assert eager_triton_faults({"chunkc.runtime.devices.cuda": "import triton.language as tl"})
+    assert eager_triton_faults({"chunkc.runtime.devices.cuda": "from chunkc.triton_kernels import cast"})
+    assert not eager_triton_faults({"chunkc.runtime.devices.cuda": "def f():\n    import triton"})
     assert not eager_triton_faults({"chunkc.triton_kernels.cast": "import triton"})
 
 

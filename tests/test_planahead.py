@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import chunkc
 from chunkc import CaptureError, ChunkcError
 from chunkc.ir.actions import Op, Stream
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.emulated import EmulatedDevice
 
 HW = "emulated-400k-1g"
 MOVES = (Stream.H2D, Stream.D2H)

@@ -24,7 +24,7 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, make_plan
 from chunkc.passes.lower import LoweredSegment
-from chunkc.runtime.bound import SegmentCallable
+from chunkc.runtime.execution.bound_action import SegmentCallable
 
 Reader = Callable[[LoweredSegment, SegmentCallable], Footprint]
 OPTIONS = Options(chunk_numel=64 * 64)

@@ -18,13 +18,13 @@ from torch._dynamo.utils import counters
 
 import chunkc
 from chunkc._torch_compat.core import capture_settings
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.meter import NonModelMeter
-from chunkc.runtime.slab import allocate_slab
-from chunkc.runtime.transaction import Transactions
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.host_slab import allocate_slab
+from chunkc.runtime.devices.malloc_meter import NonModelMeter
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.storage.transaction import Transactions
 
 logger = logging.getLogger("talkative")
 

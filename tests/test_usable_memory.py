@@ -11,8 +11,8 @@ from chunkc.compiler.device_selection import device_for
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import assumed
 from chunkc.hardware.usable_memory import UsableMemory
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
 
 MIB, GIB = 2**20, 2**30
 

@@ -26,7 +26,7 @@ from chunkc.compiler.device_selection import HardwareLike, device_for
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.report.environment import environment
-from chunkc.runtime.device import Device
+from chunkc.runtime.devices.protocol import Device
 
 __all__ = ["QUICK", "THOROUGH", "Effort", "calibrate", "tables"]
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from chunkc.calibrate.memory import Regions, Scale
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import Piece
-from chunkc.runtime.device import Device, Event
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.devices.protocol import Device, Event
+from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 Work = Callable[[], None]
 

@@ -25,7 +25,7 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware, format_size, free_host_nbytes
 from chunkc.hardware.host_memory import HOST_MEMORY
 from chunkc.ir.actions import Stream
-from chunkc.runtime.device import Device
+from chunkc.runtime.devices.protocol import Device
 
 MIN_DEVICE_NBYTES: Final = 2**20
 MIN_HOST_NBYTES: Final = 2**21

@@ -21,7 +21,7 @@ from typing import Final
 
 from chunkc.calibrate.activities import Activity, nothing
 from chunkc.ir.actions import Stream
-from chunkc.runtime.device import Device, Event
+from chunkc.runtime.devices.protocol import Device, Event
 
 _QUEUED: Final = 2  # pieces that a background launches ahead
 _MAX_PIECES: Final = 256

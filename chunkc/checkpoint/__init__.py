@@ -45,7 +45,7 @@ from chunkc.distributed.coordination import all_do, exchange, of_first
 from chunkc.distributed.process_group import Kind
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.model.model import ModelRuntime
 from chunkc.weights.tensors import memory_of
 
 logger = logging.getLogger("chunkc")

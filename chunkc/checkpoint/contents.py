@@ -35,10 +35,10 @@ from chunkc.checkpoint.shares import Share
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.optimizer import Adam, AdamW
-from chunkc.runtime.optimizer_state import managed
-from chunkc.runtime.snapshot import SnapshotReader
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.optim.optimizer import Adam, AdamW
+from chunkc.runtime.optim.state_dict import managed
+from chunkc.runtime.storage.snapshot import SnapshotReader
 from chunkc.weights.tensors import ModelTensors, memory_of
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")

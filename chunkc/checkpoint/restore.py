@@ -22,9 +22,9 @@ from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.errors import CheckpointError, ChunkcError
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.optimizer_state import check_options, check_range, managed
-from chunkc.runtime.staging import round_to
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.optim.state_dict import check_options, check_range, managed
+from chunkc.runtime.storage.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
 _MAX_NAMED = 5

@@ -45,7 +45,7 @@ from chunkc.passes import (
 from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
-from chunkc.runtime.bound import CompiledGraph
+from chunkc.runtime.execution.bound_action import CompiledGraph
 
 logger = logging.getLogger("chunkc")
 

@@ -42,8 +42,8 @@ from chunkc.distributed.process_group import Kind
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.passes import Options, Planned, Target
 from chunkc.report import Plan as ReportedPlan
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
 

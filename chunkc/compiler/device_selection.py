@@ -37,12 +37,12 @@ from chunkc.hardware.assumptions import assumed
 from chunkc.hardware.host_memory import HOST_MEMORY
 from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import Plan
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_api import CudaApi, TorchCuda
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.host_cores import HostCores, usable_cores
+from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
 
 logger = logging.getLogger("chunkc")
 

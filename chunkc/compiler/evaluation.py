@@ -42,11 +42,11 @@ from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
 from chunkc.report import Plan as ReportedPlan
-from chunkc.runtime.bound import CompiledGraph
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.transitions import AtStake
-from chunkc.runtime.values import static_slots
+from chunkc.runtime.execution.bound_action import CompiledGraph
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.model.program_state import AtStake
+from chunkc.runtime.storage.parameter_io import static_slots
 
 logger = logging.getLogger("chunkc")
 

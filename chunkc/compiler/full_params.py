@@ -13,7 +13,7 @@ from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.plan_ahead import swapped_tensors
 from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.model.model import ModelRuntime
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes import make_plan
 from chunkc.passes.lower import lower
-from chunkc.runtime.bound import CompiledGraph
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.unplanned import UnplannedGraph
+from chunkc.runtime.execution.bound_action import CompiledGraph
+from chunkc.runtime.execution.warmup_graph import UnplannedGraph
+from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
 

@@ -18,12 +18,12 @@ from chunkc.capture.tangents import Tangents
 from chunkc.errors import ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind
-from chunkc.runtime.bound import CompiledGraph
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.params import inner_of
-from chunkc.runtime.unplanned import UnplannedGraph
-from chunkc.runtime.values import static_slots
+from chunkc.runtime.execution.bound_action import CompiledGraph
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.execution.warmup_graph import UnplannedGraph
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.managed_tensor import inner_of
+from chunkc.runtime.storage.parameter_io import static_slots
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
 from chunkc.passes.lower import LoweredGraph, LoweredSegment
-from chunkc.runtime.bound import SegmentCallable
+from chunkc.runtime.execution.bound_action import SegmentCallable
 
 logger = logging.getLogger("chunkc")
 

@@ -13,11 +13,11 @@ from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import CostRates
 from chunkc.cost.sharing import Use
 from chunkc.ir.plan import Plan
-from chunkc.runtime.pace import Pace
+from chunkc.runtime.devices.throttle import Pace
 
 
 class Throttle:
-    """The rates of one machine as a `chunkc.runtime.pace.PaceLaw`."""
+    """The rates of one machine as a `chunkc.runtime.devices.throttle.PaceLaw`."""
 
     def __init__(self, rates: CostRates) -> None:
         self._rates = rates

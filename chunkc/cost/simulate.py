@@ -214,7 +214,7 @@ class Run:
     def _held_back(self, number: int, stream: Stream, waits: set[int]) -> tuple[int, ...]:
         """The update on the host that must end before the host launches task ``number``, if any.
 
-        As in ``chunkc.runtime.cuda_streams``. The host worker carries updates out in order, so the last one says it
+        As in ``cuda_streams``. The host worker carries updates out in order, so the last one says it
         all. A copy that waits for an update is held back on the host, and all copies of its stream behind it; whatever
         else waits for what is held back, the worker's own work too, is launched when that is.
         """

@@ -2,7 +2,7 @@
 
 A backward pass runs the graphs of a forward that the loss reaches, the last one first. Ranks exchange gradients graph
 by graph, so where a forward breaks into several graphs all losses must reach the same of them. Within one graph losses
-may reach different outputs (`chunkc.runtime.requested`).
+may reach different outputs (`chunkc.runtime.devices.requested`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of a named machine less what CUDA, fragments, the system and processes keep.
 
-A run on a GPU measures the context (`chunkc.runtime.cuda_memory`). A plan for a machine that is not here assumes it,
+A run on a GPU measures the context (`cuda_budget`). A plan for a machine that is not here assumes it,
 and so does a run that stands in for the machine in host memory. All of them leave the same slack of a GPU's memory to
 fragments (`slack_nbytes`). An emulated device by name (``emulated-64m-2g``) is a budget and keeps nothing back.
 """

@@ -42,9 +42,9 @@ from chunkc.integrations.hf_checks import (
     wanted_dtype,
 )
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
-from chunkc.runtime.grad_scaler import GradScaler
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.optimizer import Adam, AdamW
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.optim.grad_scaler import GradScaler
+from chunkc.runtime.optim.optimizer import Adam, AdamW
 
 __all__ = ["ChunkcTrainer"]
 

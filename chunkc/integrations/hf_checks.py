@@ -9,7 +9,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.model.model import ModelRuntime
 
 _ADAMW = (OptimizerNames.ADAMW_TORCH, OptimizerNames.ADAMW_TORCH_FUSED)
 _TRAINER_METHODS = (

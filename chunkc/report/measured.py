@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.pace import Span
+from chunkc.runtime.devices.throttle import Span
 
 MEASURED_PID = 1
 """Process of the measured tracks; those of a simulated iteration have process 0."""

@@ -20,9 +20,9 @@ from torch import nn
 
 from chunkc.distributed.coordination import led
 from chunkc.errors import ChunkcError
-from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.params import ManagedTensor
-from chunkc.runtime.slab import FreedPages
+from chunkc.runtime.devices.host_slab import FreedPages
+from chunkc.runtime.model.parameters import ModelMemory
+from chunkc.runtime.params.managed_tensor import ManagedTensor
 
 T = TypeVar("T")
 

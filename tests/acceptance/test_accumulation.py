@@ -35,8 +35,8 @@ from training import (
 
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.model.model import ModelRuntime
 
 SLOW = pytest.mark.slow
 SHORT = replace(PLACEMENT, num_steps=8)

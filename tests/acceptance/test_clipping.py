@@ -37,8 +37,8 @@ from training import assert_same_bits, assert_same_semantics
 import chunkc
 from chunkc.errors import ChunkcError
 from chunkc.passes import Options
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.scaled import ScaledGradients
+from chunkc.runtime.model.grad_clipping import ScaledGradients
+from chunkc.runtime.model.model import ModelRuntime
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.segment_compiler import Backend
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Operator
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.meter import malloc_reader
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.params import ManagedTensor
+from chunkc.runtime.devices.malloc_meter import malloc_reader
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.managed_tensor import ManagedTensor
 
 HW = "emulated-64m-64m"
 MIB = 2**20

@@ -15,7 +15,7 @@ from torch import nn
 import chunkc
 from chunkc.ir.actions import Stream
 from chunkc.ir.verify import verify, verify_beside
-from chunkc.runtime.meter import NonModelMeter
+from chunkc.runtime.devices.malloc_meter import NonModelMeter
 
 SLOW = pytest.mark.slow
 COUNTS = ("num_compiles", "num_slot_allocations", "num_unasked_syncs")

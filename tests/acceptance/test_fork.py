@@ -30,7 +30,7 @@ from pathlib import Path
 from torch import nn
 from torch.utils.data import DataLoader
 import chunkc
-from chunkc.runtime import slab
+from chunkc.runtime.devices import host_slab as slab
 
 if sys.argv[1] == "inherited":
     advise = slab._advise

@@ -25,7 +25,7 @@ from training import (
 )
 
 import chunkc
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 RECIPE = replace(SEMANTICS, num_steps=6)
 SLOW = DebugSettings(poison=True, max_delay_ms=0.1, seed=5)

@@ -21,7 +21,7 @@ from pair import Pair, Tower, batch
 from raise_points import Raised, RaisePoint
 
 import chunkc
-from chunkc.runtime.executor import Executor
+from chunkc.runtime.execution.executor import Executor
 
 pytestmark = [
     # a signal may come between ``open`` and its ``with``; the file is closed when the exception is gone

@@ -27,8 +27,8 @@ import chunkc
 import chunkc.compiler.segment_compiler
 from chunkc.compiler.segment_compiler import compile_inductor
 from chunkc.passes.lower import LoweredSegment
-from chunkc.runtime.bound import SegmentCallable
-from chunkc.runtime.meter import NonModelMeter
+from chunkc.runtime.devices.malloc_meter import NonModelMeter
+from chunkc.runtime.execution.bound_action import SegmentCallable
 
 MIB = 1 << 20
 NUM_STEPS = 3

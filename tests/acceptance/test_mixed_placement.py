@@ -11,7 +11,7 @@ from placements import MIXED, Identities, check_mixed
 from rig import GetRig
 from training import PLACEMENT, assert_same_bits
 
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SHORT = replace(PLACEMENT, num_steps=8)

@@ -13,8 +13,8 @@ from placements import Identities, smallest
 from rig import GetRig
 from training import PLACEMENT, SEMANTICS, GetPlain, assert_same_bits, assert_same_semantics
 
-from chunkc.runtime.model import ModelRuntime
-from chunkc.runtime.step_inputs import Hyper
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.update.update_inputs import Hyper
 
 Hypers, Steps = Mapping[int, Hyper], Mapping[int, int]
 LONG_AGO = 1_000_000

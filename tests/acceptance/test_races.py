@@ -15,7 +15,7 @@ from rig import GetRig, Rig, Setup
 from training import PLACEMENT, Trained, assert_same_bits
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 SYNCHRONOUS = DebugSettings(poison=True, synchronous=True)
 RECIPE = replace(PLACEMENT, num_steps=4)

@@ -20,10 +20,10 @@ import chunkc
 from chunkc import ChunkcError
 from chunkc.checkpoint import _save
 from chunkc.checkpoint.contents import gather, runtime_of
-from chunkc.runtime.bound import AnnouncedUpdate
-from chunkc.runtime.snapshot import SnapshotReader
-from chunkc.runtime.step_inputs import StepInputs
-from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.execution.bound_action import AnnouncedUpdate
+from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.storage.snapshot import SnapshotReader
+from chunkc.runtime.update.update_inputs import StepInputs
 
 SETTINGS = ("", "delay=2,seed=3,poison", "sync")
 BOUNDS = (60_000, 0, 2**30)

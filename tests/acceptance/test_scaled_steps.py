@@ -17,9 +17,9 @@ from pair import Pair
 from torch import nn
 
 import chunkc
-from chunkc.runtime.gauge import Gauge
-from chunkc.runtime.scaled import ScaledGradients
-from chunkc.runtime.scaling import LossScale
+from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.model.grad_clipping import ScaledGradients
+from chunkc.runtime.update.loss_scale import LossScale
 
 
 def test_gradients_that_go_on_to_autograd_are_unscaled() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.runtime.executor import Executor
+from chunkc.runtime.execution.executor import Executor
 
 
 def texts(traceback: TracebackType | None) -> Iterator[str]:

@@ -27,8 +27,8 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.profile import Figure, Rates
 from chunkc.ir.actions import Stream
-from chunkc.runtime.device import Event
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.protocol import Event
 
 MIB = 2**20
 HW = "emulated-4m-8m"

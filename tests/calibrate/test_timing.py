@@ -15,8 +15,8 @@ from chunkc.calibrate.activities import Activity
 from chunkc.calibrate.fit import figure_of, fit_copies
 from chunkc.calibrate.timing import Background, Length, Timer
 from chunkc.ir.actions import Stream
-from chunkc.runtime.device import Event
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.protocol import Event
 
 SIZES = tuple(4096 * 4**k for k in range(7))
 LATENCY_US, GB_PER_S, LAUNCH_US = 8.0, 12.5, 2.0

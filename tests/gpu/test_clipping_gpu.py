@@ -8,7 +8,7 @@ from clipping import NAME, PLACES, check_clipping, telling_norm
 from machines import Machine
 from rig import GetRig
 
-from chunkc.runtime.scaling import multiply, times
+from chunkc.runtime.update.loss_scale import multiply, times
 
 pytestmark = pytest.mark.gpu
 

@@ -11,9 +11,9 @@ import torch
 from machines import Machine
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda_api import TorchCuda
-from chunkc.runtime.cuda_streams import CudaStreams
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.cuda_api import TorchCuda
+from chunkc.runtime.devices.cuda_streams import CudaStreams
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
 Note = Callable[[str, object], None]

@@ -16,7 +16,7 @@ from rig import GetRig, Rig
 from training import PLACEMENT, Trained, assert_same_bits
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
 SYNCHRONOUS = DebugSettings(poison=True, synchronous=True)

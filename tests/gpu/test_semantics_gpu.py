@@ -19,7 +19,7 @@ from training import SEMANTICS, GetPlain, assert_same_semantics, train_measured
 
 import chunkc
 from chunkc.passes import Options
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
 SLOW = pytest.mark.slow

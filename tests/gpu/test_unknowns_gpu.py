@@ -27,7 +27,7 @@ from chunkc.calibrate import activities
 from chunkc.calibrate.memory import Shares, regions, scale_for
 from chunkc.calibrate.timing import Timer
 from chunkc.ir.actions import Stream
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
 Note = Callable[[str, object], None]

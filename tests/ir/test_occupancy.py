@@ -22,7 +22,7 @@ from chunkc.passes import Options, Target
 from chunkc.report.memory_curve import Kind, memory_curve
 from chunkc.report.moments import moments
 from chunkc.report.text import full_text
-from chunkc.runtime.moment_text import moment_text
+from chunkc.runtime.execution.moment_text import moment_text
 
 NUMEL = 64
 CHUNK_NBYTES = 4 * NUMEL

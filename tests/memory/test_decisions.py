@@ -11,7 +11,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.compiler.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.gauge import Gauge
+from chunkc.runtime.execution.grad_norm import Gauge
 from chunkc.triton_kernels.grad_norm import TILE_NUMEL, make_norm_tiles
 
 SIZES = ((1,), (53,), (13, 7), (0,), (64, 1024), (1025,), (300, 700), (1,), (2, 40_000))

@@ -23,7 +23,7 @@ from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.compiler.segment_compiler import compile_inductor, footprint_of
 from chunkc.ir.plan import Segment
 from chunkc.passes.lower import LoweredSegment, lower
-from chunkc.runtime.meter import malloc_reader
+from chunkc.runtime.devices.malloc_meter import malloc_reader
 
 KIB = 1 << 10
 BASE = 64 * KIB

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chunkc.runtime import adam
-from chunkc.runtime.adam import PARALLEL_NUMEL, ChunkUpdate, Piece
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.update import cpu_adam as adam
+from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, ChunkUpdate, Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 SENTINEL = 12345.0
@@ -84,7 +84,7 @@ def pack(sizes: list[int], gap: int) -> tuple[int, list[Piece]]:
 
 
 def float64_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's definition in float64; see the docstring of chunkc.runtime.adam."""
+    """Adam's definition in float64; see the docstring of chunkc.runtime.update.cpu_adam."""
     p, g, m, v = p.double(), g.double(), m.double(), v.double()
     if hyper.decoupled:
         p = p * (1 - hyper.lr * hyper.weight_decay)

@@ -15,11 +15,11 @@ from layouts import layout_of
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.storage.chunk_store import ChunkStore
 
 MIB = 2**20
 
@@ -278,7 +278,7 @@ def test_large_homes_are_touched_by_several_threads(monkeypatch: pytest.MonkeyPa
         threads.add(threading.current_thread().name)
         return zero(memory)
 
-    monkeypatch.setattr("chunkc.runtime.host_homes._TOUCHED_NBYTES", MIB)
+    monkeypatch.setattr("chunkc.runtime.devices.pinned_memory._TOUCHED_NBYTES", MIB)
     monkeypatch.setattr(torch.Tensor, "zero_", spy)
     device_on(FakeCuda()).allocate_home(16 * MIB)
     assert threads and all(name.startswith("chunkc-touch") for name in threads)

@@ -6,8 +6,8 @@ import pytest
 from fake_cuda import GIB, FakeCuda
 
 from chunkc.errors import HardwareError
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
 
 MIB = 2**20
 

@@ -18,13 +18,13 @@ from torch import nn
 import chunkc
 from chunkc.compiler.device_selection import device_for
 from chunkc.ir.actions import Op, Stream
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_events import CudaEvent, Held, HostCompletion
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.cuda_streams import CudaStreams
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.executor import Executor
-from chunkc.runtime.values import ChunkValues
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.cuda_events import CudaEvent, Held, HostCompletion
+from chunkc.runtime.devices.cuda_streams import CudaStreams
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.storage.parameter_io import ChunkValues
 
 CONTEXT = GIB
 EVICTED, ROOMIER, RESIDENT = 140 * 1024, 260 * 1024, 16 * 2**20

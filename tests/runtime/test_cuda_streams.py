@@ -13,9 +13,9 @@ import pytest
 from fake_cuda import FakeCuda, FakeEvent, FakeStream
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda_api import CudaApi
-from chunkc.runtime.cuda_streams import CudaStreams
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.cuda_api import CudaApi
+from chunkc.runtime.devices.cuda_streams import CudaStreams
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 
 def nothing() -> None:

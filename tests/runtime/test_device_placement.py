@@ -16,10 +16,10 @@ from torch import nn
 from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.memory import ModelMemory
-from chunkc.runtime.params import _fill, inner_of
-from chunkc.runtime.shell import Shell
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.model.parameters import ModelMemory
+from chunkc.runtime.params.managed_tensor import _fill, inner_of
+from chunkc.runtime.params.shell import Shell
 
 FAR = torch.device("meta")
 HOST = torch.device("cpu")

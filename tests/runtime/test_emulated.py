@@ -12,10 +12,10 @@ import torch
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Device, Event
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.live_slabs import rounded_nbytes
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.live_slabs import rounded_nbytes
+from chunkc.runtime.devices.protocol import Device, Event
 
 KIB = 2**10
 MIB = 2**20

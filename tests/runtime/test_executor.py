@@ -12,9 +12,9 @@ import chunkc
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op, Stream, parse
 from chunkc.ir.plan import Plan
-from chunkc.runtime.bind import Binder
-from chunkc.runtime.bound import Frame
-from chunkc.runtime.device import Event
+from chunkc.runtime.devices.protocol import Event
+from chunkc.runtime.execution.binder import Binder
+from chunkc.runtime.execution.bound_action import Frame
 
 
 class Recorder:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, TorchKernels
 
-from chunkc.runtime.adam import Piece
-from chunkc.runtime.gpu_norm import GpuNorm, NormScratch
-from chunkc.runtime.gpu_update import GpuUpdate, StepTables
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.devices.cuda_adam import GpuUpdate, StepTables
+from chunkc.runtime.devices.cuda_norm import GpuNorm, NormScratch
+from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 CPU = torch.device("cpu")
 NUMEL = 48

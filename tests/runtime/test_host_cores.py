@@ -21,14 +21,14 @@ from fake_cuda import GIB, FakeCuda
 import chunkc
 from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import PARALLEL_NUMEL, Piece
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.host_cores import HostCores, divided, numa_nodes, own_cores, usable_cores
-from chunkc.runtime.host_homes import touch
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.devices.cpu_affinity import HostCores, divided, numa_nodes, own_cores, usable_cores
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.pinned_memory import touch
+from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 MIB = 2**20
 BOTH = tuple(usable_cores()[:2])

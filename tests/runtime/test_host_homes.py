@@ -13,10 +13,10 @@ from torch import nn
 
 import chunkc
 from chunkc.errors import HardwareError
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.host_homes import HostHomes
-from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.pinned_memory import HostHomes
+from chunkc.runtime.storage.staging import StagingStore
 
 MIB = 2**20
 MAX_EXCESS = 1.1

@@ -18,10 +18,10 @@ from torch._dynamo.utils import counters
 
 import chunkc
 from chunkc._torch_compat.inductor import inductor_loop
-from chunkc.runtime import host_kernel as module
-from chunkc.runtime.adam import PARALLEL_NUMEL, ChunkUpdate, Piece
-from chunkc.runtime.host_kernel import coefficients_of, host_kernel
-from chunkc.runtime.step_inputs import Hyper, StepInputs
+from chunkc.runtime.update import cpu_adam_kernel as module
+from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_adam_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=False)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

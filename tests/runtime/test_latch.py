@@ -7,7 +7,7 @@ import threading
 import pytest
 from raise_points import Raised, RaisePoint
 
-from chunkc.runtime.latch import Latch
+from chunkc.runtime.devices.latch import Latch
 
 
 def test_all_that_wait_are_woken() -> None:

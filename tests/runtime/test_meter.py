@@ -12,8 +12,8 @@ import pytest
 import torch
 from awaiting import await_that
 
-from chunkc.runtime.meter import NonModelMeter, malloc_reader
-from chunkc.runtime.slab import allocate_slab
+from chunkc.runtime.devices.host_slab import allocate_slab
+from chunkc.runtime.devices.malloc_meter import NonModelMeter, malloc_reader
 
 MIB = 2**20
 KIB = 2**10

@@ -22,8 +22,8 @@ from one_chunk import (
 )
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.optimizer import AdamW
-from chunkc.runtime.optimizer_state import TORCH_OPTIONS
+from chunkc.runtime.optim.optimizer import AdamW
+from chunkc.runtime.optim.state_dict import TORCH_OPTIONS
 
 
 @pytest.mark.parametrize("pair", PAIRS)

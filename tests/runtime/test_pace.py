@@ -11,9 +11,9 @@ import pytest
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.pace import Pace, Span, Timekeeper
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.throttle import Pace, Span, Timekeeper
 
 MIB = 2**20
 H2D, D2H, CPU, COMPUTE = Stream.H2D, Stream.D2H, Stream.CPU, Stream.COMPUTE

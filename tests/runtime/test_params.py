@@ -13,9 +13,9 @@ from torch import nn
 from chunkc._torch_compat.core import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.manage import manage
-from chunkc.runtime.params import ManagedTensor, inner_of
-from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.params.manage import manage
+from chunkc.runtime.params.managed_tensor import ManagedTensor, inner_of
+from chunkc.runtime.storage.staging import StagingStore
 
 
 class DictStore:

@@ -10,7 +10,7 @@ from thread_ranks import on_threads
 from torch import nn
 
 from chunkc.distributed.process_group import Ranks
-from chunkc.runtime.requested import RequestedGradients
+from chunkc.runtime.devices.requested import RequestedGradients
 
 PARAMS = [nn.Parameter(torch.ones(1)) for _ in range(4)]
 GRADED = (0, 1, 2)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from chunkc.runtime.scaling import LossScale, _in_float32, multiply, times
+from chunkc.runtime.update.loss_scale import LossScale, _in_float32, multiply, times
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 WAYS: dict[str, Product] = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.shell import Shell
+from chunkc.runtime.params.shell import Shell
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (64, 32)])

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from chunkc.errors import HardwareError
-from chunkc.runtime.slab import FreedPages, Slab, allocate_slab
+from chunkc.runtime.devices.host_slab import FreedPages, Slab, allocate_slab
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -211,7 +211,7 @@ def test_impossible_sizes_are_refused() -> None:
 
 def test_pages_of_tensors_freed_one_by_one_are_given_back_every_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[None] = []
-    monkeypatch.setattr("chunkc.runtime.slab.return_freed_pages", lambda: returned.append(None))
+    monkeypatch.setattr("chunkc.runtime.devices.host_slab.return_freed_pages", lambda: returned.append(None))
     freed = FreedPages()
     for number, expected in ((0, 0), (15 << 20, 0), (1 << 20, 1), (15 << 20, 1), (33 << 20, 1), (32 << 20, 2), (1, 2)):
         freed.add(number)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from layouts import layout_of, values_of
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.snapshot import Snapshot
-from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.storage.snapshot import Snapshot
+from chunkc.runtime.storage.staging import StagingStore
 
 NUM_CHUNKS = 6
 NUMEL = 16

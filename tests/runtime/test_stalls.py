@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.emulated import EmulatedDevice
 
 
 def test_the_compute_stream_remembers_what_it_waited_for_and_how_long() -> None:

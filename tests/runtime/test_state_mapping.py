@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.optimizer import AdamW
+from chunkc.runtime.optim.optimizer import AdamW
 
 UNUSED = "3.bias"
 Pair = tuple[nn.Sequential, AdamW, nn.Sequential, torch.optim.AdamW]

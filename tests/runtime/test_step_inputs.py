@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from chunkc.runtime.step_inputs import INACTIVE, ROW_NUMEL, Hyper, StepInputs, row_of, tables_of
+from chunkc.runtime.update.update_inputs import INACTIVE, ROW_NUMEL, Hyper, StepInputs, row_of, tables_of
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 

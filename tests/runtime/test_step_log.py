@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.step_log import StepLog
+from chunkc.runtime.model.step_timer import StepLog
 
 from ..ir.plans import evicting
 

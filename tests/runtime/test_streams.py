@@ -19,8 +19,8 @@ from awaiting import once
 
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
 
 WORKERS = [stream for stream in Stream if stream is not Stream.COMPUTE]
 MIB = 2**20
@@ -327,7 +327,7 @@ def test_exit_without_close_neither_hangs_nor_loses_work(tmp_path: os.PathLike[s
     script = textwrap.dedent("""
         import time
         from chunkc.ir.actions import Stream
-        from chunkc.runtime.emulated import EmulatedDevice
+        from chunkc.runtime.devices.emulated import EmulatedDevice
         device = EmulatedDevice("emulated", 2**20, 2**20)
         for stream in Stream:
             device.launch(stream, "f0", [], lambda: time.sleep(0.05))

@@ -12,7 +12,7 @@ import torch
 from raise_points import Raised, RaisePoint
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.transaction import Transactions
+from chunkc.runtime.storage.transaction import Transactions
 
 
 def transactions() -> Transactions:

@@ -10,7 +10,7 @@ from layouts import CHUNK_NUMEL, layout_of, values_of
 
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.staging import StagingStore
+from chunkc.runtime.storage.staging import StagingStore
 
 shapes = st.lists(
     st.sampled_from([(1,), (53,), (13, 7), (0, 3), (64,), (65,), (200,), (3, 50), ()]), min_size=1, max_size=6

@@ -13,7 +13,7 @@ from kernel_chunks import DTYPES, HYPER, LISTS, SIZES, Check, KernelChunk, step_
 from kernel_reference import bits
 from torch import Tensor
 
-from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
 from chunkc.triton_kernels.cast import restore
 from chunkc.triton_kernels.chunk_adam import chunk_adam, chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import MAX_RELATIVE_ERROR, grad_norm

@@ -16,7 +16,7 @@ from torch import nn
 from training import SEMANTICS, Trained, assert_same_semantics, train_measured
 
 import chunkc
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 RECIPE = replace(SEMANTICS, num_steps=8)
 DELAYED = DebugSettings(poison=True, max_delay_ms=0.1, seed=3)

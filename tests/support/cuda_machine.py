@@ -14,13 +14,13 @@ import chunkc
 from chunkc.compiler.device_selection import SharedDevice, device_for
 from chunkc.hardware import PresentGpu, present_gpu
 from chunkc.ir.actions import Stream
-from chunkc.runtime.adam import ChunkUpdate, Piece
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_api import CudaApi, TorchCuda
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Device, Update
-from chunkc.runtime.step_inputs import StepInputs
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.protocol import Device, Update
+from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
+from chunkc.runtime.update.update_inputs import StepInputs
 
 DOUBLE_GPU = PresentGpu(index=0, gpu="h200", memory_nbytes=140 * GIB, capability=(9, 0))
 

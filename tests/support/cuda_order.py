@@ -17,9 +17,9 @@ import pytest
 from fake_cuda import Call, FakeCuda
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_events import CudaEvent, HostCompletion
-from chunkc.runtime.device import Event
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_events import CudaEvent, HostCompletion
+from chunkc.runtime.devices.protocol import Event
 
 
 @dataclass(frozen=True)

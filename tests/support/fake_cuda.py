@@ -17,7 +17,7 @@ from functools import partial
 import torch
 
 from chunkc.errors import HardwareError
-from chunkc.runtime.step_inputs import ROW_NUMEL
+from chunkc.runtime.update.update_inputs import ROW_NUMEL
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ import torch
 from kernel_reference import assert_near, bits, exact_update, expected_cast, num_ulp
 from torch import Tensor
 
-from chunkc.runtime.step_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.launch import Launch, make_tiles
 

@@ -6,9 +6,9 @@ import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.emulated import EmulatedDevice
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.values import ChunkValues
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.storage.parameter_io import ChunkValues
 
 CHUNK_NUMEL = 64
 

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 
 import chunkc
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Device
-from chunkc.runtime.emulated import EmulatedDevice
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.devices.protocol import Device
 
 
 class Machine(Protocol):

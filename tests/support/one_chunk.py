@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.distributed.process_group import Ranks
-from chunkc.runtime.adam import ChunkUpdate, Piece
-from chunkc.runtime.optimizer import Adam, AdamW, find_runtime
-from chunkc.runtime.step_inputs import Hyper, StepInputs
-from chunkc.runtime.transaction import Transactions
+from chunkc.runtime.optim.optimizer import Adam, AdamW, find_runtime
+from chunkc.runtime.storage.transaction import Transactions
+from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
 Optimizer = AdamW | Adam | torch.optim.Optimizer

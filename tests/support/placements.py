@@ -18,7 +18,7 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
-from chunkc.runtime.debug_settings import DebugSettings
+from chunkc.runtime.devices.debug_settings import DebugSettings
 
 MakeSetup = Callable[[Rig], Setup]
 

@@ -11,9 +11,9 @@ from models import CASES, loss_of
 from rank_training import Work, compiled, machine_of
 
 import chunkc
-from chunkc.runtime.cuda import CudaDevice
-from chunkc.runtime.cuda_memory import MemoryLedger
-from chunkc.runtime.values import ChunkValues
+from chunkc.runtime.devices.cuda import CudaDevice
+from chunkc.runtime.devices.cuda_budget import MemoryLedger
+from chunkc.runtime.storage.parameter_io import ChunkValues
 
 MIB = 2**20
 CONTEXT_NBYTES = GIB

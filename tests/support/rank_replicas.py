@@ -17,7 +17,7 @@ from sides import Seen, side_on_rank
 
 from chunkc._torch_compat.distributed import end_group, new_group
 from chunkc.distributed.data_group import DataGroup
-from chunkc.runtime.slab import map_private
+from chunkc.runtime.devices.host_slab import map_private
 
 TWO_NODES = "2x2xemulated-640k-64m"
 NODE: dict[str, Any] = {"shard": "node"}

@@ -12,7 +12,7 @@ from rank_divergence import attempt
 from sides import Side, seeded_tower, side_on_rank
 
 import chunkc
-from chunkc.runtime.executor import Executor
+from chunkc.runtime.execution.executor import Executor
 
 LENGTHS = ((8, 8, 8, 8), (8, 7, 8, 6))
 """Of the micro-batches of each rank."""

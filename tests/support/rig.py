@@ -27,10 +27,10 @@ from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import Options
-from chunkc.runtime.debug_settings import DebugSettings
-from chunkc.runtime.device import Device
-from chunkc.runtime.gradients import Gradients
-from chunkc.runtime.model import ModelRuntime
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.gradients import Gradients
 
 BIG_NBYTES = 1 << 30
 POISON = DebugSettings(poison=True)

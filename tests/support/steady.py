@@ -14,7 +14,7 @@ from torch import nn
 
 import chunkc
 from chunkc.ir.actions import Stream
-from chunkc.runtime.executor import Executor
+from chunkc.runtime.execution.executor import Executor
 
 NUM_STEPS = 4
 GIB = 1 << 30

@@ -29,7 +29,7 @@ from torch import nn
 
 import chunkc
 import chunkc._public  # all of it is imported before the first reading
-from chunkc.runtime.slab import return_freed_pages
+from chunkc.runtime.devices.host_slab import return_freed_pages
 
 SIZES: dict[str, dict[str, Any]] = {
     "50m": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3, "vocab_size": 8000},

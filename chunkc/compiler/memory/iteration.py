@@ -16,7 +16,7 @@ from chunkc.capture.graphs import CapturedGraph
 from chunkc.compiler.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
-from chunkc.runtime.bound import Graph
+from chunkc.runtime.execution.bound_action import Graph
 
 
 @dataclass(frozen=True, slots=True)

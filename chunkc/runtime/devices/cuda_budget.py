@@ -1,0 +1,89 @@
+"""What one GPU gives to the models of a process, and what their iterations take of it beside their chunks."""
+
+from __future__ import annotations
+
+import threading
+
+from chunkc.hardware.usable_memory import slack_nbytes
+from chunkc.runtime.devices.cuda_api import CudaApi
+
+
+class MemoryLedger:
+    """What one GPU gives to all models of this process, and what they have set aside of it.
+
+    Attributes:
+        context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
+        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack for
+            fragments of the allocator and for kernels, which CUDA loads when they are first called.
+        base_nbytes: what the process had of the allocator before: workspaces of libraries (cuBLAS takes 32 MiB or more
+            for each thread that it works for), and tensors of the script.
+        reserved_nbytes: set aside by models.
+    """
+
+    def __init__(self, api: CudaApi) -> None:
+        api.warm_up()
+        free, total = api.memory_info()
+        reserved = api.allocator_nbytes("reserved", "current")
+        self.base_nbytes = api.allocator_nbytes("allocated", "current")
+        unused = reserved - self.base_nbytes
+        self.context_nbytes = total - free - reserved
+        self.capacity_nbytes = max(0, free + unused - slack_nbytes(total))
+        self.reserved_nbytes = 0
+        self.lock = threading.Lock()
+
+    def count_libraries(self, api: CudaApi) -> None:
+        """What libraries have taken of the GPU since then (NCCL for its exchanges) can be had no more."""
+        api.synchronize()
+        free, total = api.memory_info()
+        taken = max(0, total - free - api.allocator_nbytes("reserved", "current") - self.context_nbytes)
+        self.context_nbytes += taken
+        self.capacity_nbytes = max(0, self.capacity_nbytes - taken)
+
+    @property
+    def overhead_nbytes(self) -> int:
+        """What a GPU of any size cannot give to models: taken outside of the allocator, or of it before."""
+        return self.context_nbytes + self.base_nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        """What no model has set aside."""
+        return self.capacity_nbytes - self.reserved_nbytes
+
+
+class AllocatorReading:
+    """Highest non-model bytes since `start`, from the allocator's peaks of what was asked for.
+
+    Those are the bytes of tensors, which plans count. The blocks that hold them are larger: by up to 511 bytes each,
+    and without ``expandable_segments`` by up to 1 MiB, which of a large block is not worth splitting off.
+    """
+
+    def __init__(self, api: CudaApi) -> None:
+        self._api = api
+        self._baseline_nbytes = 0
+        self._peak_nbytes = 0
+        self._paused_nbytes: int | None = None
+        self._has_started = False
+
+    def start(self) -> None:
+        """This moment's level is the baseline."""
+        self._api.reset_peaks()
+        self._baseline_nbytes = self._api.allocator_nbytes("requested", "current")
+        self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
+
+    def pause(self) -> None:
+        """What is taken from here to `resume` counts neither now nor later."""
+        self._peak_nbytes = self.peak_nbytes()
+        self._paused_nbytes = self._api.allocator_nbytes("requested", "current")
+
+    def resume(self) -> None:
+        """Go on after `pause`; nothing otherwise."""
+        if self._paused_nbytes is not None:
+            self._baseline_nbytes += self._api.allocator_nbytes("requested", "current") - self._paused_nbytes
+            self._api.reset_peaks()
+            self._paused_nbytes = None
+
+    def peak_nbytes(self) -> int:
+        """Highest bytes above the baseline; 0 before the first start."""
+        if not self._has_started or self._paused_nbytes is not None:
+            return self._peak_nbytes
+        return max(self._peak_nbytes, self._api.allocator_nbytes("requested", "peak") - self._baseline_nbytes)

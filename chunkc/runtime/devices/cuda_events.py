@@ -1,0 +1,119 @@
+"""Events of the CUDA device's streams and of its worker, and the work of one launch.
+
+The event of work on a CUDA stream is CUDA's own. Making and destroying an event takes several times as long as
+recording it. So an event is recorded again when its `CudaEvent` has gone and nobody can ask for it any more. A stream
+that was told to wait for an event waits for what the event stood for at that time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from chunkc.ir.actions import Stream
+from chunkc.runtime.devices.cuda_api import CudaApi
+from chunkc.runtime.devices.worker_streams import Completion, Failure, Failures
+
+_FEW_EVENTS: Final = 64
+
+
+class CudaEvent:
+    """Completion of work on a CUDA stream.
+
+    Attributes:
+        handle: the API's event; None while the work is held back.
+        key: of the stream.
+    """
+
+    __slots__ = ("__weakref__", "_api", "_enqueue", "failures", "handle", "key")
+
+    def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
+        """``enqueue`` makes held work go to its stream."""
+        self._api = api
+        self._enqueue = enqueue
+        self.failures = failures
+        self.handle: Any = None
+        self.key = key
+
+    def done(self) -> bool:
+        """Whether the work has finished, without waiting."""
+        return self.handle is not None and self._api.is_done(self.handle)
+
+    def wait(self) -> None:
+        """Block the host until the work has finished; raises a failure that the host was not told."""
+        if not self.done():
+            self.failures.num_host_waits += 1
+        self.enqueue()
+        self._api.wait_on_host(self.handle)
+        self.failures.raise_untold()
+
+    def enqueue(self) -> None:
+        """See to it that the work is enqueued, waiting for the worker where it is held back."""
+        if self.handle is None:
+            self._enqueue(self)
+
+    def join(self) -> Failure | None:
+        """Block a worker until the work, which is not held back, has finished; a failure there has been before it."""
+        try:
+            self._api.wait_on_host(self.handle)
+        except RuntimeError as error:
+            return Failure(error)
+        return self.failures.untold
+
+
+class HostCompletion(Completion):
+    """Event of one piece of the worker's work."""
+
+    __slots__ = ("failures",)
+
+    def __init__(self, failures: Failures) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+
+@dataclass(slots=True)  # one for each launch, and a frozen one takes three times as long to make
+class Held:
+    """Work of a CUDA stream; of a side stream it may wait for host work, or for what is held before it."""
+
+    stream: Stream
+    label: str
+    waits: Sequence[CudaEvent | HostCompletion]
+    work: Callable[[], None]
+    event: CudaEvent
+
+    def is_ready(self) -> bool:
+        """Whether all host work that it waits for has ended, and all else is enqueued."""
+        return all(e.done() if isinstance(e, HostCompletion) else e.handle is not None for e in self.waits)
+
+
+class UsedEvents:
+    """The API's events that stand for launches, or have: at most twice as many as were ever held at a time, or a few.
+
+    No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
+    """
+
+    def __init__(self) -> None:
+        self._used: list[tuple[weakref.ref[CudaEvent], Any]] = []
+        self._free: list[Any] = []
+        self._look_at_num = _FEW_EVENTS
+
+    def add(self, event: CudaEvent) -> None:
+        """``event`` has been enqueued."""
+        self._used.append((weakref.ref(event), event.handle))
+
+    def take_free(self) -> Any:
+        """An event of the API whose `CudaEvent` has gone; None where none is known."""
+        if not self._free and len(self._used) >= self._look_at_num:
+            self._look()
+        return self._free.pop() if self._free else None
+
+    def _look(self) -> None:
+        used, self._used = self._used, []  # a finalizer that comes between may launch, too
+        for holder, event in used:
+            if holder() is None:
+                self._free.append(event)
+            else:
+                self._used.append((holder, event))
+        self._look_at_num = max(_FEW_EVENTS, 2 * len(self._used))

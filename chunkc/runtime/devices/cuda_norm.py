@@ -1,0 +1,73 @@
+"""Measuring a chunk on a CUDA device: the kernels of ``chunkc.triton_kernels.grad_norm`` on the compute stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from chunkc.runtime.devices.cuda_api import ChunkKernels, KernelLaunch
+from chunkc.runtime.update.cpu_adam import Piece
+
+
+class NormScratch:
+    """Working memory that all norms of a device share: they follow each other on one stream.
+
+    Attributes:
+        memory: none before the first norm is made; grows with the largest chunk, and is another tensor then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = torch.empty(0, dtype=torch.float32, device=device)
+
+    def extend(self, num_tiles: int) -> None:
+        """Make room for a chunk of ``num_tiles``."""
+        if self.memory.numel() < 2 * num_tiles + 2:
+            self.memory = torch.empty(2 * num_tiles + 2, dtype=torch.float32, device=self.memory.device)
+
+    def of(self, num_tiles: int) -> torch.Tensor:
+        """float32 [2, num_tiles]."""
+        return self.memory[: 2 * num_tiles].view(2, num_tiles)
+
+    def found(self) -> torch.Tensor:
+        """What the latest norm found, float32 [2]."""
+        return self.memory[-2:]
+
+
+class GpuNorm:
+    """Measures a chunk in device memory; made once per chunk and used every step.
+
+    Args:
+        kernels: what launches.
+        scratch: of the device.
+        gradient: the chunk's gradients, one dimension, in device memory.
+        pieces: the elements that are gradients.
+        out: the row to write, float64 [2] in device memory.
+    """
+
+    def __init__(
+        self,
+        kernels: ChunkKernels,
+        scratch: NormScratch,
+        gradient: torch.Tensor,
+        pieces: Sequence[Piece],
+        out: torch.Tensor,
+    ) -> None:
+        device = gradient.device
+        self._kernels = kernels
+        self._scratch = scratch
+        self._gradient = gradient
+        self._tiles = kernels.make_norm_tiles([(p.start, p.end, p.param) for p in pieces], device)
+        scratch.extend(self._tiles.shape[0])
+        self._out = out
+        self._launch: KernelLaunch | None = None
+        self._over = self._found = torch.empty(0, device="cpu")
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        if self._launch is None or self._scratch.memory is not self._over:
+            self._over, self._found = self._scratch.memory, self._scratch.found()
+            partial = self._scratch.of(self._tiles.shape[0])
+            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._found, partial)
+        self._launch()
+        self._out.copy_(self._found)

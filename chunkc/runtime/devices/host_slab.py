@@ -1,0 +1,193 @@
+"""Slabs: large pieces of host memory with their own mapping, given back to the system the moment they are freed.
+
+A slab is one private anonymous mapping, seen as a uint8 tensor. Three properties make it worth having instead of
+``torch.empty``:
+
+* **Not inherited by forks** (``MADV_DONTFORK``). Otherwise a DataLoader worker alive during an optimizer update makes
+  the kernel copy every page that the update writes: host memory once more per generation of workers. The flag exists
+  on Linux only; elsewhere a slab works and `Slab.is_fork_safe` is False. In a forked child the addresses are not
+  mapped: the child must not touch the tensor (it may drop it).
+* **Freed when told to.** Views of a slab may outlive it (a traceback, a user's variable), so unmapping it would turn
+  a stale read into a segmentation fault; ``mmap.close`` does just that, since ``torch.frombuffer`` keeps no buffer
+  export. `Slab.close` returns the *pages* instead (``MADV_DONTNEED``) and keeps the addresses until the last view
+  dies: memory goes back at once, a stale read sees zeros.
+* **Exact.** The mapping is the bytes asked for, rounded up to pages, outside of malloc: readings of malloc'ed bytes
+  (`chunkc.runtime.devices.malloc_meter`) do not contain it.
+
+The mapping is made through libc and not by the ``mmap`` module, whose objects unmap their addresses wherever they are
+collected: in a forked child these addresses may by then belong to something else.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from chunkc._torch_compat.core import Finalizer
+from chunkc.errors import HardwareError
+
+_IS_LINUX: Final = sys.platform == "linux"
+_MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
+_KEPT_NBYTES: Final = 2**24
+"""How much malloc may keep of tensors that were freed one by one."""
+
+
+def allocate_slab(
+    nbytes: int, *, huge_pages: bool = False, on_free: Callable[[int], None] | None = None
+) -> tuple[torch.Tensor, Slab]:
+    """Map ``nbytes`` of zeroed, page-aligned host memory.
+
+    Args:
+        nbytes: size of the tensor; the mapping is this rounded up to pages (at least one).
+        huge_pages: ask the kernel for transparent huge pages (Linux; a hint that it may ignore).
+        on_free: called exactly once with ``nbytes`` when the pages have gone back, by `Slab.close` or because the last
+            view died. In the second case it may run at any point of any thread: it must neither block nor raise.
+
+    Returns:
+        The memory as a uint8 tensor, which with its views keeps the mapping alive, and a handle that does not.
+
+    Raises:
+        HardwareError: when the system refuses the mapping.
+        ValueError: when ``nbytes`` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
+    mapped_nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _map_linux(mapped_nbytes, huge_pages) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
+    tensor = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
+    return tensor, Slab(pages, nbytes, mapped_nbytes, on_free)
+
+
+def map_private(nbytes: int) -> torch.Tensor:
+    """Zeroed host memory with a mapping of its own, as uint8; forks inherit it, and it goes with its last view.
+
+    Raises:
+        OSError: when the system refuses the mapping.
+    """
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def return_freed_pages() -> None:
+    """Make malloc give pages that it has only kept for later back to the system; without glibc nothing happens.
+
+    glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed, unless they lie at its end
+    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved elsewhere stay resident.
+    """
+    trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
+    if trim is not None:
+        trim(0)
+
+
+class FreedPages:
+    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB.
+
+    A block that malloc keeps need not fit the next tensor, so that several tensors' worth could stay resident.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+
+    def add(self, nbytes: int) -> None:
+        """So many bytes of one tensor were freed; more than 32 MiB were none of malloc's heap."""
+        self._nbytes += nbytes if nbytes <= _MAPPED_NBYTES else 0
+        if self._nbytes >= _KEPT_NBYTES:
+            self._nbytes = 0
+            return_freed_pages()
+
+
+class Slab:
+    """Handle of one slab; it does not keep the memory alive.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: bytes asked for.
+        mapped_nbytes: bytes of the mapping, a multiple of the page size.
+        is_fork_safe: whether forked children do not inherit the memory.
+    """
+
+    def __init__(self, pages: Any, nbytes: int, mapped_nbytes: int, on_free: Callable[[int], None] | None) -> None:
+        self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
+        self.nbytes = nbytes
+        self.mapped_nbytes = mapped_nbytes
+        self.is_fork_safe = _IS_LINUX
+        self._pid = os.getpid()
+        self._pages = weakref.ref(pages)
+        self._report = Finalizer(pages, _call, on_free, nbytes, self._pid)
+        self._report.atexit = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the pages have gone back, by `close` or with the last view."""
+        return not self._report.alive
+
+    def close(self) -> None:
+        """Give the pages back to the system now; idempotent, and without effect in a forked child.
+
+        Views stay readable (zeros) but must not be written: that would take pages again.
+        """
+        pages = self._pages()
+        if pages is None or os.getpid() != self._pid or self.is_closed:
+            return
+        if _IS_LINUX:
+            _advise(self.address, self.mapped_nbytes, mmap.MADV_DONTNEED)
+        elif hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
+        self._report()
+
+
+def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
+    """Report freed memory to its owner, in the process that owns it."""
+    if on_free is not None and os.getpid() == pid:
+        on_free(nbytes)
+
+
+def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ubyte]:
+    """A private anonymous mapping that forks do not inherit, unmapped when the returned buffer is collected."""
+    map_pages = _libc().mmap
+    map_pages.restype = ctypes.c_void_p
+    map_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    address = map_pages(
+        None, mapped_nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if address is None or address == ctypes.c_void_p(-1).value:
+        reason = os.strerror(ctypes.get_errno())
+        raise HardwareError(
+            f"the system refuses {mapped_nbytes} bytes of host memory ({reason}): free memory, raise the limit of "
+            "this process (ulimit -v, cgroup), or name a smaller host memory in hw"
+        )
+    pages = (ctypes.c_ubyte * mapped_nbytes).from_address(address)
+    Finalizer(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
+    _advise(address, mapped_nbytes, mmap.MADV_DONTFORK)
+    if huge_pages and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+        _advise(address, mapped_nbytes, mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def _unmap(address: int, mapped_nbytes: int, pid: int) -> None:
+    """Give the addresses back, in the process that mapped them only: a forked child does not have them."""
+    if os.getpid() == pid:
+        unmap = _libc().munmap
+        unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        unmap(address, mapped_nbytes)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> None:
+    advise = _libc().madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if advise(address, nbytes, advice) != 0:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"madvise({advice}) on {nbytes} bytes: {os.strerror(errno)}")
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)

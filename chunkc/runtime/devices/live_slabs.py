@@ -1,0 +1,73 @@
+"""Live slabs of one kind, with their exact bytes and those that a caching allocator would take."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+import torch
+
+from chunkc.errors import HardwareError
+from chunkc.runtime.devices.host_slab import Slab, allocate_slab
+
+_HUGE_NBYTES: Final = 2**21
+
+
+def rounded_nbytes(nbytes: int) -> int:
+    """``nbytes`` as CUDA's caching allocator rounds them: to 512 bytes up to 1 MiB, to 2 MiB above.
+
+    Source: CUDACachingAllocator.cpp, kMinBlockSize, kSmallSize, kRoundLarge.
+    """
+    granularity = 512 if nbytes <= 2**20 else 2**21
+    return -(-nbytes // granularity) * granularity
+
+
+class LiveSlabs:
+    """Live slabs of one kind by address, and their bytes.
+
+    A slab goes by `free` or when its last view is collected, which may happen anywhere, even in the middle of a
+    method of this class: such bytes are queued and settled by the next call.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._by_address: dict[int, Slab] = {}
+        self._freed: deque[int] = deque()
+        self._nbytes = 0
+        self._rounded_nbytes = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES, on_free=self._freed.append)
+        self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
+        self._by_address[slab.address] = slab
+        self._nbytes += nbytes
+        self._rounded_nbytes += rounded_nbytes(nbytes)
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        if memory.numel() == 0:
+            return
+        slab = self._by_address.pop(memory.data_ptr(), None)
+        if slab is None:
+            raise HardwareError(f"not the start of {self._kind} of this device, or already freed")
+        slab.close()
+
+    def settle(self) -> int:
+        """Enter what was freed into the books; how many bytes that was."""
+        total = 0
+        while self._freed:
+            nbytes = self._freed.popleft()
+            self._nbytes -= nbytes
+            self._rounded_nbytes -= rounded_nbytes(nbytes)
+            total += nbytes
+        return total
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def rounded_nbytes(self) -> int:
+        return self._rounded_nbytes

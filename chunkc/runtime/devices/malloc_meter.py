@@ -1,0 +1,260 @@
+"""How many non-model bytes a process holds: an honest reading for a device that is host memory.
+
+On the emulated device activations and temporaries lie in ordinary host memory, allocated by torch through malloc. glibc
+counts these bytes itself: ``mallinfo2()`` gives the bytes of all arenas that are in use (``uordblks``) and those of
+large blocks with their own mapping (``hblkhd``), exactly up to allocator headers, in 2 to 4 microseconds beside
+a compiled model (it walks malloc's free chunks: thousands of scattered ones make it slower). Slabs
+(`chunkc.runtime.devices.host_slab`: arena and homes) bypass malloc and are not part of it.
+
+A reading is relative to a baseline. Its maximum needs samples at the right moments: the executor samples between
+operators, and a thread samples while long work runs (`NonModelMeter.long_work`), so that a temporary that lives inside
+one operator is seen too. Everything that the process mallocs counts, whoever asked for it: a reading is an upper
+bound of the model's own bytes. The thread can miss a peak that is shorter than its period.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from chunkc._torch_compat.core import Finalizer
+
+Reader = Callable[[], int]
+
+_PROBE_NBYTES: Final = 2**23
+_IDLE_S: Final = 0.25
+_MAX_CPU_SHARE: Final = 0.01
+
+
+_FIELDS: Final = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+
+
+class _Mallinfo2(ctypes.Structure):
+    """``struct mallinfo2`` of malloc.h (glibc 2.33 and later)."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
+
+
+def malloc_reader() -> Reader | None:
+    """A function that reads the bytes malloc has handed out in this process; None where that cannot be known.
+
+    None without glibc 2.33 or later, and where another allocator (jemalloc, tcmalloc by LD_PRELOAD) serves torch: a
+    block that torch allocates must show in the reading.
+    """
+    if sys.platform != "linux" or not hasattr(ctypes.PyDLL(None), "mallinfo2"):
+        return None
+    mallinfo2 = ctypes.PyDLL(None).mallinfo2  # PyDLL keeps the interpreter lock: cheaper than handing it over
+    mallinfo2.restype = _Mallinfo2
+
+    def read() -> int:
+        info = mallinfo2()
+        return int(info.uordblks) + int(info.hblkhd)
+
+    before = read()
+    probe = torch.empty(_PROBE_NBYTES, dtype=torch.uint8)
+    seen = read() - before
+    return read if probe.numel() // 2 < seen < probe.numel() * 2 else None
+
+
+class NonModelMeter:
+    """Peak of the non-model bytes since `start`.
+
+    Thread-safe: every method may be called from any thread, at any time. One meter reads one process; a forked child
+    must make its own (there the sampling thread does not exist, and `sample` still works).
+
+    Args:
+        period_ms: shortest period of the sampling thread while long work runs; 0 for no thread. The thread measures
+            its own CPU time (a wake-up and a sample take 30 to 100 microseconds on a busy machine) and waits longer
+            where it would pass one percent of a core: 3 to 10 ms in practice. Idle meters cost nothing.
+        read: what gives the level in bytes; by default the reading of malloc.
+
+    Attributes:
+        available: whether there is a reading. Where there is none, `sample` and `peak_nbytes` are None.
+    """
+
+    def __init__(self, *, period_ms: float = 1.0, read: Reader | None = None) -> None:
+        if period_ms < 0:
+            raise ValueError(f"a sampling period is at least 0 ms, not {period_ms}")
+        self._level = _Level(read if read is not None else malloc_reader())
+        self._section = LongWork(self._level, period_ms)
+        self.available = self._level.read is not None
+        Finalizer(self, self._section.switch_off)
+
+    def start(self) -> None:
+        """Take this moment's level as the baseline, forget the peak and the held bytes, and watch long work."""
+        self._level.start()
+        if self.available:
+            self._section.is_on = True
+
+    def sample(self) -> int | None:
+        """Bytes above the baseline now, less the held ones and at least 0, entered into the peak."""
+        return self._level.sample()
+
+    @property
+    def peak_nbytes(self) -> int | None:
+        """Highest sample since `start`; 0 before the first; None without a reading."""
+        return self._level.peak_nbytes if self.available else None
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes in the reading that are not non-model ones: the caller's word, subtracted from every later sample.
+
+        For what is malloc'ed after `start` and belongs to the model or the user, for example a staging store. Set it
+        right after such memory is taken and right before it is given back, then it hides nothing else. Negative
+        after memory that was there at `start` has gone.
+        """
+        return self._level.held_nbytes
+
+    @held_nbytes.setter
+    def held_nbytes(self, nbytes: int) -> None:
+        self._level.hold(nbytes)
+
+    def pause(self) -> None:
+        """Keep the level of now until `resume`: what is taken meanwhile becomes held bytes."""
+        self._level.pause()
+
+    def resume(self) -> None:
+        """Go on; nothing without a pause before."""
+        self._level.resume()
+
+    def long_work(self) -> LongWork:
+        """``with meter.long_work():`` samples at both ends and, by the thread, in between; may nest and overlap.
+
+        Does nothing before `start` and after `stop`.
+        """
+        return self._section
+
+    def stop(self) -> None:
+        """End the sampling thread; idempotent. `sample` goes on to work, `start` watches again."""
+        self._section.switch_off()
+
+
+class _Level:
+    """Baseline, held bytes and peak; apart from the meter, so that the sampling thread does not keep that alive."""
+
+    def __init__(self, read: Reader | None) -> None:
+        self.read = read
+        self._lock = threading.Lock()
+        self.start()
+
+    def start(self) -> None:
+        with self._lock:
+            self.held_nbytes = 0
+            self.peak_nbytes = 0
+            self._paused_nbytes: int | None = None
+            self._baseline_nbytes = self.read() if self.read is not None else 0
+
+    def hold(self, nbytes: int) -> None:
+        with self._lock:
+            self.held_nbytes = nbytes
+
+    def pause(self) -> None:
+        with self._lock:
+            self._paused_nbytes = None if self.read is None else self.read()
+
+    def resume(self) -> None:
+        with self._lock:
+            if self.read is not None and self._paused_nbytes is not None:
+                self.held_nbytes += self.read() - self._paused_nbytes
+            self._paused_nbytes = None
+
+    def sample(self) -> int | None:
+        if self.read is None:
+            return None
+        with self._lock:
+            if self._paused_nbytes is not None:
+                return max(0, self._paused_nbytes - self._baseline_nbytes - self.held_nbytes)
+            nbytes = max(0, self.read() - self._baseline_nbytes - self.held_nbytes)
+            self.peak_nbytes = max(self.peak_nbytes, nbytes)
+            return nbytes
+
+
+class LongWork:
+    """Counts the work under way; its thread samples while there is some, and sleeps soon after the last.
+
+    The thread is not woken for each piece of work: it goes on for a quarter of a second after the last one ended, so
+    that a run of short pieces costs two counter updates each. Made by `NonModelMeter`.
+    """
+
+    def __init__(self, level: _Level, period_ms: float) -> None:
+        self.is_on = False
+        self._level = level
+        self._period_s = period_ms / 1000
+        self._lock = threading.RLock()  # a finalizer may enter it again
+        self._depth = 0
+        self._awake = threading.Event()
+        self._stopped = threading.Event()
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+        if self.is_on:
+            self._level.sample()
+            if self._period_s and not self._awake.is_set():
+                self._wake()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.is_on:
+            self._level.sample()
+        with self._lock:
+            self._depth -= 1
+
+    def switch_off(self) -> None:
+        """End the thread and wait for it, except from itself and in a forked child."""
+        self.is_on = False
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            thread, self._thread = self._thread, None
+            self._stopped.set()
+            self._awake.set()
+            self._stopped, self._awake = threading.Event(), threading.Event()  # for the next thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _wake(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._thread is None and self.is_on:
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._stopped, self._awake), name="chunkc-meter", daemon=True
+                )
+                self._thread.start()
+            self._awake.set()
+
+    def _run(self, stopped: threading.Event, awake: threading.Event) -> None:
+        wait_s = self._period_s
+        idle_s = 0.0
+        cost_s = time.thread_time()
+        while not stopped.wait(wait_s):
+            if self._depth:
+                self._level.sample()
+                idle_s = 0.0
+            else:
+                idle_s += wait_s
+            if idle_s > _IDLE_S:
+                self._sleep(awake)
+                idle_s = 0.0
+            before_s, cost_s = cost_s, time.thread_time()
+            wait_s = max(self._period_s, (cost_s - before_s) / _MAX_CPU_SHARE)
+
+    def _sleep(self, awake: threading.Event) -> None:
+        """Wait until work enters; work that entered while the flag was being cleared is seen by its count."""
+        with self._lock:
+            if self._depth or self._thread is not threading.current_thread():
+                return
+            awake.clear()
+        awake.wait()

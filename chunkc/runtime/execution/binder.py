@@ -1,0 +1,348 @@
+"""Binding: what an action of a plan does, as a function over the memory it works on.
+
+Binding replays a program once from its entry state, because which slot a parameter stands in at a ``run`` follows from
+the actions before it. What changes from step to step (values of the graphs, byte counters) stands in ``Frame``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from chunkc.distributed.process_group import Ranks
+from chunkc.errors import PlanError
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import Chunk, Home
+from chunkc.ir.occupancy import Occupancy
+from chunkc.ir.plan import Plan, Program
+from chunkc.ir.schedule import GraphKind
+from chunkc.runtime.devices.protocol import Device, Update
+from chunkc.runtime.execution.bound_action import AnnouncedUpdate, Bound, CompiledGraph, Frame
+from chunkc.runtime.execution.collectives import Exchanges
+from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
+from chunkc.runtime.update.cpu_adam import Piece
+
+
+@dataclass(slots=True)
+class Binder:
+    """Binds programs of one plan.
+
+    Attributes:
+        gauge: where norms and the decision on them stand; a plan that measures has one.
+        ranks: with which chunks are exchanged.
+        updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
+            gradient chunk's (-1 where there is none), or None.
+        recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
+    """
+
+    plan: Plan
+    store: ChunkStore
+    device: Device
+    graphs: Mapping[GraphKind, CompiledGraph]
+    frame: Frame
+    gauge: Gauge | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
+    recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _program: str = ""
+    _occupancy: Occupancy = field(init=False)
+    _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._occupancy = Occupancy(self.plan.layout)
+
+    def bind(self, program: Program) -> tuple[Bound, ...]:
+        """The program's actions in order, ready to be launched."""
+        self._program, self._occupancy = program.name, Occupancy.of(self.plan.layout, program.entry.resident)
+        return tuple(self._bind(label, action) for label, action in program.labelled())
+
+    def _bind(self, label: str, action: Action) -> Bound:
+        update: Update | None = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
+        if action.op is Op.DECIDE:
+            update = self._gauge(action)
+        work = update.restore if update is not None else self._work(action)
+        self._occupancy.apply(action)
+        wanted = None if action.op is Op.RESTORE else update
+        return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
+
+    def _work(self, action: Action) -> Callable[[], None]:
+        makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
+            Op.FETCH: self._fetch,
+            Op.OPEN: self._open,
+            Op.EVICT: self._evict,
+            Op.DROP: self._drop,
+            Op.LOAD: self._load,
+            Op.STORE: self._store,
+            Op.RUN: self._run,
+            Op.STASH: self._stash,
+            Op.ADD: self._stash,
+            Op.NORM: self._norm,
+            Op.GATHER: self._gather,
+            Op.REDUCE: self._reduce,
+            Op.RELEASE: self._release,
+            Op.SUM: self._sum,
+            Op.KEEP: lambda _: _nothing,
+        }
+        return makers[action.op](action)
+
+    def _chunk(self, action: Action) -> Chunk:
+        return self.plan.layout.chunks[action.index]
+
+    def _slot_of(self, chunk: int) -> int:
+        """The slot where the payload of ``chunk`` stands before the action that is bound."""
+        return self._occupancy.slot_of[f"c{chunk}"]
+
+    def _slot(self, action: Action) -> int:
+        if action.slot is None:
+            raise PlanError(f"`{action}` names no slot")
+        return action.slot
+
+    def _fetch(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
+
+    def _open(self, action: Action) -> Callable[[], None]:
+        """What the slot holds until it is written is nobody's; gradients that ranks add up begin at 0."""
+        if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
+            memory = self.store.slot_bytes(self._slot(action))
+            return lambda: _zero(memory)
+        return _nothing
+
+    def _evict(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
+        memory, device = self.store.slot_bytes(slot), self.device
+
+        def evict() -> None:
+            copy()
+            device.freed(memory)
+
+        return evict
+
+    def _load(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
+
+    def _store(self, action: Action) -> Callable[[], None]:
+        chunk, slot = self._chunk(action), self._slot(action)
+        copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
+        memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
+
+        def store() -> None:
+            before_write(chunk.index)
+            copy()
+            device.freed(memory)
+
+        return store
+
+    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Callable[[], None]:
+        copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
+
+        def copy() -> None:
+            for one in copies:
+                one()
+
+        return copy
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
+        nbytes, moved, key = source.numel() * source.element_size(), self.frame.moved_nbytes, (self._program, stream)
+
+        def copy() -> None:
+            target.copy_(source, non_blocking=True)
+            moved[key] = moved.get(key, 0) + nbytes
+
+        return copy
+
+    def _drop(self, action: Action) -> Callable[[], None]:
+        memory, device = self.store.slot_bytes(self._slot(action)), self.device
+        return lambda: device.freed(memory)
+
+    def _exchanges(self) -> Exchanges:
+        return Exchanges(self.plan, self.store, self.ranks, self.frame, self._program)
+
+    def _gather(self, action: Action) -> Callable[[], None]:
+        group, first = self._group(action)
+        return self._exchanges().gather(group, first, str(action))
+
+    def _reduce(self, action: Action) -> Callable[[], None]:
+        group, first = self._group(action)
+        return self._exchanges().reduce(group, first, str(action))
+
+    def _release(self, action: Action) -> Callable[[], None]:
+        self._group(action)
+        remote = self.plan.layout.remote_of(action.index)
+        slots = [self.store.slot_bytes(self._slot_of(chunk)) for chunk in remote]
+        device = self.device
+
+        def release() -> None:
+            for memory in slots:
+                device.freed(memory)
+
+        return release
+
+    def _sum(self, action: Action) -> Callable[[], None]:
+        return self._exchanges().sum(self._gauge(action), str(action))
+
+    def _group(self, action: Action) -> tuple[int, int]:
+        """A group, and the slot of its first chunk: they stand one behind the other."""
+        layout = self.plan.layout
+        if not 1 < layout.num_ranks == self.ranks.size:
+            raise PlanError(
+                f"`{action}` is for a job of {layout.num_ranks} ranks, this one has {self.ranks.size}: launch the "
+                "script with as many ranks as it was planned for"
+            )
+        own = layout.groups[action.index].chunks[layout.rank]
+        return action.index, self._slot_of(own) - layout.rank
+
+    def _payload(self, param: int) -> torch.Tensor:
+        """The parameter in the slot where its first chunk now stands."""
+        place = self.plan.layout.placements[param]
+        slot = self._occupancy.slot_of.get(f"c{place.chunk}", -1)
+        if self.plan.layout.params[param].numel and slot < 0:
+            name = self.plan.layout.params[param].name
+            raise PlanError(f"chunk c{place.chunk} of parameter {name} is not resident where it is needed")
+        if (param, slot) not in self._views:
+            self._views[param, slot] = self.store.param_in_slot(param, slot)
+        return self._views[param, slot]
+
+    def _run(self, action: Action) -> Callable[[], None]:
+        planned = self.plan.segment(action.target)
+        compiled = self.graphs[planned.graph]
+        segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
+        payloads = [(i, self._payload(param)) for i, param in segment.params]
+        names = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)]
+        frame, outputs, device = self.frame, segment.outputs, self.device
+
+        def work() -> None:
+            env = frame.env
+            args = [env.pop(name) if dies else env.get(name) for name, dies in names]
+            for i, payload in payloads:
+                args[i] = payload
+            env.update(zip(outputs, run(args), strict=True))
+            device.sample_nonmodel()
+
+        return work
+
+    def _stash(self, action: Action) -> Callable[[], None]:
+        """The elements in this chunk of gradients of the segment land, and no others: only this chunk's fetch has been
+        waited for, and only its slot is kept until the stash has run."""
+        segment = self.plan.segment(action.source or "")
+        compiled, chunk = self.graphs["backward"], self._chunk(action)
+        names = {param: name for name, param in compiled.gradients.items()}
+        placements, last_use = self.plan.layout.placements, compiled.graph.last_use
+        mapped, adds = chunk.index if chunk.partner is None else chunk.partner, action.op is Op.ADD
+        landing = []
+        for param in segment.lands:
+            if mapped in placements[param].chunks:
+                name = names[param]
+                is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
+                landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
+        frame, share = self.frame, self._share(chunk)
+
+        def stash() -> None:
+            for param, name, is_last, target, part_of in landing:
+                whole, is_added = (
+                    frame.env.pop(name) if is_last else frame.env[name],
+                    adds and param in frame.accumulated,
+                )
+                if param in frame.withheld:
+                    if not is_added:
+                        target.zero_()
+                    continue
+                gradient = part_of(whole)
+                if is_added:
+                    target.add_(gradient, alpha=share)
+                elif share == 1.0:
+                    target.copy_(gradient)
+                else:
+                    torch.mul(gradient, share, out=target)
+
+        return stash
+
+    def _share(self, chunk: Chunk) -> float:
+        """By what gradients are multiplied as they land: ranks that share chunks add up those of micro-batches, and
+        average others."""
+        adds_up = chunk.partner is not None and self.plan.accumulate > 1
+        return 1.0 / self.plan.layout.world_size if adds_up else 1.0
+
+    def _landing(
+        self, param: int, chunk: Chunk, mapped: int
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+        """Where the elements of a gradient that belong in ``chunk`` go, and what takes them out of it; ``mapped`` is
+        the chunk in which the parameter's own elements are."""
+        slot = self._slot_of(chunk.index)
+        if self.plan.layout.placements[param].num_chunks == 1:
+            return self.store.param_in_slot(param, slot), _whole
+        info = self.plan.layout.params[param]
+        memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
+        part = next(p for p in self.store.parts(param) if p.chunk == mapped)
+        target = self.store.payload_slot(chunk, slot)[part.start : part.end]
+        span = slice(part.first, part.first + part.end - part.start)
+        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
+
+    def _gauge(self, action: Action) -> Gauge:
+        if self.gauge is None:
+            raise PlanError(f"`{action}` has no place in a plan that does not measure gradients")
+        return self.gauge
+
+    def _norm(self, action: Action) -> Callable[[], None]:
+        """Of the gradients that land by this plan; what else the chunk holds are parameters."""
+        chunk = self._chunk(action)
+        holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
+        gauge = self._gauge(action)
+        landed = {param for segment in self.plan.segments for param in segment.lands}
+        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
+        gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
+        return self.device.make_norm(gradient, pieces, gauge.table[chunk.index])
+
+    def _update_of(self, action: Action) -> Update:
+        chunk, slots = self._chunk(action), None
+        beside = self.plan.layout.grad_chunks().get(chunk.index)
+        grad_chunk = None if beside is None else self.plan.layout.chunks[beside]
+        if action.stream is Stream.COMPUTE:
+            gradient_slot = -1 if beside is None else self._slot_of(beside)
+            triple_slot = self._occupancy.slot_of[f"os{chunk.index}"]
+            slots = self._slot_of(chunk.index), triple_slot, gradient_slot
+        key = (chunk.index, slots)
+        if key not in self.updates:
+            store = self.store
+            if slots is None:
+                payload, triple = store.payload_home(chunk), store.triple_home(chunk)
+                gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
+            else:
+                payload, triple = store.payload_slot(chunk, slots[0]), store.triple_slot(chunk, slots[1])
+                gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
+            pieces = store.pieces(chunk.index)
+            update = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
+            writes_home = slots is None or chunk.os_home is Home.DEVICE
+            self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
+            self.recoveries[chunk.index] = self._recovery(chunk, pieces)
+        return self.updates[key]
+
+    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Callable[[], None]:
+        """Casts param32 into the payload, each where it is in the cold state."""
+        cold, store = dict(self.plan.cold.resident), self.store
+        slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")
+        payload = store.payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
+        triple = store.triple_home(chunk) if os_slot is None else store.triple_slot(chunk, os_slot)
+
+        def recover() -> None:
+            for piece in pieces:
+                payload[piece.start : piece.end].copy_(triple.param32[piece.start : piece.end])
+
+        return recover
+
+
+def _whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+def _nothing() -> None:
+    pass
+
+
+def _zero(memory: torch.Tensor) -> None:
+    memory.zero_()

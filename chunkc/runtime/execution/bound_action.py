@@ -1,0 +1,95 @@
+"""What programs are bound to: compiled graphs, values that change from run to run, and actions ready to be launched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from chunkc.ir.actions import Stream
+from chunkc.runtime.devices.protocol import Update
+from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.update.update_inputs import StepInputs
+
+SegmentCallable = Callable[[list[Any]], Sequence[Any]]
+
+
+class GraphSegment(Protocol):
+    """What is needed of a lowered segment (see ``chunkc.passes.lower``)."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def params(self) -> tuple[tuple[int, int], ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+    @property
+    def dies(self) -> tuple[int, ...]: ...
+
+
+class Graph(Protocol):
+    """What is needed of a lowered graph."""
+
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def segments(self) -> Sequence[GraphSegment]: ...
+    @property
+    def result(self) -> tuple[str | tuple[Any], ...]: ...
+    @property
+    def last_use(self) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGraph:
+    """A lowered graph with a callable per segment, and the parameters whose gradients it makes by value name."""
+
+    graph: Graph
+    segments: Sequence[SegmentCallable]
+    gradients: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class Frame:
+    """What changes while programs run: values by name, and the bytes that the latest run of each program moved.
+
+    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
+    ``withheld``: parameters whose gradient nobody asked for: zeros land in its place.
+    """
+
+    env: dict[str, Any] = field(default_factory=dict)
+    accumulated: Set[int] = frozenset()
+    withheld: Set[int] = frozenset()
+    moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """An action with what it does. ``update`` stands in for ``work`` where hyperparameters are needed; ``is_sum``: what
+    norms found stands once it has happened."""
+
+    label: str
+    text: str
+    stream: Stream
+    waits: tuple[str, ...]
+    work: Callable[[], None]
+    update: Update | None = None
+    is_sum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AnnouncedUpdate:
+    """An update of a triple where it lives, which a snapshot may still need as it was."""
+
+    inner: Update
+    store: ChunkStore
+    chunk: int
+
+    def update(self, inputs: StepInputs) -> None:
+        """Say so first."""
+        self.store.before_write(self.chunk)
+        self.inner.update(inputs)
+
+    def restore(self) -> None:
+        """Triples stay as they are."""
+        self.inner.restore()

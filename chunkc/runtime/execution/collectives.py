@@ -1,0 +1,87 @@
+"""What ``gather``, ``reduce`` and ``sum`` do: exchanges of a plan as functions over the memory of the chunks.
+
+A group's chunks stand one behind the other in the arena, so it is one tensor, of which this rank's chunk is a part:
+both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others, and of
+a reduction what it takes to have the mean over replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.distributed.process_group import Ranks
+from chunkc.ir.actions import Stream
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.plan import Plan
+from chunkc.runtime.execution.bound_action import Frame
+from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.storage.chunk_store import ChunkStore
+
+Work = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """Exchanges of one program."""
+
+    plan: Plan
+    store: ChunkStore
+    ranks: Ranks
+    frame: Frame
+    program: str
+
+    def gather(self, group: int, first_slot: int, text: str) -> Work:
+        """Fill the slots of a group from its owners."""
+        whole, own = self._parts(group, first_slot)
+        place, ranks = self._place(text), self.ranks
+        count = self._counting(whole.nbytes - own.nbytes)
+
+        def gather() -> None:
+            ranks.gather(whole, own, place)
+            count()
+
+        return gather
+
+    def reduce(self, group: int, first_slot: int, text: str) -> Work:
+        """Into the own chunk the mean of it over all ranks; gradient chunks to which micro-batches add take the sum of
+        contributions that were divided as they landed."""
+        whole, own = self._parts(group, first_slot)
+        place, layout = self._place(text), self.plan.layout
+        count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
+        kind = layout.chunks[layout.groups[group].first_chunk].list
+        exchange = self.ranks.add_up if kind is ChunkList.GRAD and self.plan.accumulate > 1 else self.ranks.average
+
+        def reduce() -> None:
+            exchange(own, whole, place)
+            count()
+
+        return reduce
+
+    def sum(self, gauge: Gauge, text: str) -> Work:
+        """What the norms of this rank found, added up over all."""
+        place, ranks = self._place(text), self.ranks
+
+        def add_up() -> None:
+            gauge.total()
+            ranks.total(gauge.totals, place)
+
+        return add_up
+
+    def _parts(self, group: int, first_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The chunks of a group, and the own one of them."""
+        whole, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
+        return whole, whole.chunk(layout.world_size)[layout.rank]
+
+    def _counting(self, received_nbytes: int) -> Work:
+        moved, key = self.frame.moved_nbytes, (self.program, Stream.COMM)
+
+        def count() -> None:
+            moved[key] = moved.get(key, 0) + received_nbytes
+
+        return count
+
+    def _place(self, text: str) -> str:
+        return f"`{text}` of {self.program}"

@@ -1,0 +1,272 @@
+"""The executor: carries out the programs of one plan, action by action, on a device. It decides nothing.
+
+All actions are bound to memory when it is made, so that a step allocates nothing and looks nothing up. Running a
+program is: launch each action on its stream with the events of the labels it waits for. Values of the graphs live in an
+environment by name and leave it at their last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from chunkc.distributed.process_group import Kind, Ranks, digest_lines
+from chunkc.errors import DeviceMemoryError
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.schedule import GraphKind
+from chunkc.runtime.devices.protocol import Device, Event
+from chunkc.runtime.execution.binder import Binder
+from chunkc.runtime.execution.bound_action import CompiledGraph, Frame
+from chunkc.runtime.execution.grad_norm import Gauge, Outcome
+from chunkc.runtime.execution.moment_text import moment_text
+from chunkc.runtime.storage.chunk_store import ChunkStore
+from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+
+
+class Executor:
+    """Runs the programs of ``plan`` over the memory of ``store``.
+
+    Attributes:
+        plan: what it runs.
+        graded_params: indexes of the parameters whose gradients land in its backward.
+        used_params: those and the ones that its backward reads.
+        num_actions: actions launched so far.
+        gauge: what its backward measures of gradients, and the decision of its step; None where the plan has none.
+        trace: set it to a list to record the text of every action launched.
+        step_number: of the step for which it ran forward last, as ``enter_step`` was told.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: ChunkStore,
+        device: Device,
+        graphs: Mapping[GraphKind, CompiledGraph],
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.plan = plan
+        self.num_actions = 0
+        self.trace: list[str] | None = None
+        self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
+        self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
+        self.gauge: Gauge | None = None
+        if plan.measures:
+            self.gauge = Gauge(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
+        self._decide = _label_of(plan, "step", Op.DECIDE)
+        self._device = device
+        self._paced_launch = device.paced_launch(plan)
+        self._graphs = graphs
+        self._ranks = ranks or Ranks()
+        self._exchanged: dict[str, int] = {}
+        self._frame = Frame()
+        self._events: dict[str, Event] = {}
+        self.step_number = -1
+        self._counted: set[str] = set()
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge, self._ranks)
+        self._programs = {p.name: binder.bind(p) for p in plan.programs}
+        self._recoveries = tuple(binder.recoveries.values())
+        self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
+
+    def enter_step(self, number: int) -> None:
+        """The next forward is one of step ``number``: with several micro-batches, bytes moved for it add up."""
+        if number != self.step_number:
+            self.step_number = number
+            self._counted.clear()
+
+    def moved_nbytes(self, stream: Stream) -> int:
+        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation; with several
+        micro-batches, in all programs since the latest step was entered."""
+        names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
+        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+
+    def exchanges(self, program: str) -> list[str]:
+        """What all ranks must have alike in a program: its collectives in order, and the gradients that land."""
+        lines = [str(replace(a, waits=())) for a in self.plan.program(program).actions if a.stream is Stream.COMM]
+        if self.plan.program(program).role == "backward":
+            lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
+        return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
+
+    def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
+        """All ranks are about to run ``program``; ``state``: what else they must have alike. ``number`` of every rank.
+
+        Raises:
+            RankError: when they do other things, or exchange other chunks.
+        """
+        if self._ranks.size == 1:
+            return [number]
+        if program not in self._exchanged:
+            self._exchanged[program] = digest_lines(self.exchanges(program))
+        digest = digest_lines([*state, str(self._exchanged[program])])
+        return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
+
+    def forward(self, program: str, args: list[Any]) -> list[Any]:
+        """Run a forward program on the inputs of the forward graph; empties ``args``."""
+        return self._run_graph(program, "forward", args)
+
+    def evaluate(self, args: list[Any]) -> list[Any]:
+        """Run the evaluate program on the inputs of its graph, and join; empties ``args``."""
+        outputs = self._run_graph("evaluate", "forward", args)
+        self.join()
+        return outputs
+
+    def backward(
+        self,
+        program: str,
+        args: list[Any],
+        accumulated: Set[int] = frozenset(),
+        loss_scale: LossScale | None = None,
+        withheld: Set[int] = frozenset(),
+    ) -> list[Any]:
+        """Run a backward program; gradients of parameters land in chunks and come back as None.
+
+        Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
+        land are added to them. Of parameters ``withheld`` zeros land, whatever the graph makes.
+
+        Under a ``loss_scale`` its tangents are multiplied by the scale, and so are the gradients in chunks; those that
+        come back are not.
+        """
+        self._frame.accumulated, self._frame.withheld = accumulated, withheld
+        if loss_scale is None:
+            return self._run_graph(program, "backward", args)
+        scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
+        outputs, inverse = self._run_graph(program, "backward", args), loss_scale.inverse()
+        return [times(g, inverse) if isinstance(g, torch.Tensor) else g for g in outputs]
+
+    def step(
+        self,
+        hypers: Mapping[int, Hyper],
+        steps: Mapping[int, int],
+        factor: torch.Tensor | None = None,
+        found: torch.Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> Outcome | None:
+        """Launch the step program with these hyperparameters; host updates run while the caller goes on.
+
+        Args:
+            hypers, steps, factor, found, loss_scale: as in `StepInputs`; the last three only where the plan measures.
+
+        Returns:
+            What becomes of it, where ``found`` may have it skipped.
+        """
+        gauge, num_params = self.gauge, len(self.plan.layout.params)
+        if gauge is None:
+            self._launch("step", StepInputs(hypers, steps, num_params))
+            return None
+        inputs = StepInputs(hypers, steps, num_params, factor, gauge.control, gauge.seen, found, loss_scale)
+        self._launch("step", inputs)
+        return None if found is None else Outcome(self._events[self._decide], gauge.seen)
+
+    def restore(self) -> None:
+        """Launch the restore program: param16 from param32, gradients are discarded."""
+        self._launch("restore")
+
+    def abandon(self) -> None:
+        """From the forward's exit state to cold, joined."""
+        self._launch("abandon")
+        self.join()
+
+    def resume(self) -> None:
+        """From cold, joined, to the forward's exit state."""
+        self.join()
+        self._launch("resume")
+        self.join()
+
+    def reduce_all(self) -> None:
+        """Reduce what micro-batches have left unreduced, joined, and let go of what they kept."""
+        self.join()
+        self._launch("reduce_all")
+        self.join()
+
+    def recover(self) -> None:
+        """After an interrupted program: join, and every payload at its home equals its param32 again."""
+        with suppress(Exception):  # the exception that led here is already on its way to the caller
+            self._device.synchronize()
+        self.forget_launched()
+        for recover in self._recoveries:
+            recover()
+
+    def forget_launched(self) -> None:
+        """Let go of values of the graphs, and of the events of what has been launched."""
+        self._frame.env = {}
+        self._events.clear()
+
+    def join(self) -> None:
+        """Wait for all streams and forget their events."""
+        try:
+            self._device.synchronize()
+        finally:
+            self._events.clear()
+
+    def _run_graph(self, program: str, graph: GraphKind, args: list[Any]) -> list[Any]:
+        compiled, frame = self._graphs[graph], self._frame
+        pairs = zip(compiled.graph.inputs, args, strict=True)
+        frame.env = {n: value for n, value in pairs if n in self._wanted[graph]}
+        args.clear()
+        del pairs
+        try:
+            self._launch(program)
+            return [self._result(entry, compiled) for entry in compiled.graph.result]
+        finally:
+            frame.env = {}
+
+    def _result(self, entry: str | tuple[Any], compiled: CompiledGraph) -> Any:
+        if not isinstance(entry, str):
+            return entry[0]
+        return None if entry in compiled.gradients else self._frame.env[entry]
+
+    def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
+        events, device = self._events, self._device
+        launch = device.launch if self._paced_launch is None else self._paced_launch
+        self._count_from_zero(name)
+        for position, bound in enumerate(self._programs[name]):
+            waits = [events[w] for w in bound.waits if w in events]
+            work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
+            try:
+                events[bound.label] = launch(bound.stream, bound.text, waits, work)
+            except torch.OutOfMemoryError as error:
+                raise self._out_of_memory(name, position, error) from error
+            if bound.is_sum and self.gauge is not None:
+                self.gauge.ready = (events[bound.label],)
+            if self.trace is not None:
+                self.trace.append(bound.text)
+        if self._ranks.size > 1:
+            device.enqueue_exchanges()
+        self.num_actions += len(self._programs[name])
+
+    def _count_from_zero(self, name: str) -> None:
+        """Forget the bytes that a program moved, unless it runs again for the same step. Copies of the step before may
+        still be under way, but none of a program that is about to run."""
+        if self.plan.accumulate == 1 or name not in self._counted:
+            moved = self._frame.moved_nbytes
+            moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
+        self._counted.add(name)
+
+    def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+        program = self.plan.program(name)
+        return DeviceMemoryError(
+            f"{self._device.name} ran out of memory in `{program.actions[position]}` ({name} "
+            f"{program.label(position)} of plan {self.plan.digest()}). The plan's own account of this moment:\n"
+            f"{moment_text(self.plan, program, position)}\n"
+            f"  {self._device.memory_text()}\n"
+            f"What is more is held by others, in fragments of the allocator (PYTORCH_ALLOC_CONF="
+            f"expandable_segments:True helps), or by kernels that take more than was planned: pass reserve=<bytes> to "
+            f"chunkc.compile. torch says: {error}"
+        )
+
+
+def _wanted(compiled: CompiledGraph) -> frozenset[str]:
+    taken = {name for segment in compiled.graph.segments for name in segment.inputs}
+    return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
+
+
+def _label_of(plan: Plan, program: str, op: Op) -> str:
+    """The label of the first ``op`` in a program; empty where there is none."""
+    found = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
+    return next(found, "")

@@ -1,0 +1,99 @@
+"""What a plan that measures gradients finds, and the decision on it that updates wait for.
+
+Norm actions write one row for each chunk as its gradients become final; ``decide`` turns rows and requests into what
+every update reads: a factor for gradients, and whether to leave parameters as they are. All of it stays on the device,
+and what updates on the host read is copied there behind it, so that nobody waits for the device but those updates.
+
+Sums of squares add up in float64, so that the norm does not depend on how parameters are packed into chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from chunkc.runtime.devices.protocol import Event
+from chunkc.runtime.update.update_inputs import StepInputs
+
+ROW_NUMEL = 2
+"""Columns of a row: sum of squares; and 1 where an element is infinite or NaN, else 0."""
+
+
+class Gauge:
+    """The norms of one plan's chunks and the decision on them; all tensors are made once.
+
+    Attributes:
+        table: float64 [num_chunks, `ROW_NUMEL`] on the device; rows of chunks that are not measured stay 0.
+        control: float32 [2] on the device: the factor of every gradient; and 0, or 1 to leave parameters as they are.
+        seen: ``control`` as host memory has it.
+        totals: float64 [`ROW_NUMEL`] on the device: the columns of ``table`` added up, over all ranks where there are
+            several; they stand there once ``ready`` has happened.
+        ready: what to wait for before ``totals`` is read on the compute stream.
+    """
+
+    def __init__(self, num_chunks: int, device: torch.device, num_ranks: int = 1) -> None:
+        self.table = torch.zeros(num_chunks, ROW_NUMEL, dtype=torch.float64, device=device)
+        self.control = torch.tensor([1.0, 0.0], dtype=torch.float32, device=device)
+        self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
+        self.ready: tuple[Event, ...] = ()
+        self._is_alone = num_ranks == 1
+        self.seen = self.control
+        if device.type != "cpu":
+            self.seen = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
+
+    def total(self) -> None:
+        """Add up what the chunks of this rank have."""
+        torch.sum(self.table, 0, out=self.totals)
+
+    def total_norm(self) -> torch.Tensor:
+        """The norm of all gradients as they stand in chunks, float32 [], on the compute stream."""
+        return self._found()[0].sqrt().to(torch.float32)
+
+    def found_nonfinite(self) -> torch.Tensor:
+        """1 where a gradient in chunks is infinite or NaN, else 0: float32 [], on the compute stream."""
+        return self._found()[1].clamp(max=1.0).to(torch.float32)
+
+    def _found(self) -> torch.Tensor:
+        if self._is_alone:
+            self.total()
+        return self.totals
+
+    @torch.no_grad()
+    def update(self, inputs: StepInputs) -> None:
+        """Decide on a step: the work of ``decide`` in a step program."""
+        if inputs.factor is None:
+            self.control[0] = 1.0
+        else:
+            self.control[0].copy_(inputs.factor)
+        if inputs.found is None:
+            self.control[1] = 0.0
+        else:
+            self.control[1].copy_(inputs.found)
+        if inputs.loss_scale is not None and inputs.found is not None:
+            inputs.loss_scale.update(inputs.found)
+        if self.seen is not self.control:
+            self.seen.copy_(self.control, non_blocking=True)
+
+    def restore(self) -> None:
+        """The work of ``decide`` in a program that updates nothing: there is nothing to decide."""
+
+
+class Outcome:
+    """Whether a step that may be skipped was; known once its decision has been taken on the device."""
+
+    def __init__(self, event: Event, seen: torch.Tensor) -> None:
+        self._event, self._seen = event, seen
+        self._is_skipped: bool | None = None
+
+    def is_skipped(self) -> bool:
+        """Waits for the decision, which stands before the updates of its step."""
+        if self._is_skipped is None:
+            self._event.wait()
+            self._is_skipped = bool(self._seen[1])
+        return self._is_skipped
+
+
+class Skipped(Outcome):
+    """The outcome of a step that was not even launched."""
+
+    def __init__(self) -> None:
+        self._is_skipped = True

@@ -1,0 +1,122 @@
+"""What one model takes of a device that others may share, and what was measured of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from chunkc._torch_compat.core import outlives
+from chunkc.ir.layout import Layout
+from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.model.step_timer import StepLog
+
+
+class Accounting:
+    """Reservation and readings of one model on its device.
+
+    Attributes:
+        held_nbytes: bytes of inputs, buffers and outputs of the forward before it that were alive before the latest
+            forward, which a reading that starts with it does not see.
+        measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to the end of its backward.
+        evaluation_peak_nbytes: the same of the latest evaluation.
+        num_evaluations: compiled forwards without gradients so far.
+        num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
+        steps: how long steps take.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.held_nbytes = 0
+        self.measured_peak_nbytes = 0
+        self.evaluation_peak_nbytes = 0
+        self.num_evaluations = 0
+        self._is_training = False
+        self.num_asked_syncs = 0
+        self.steps = StepLog(device.stalled_s)
+        self._device = device
+        self._reserved_nbytes = 0
+        self._outputs: list[tuple[Callable[[], bool], int]] = []
+        self._inputs: list[tuple[Callable[[], bool], int]] = []
+
+    def start(self, held_nbytes: int, inputs: Sequence[Any] = ()) -> None:
+        """A forward begins; ``held_nbytes`` are bytes of those of its ``inputs`` that are no parameters."""
+        self._is_training = True
+        self._inputs = [(is_alive, address) for is_alive, _, address in _storages(inputs)]
+        self._read_from_here(held_nbytes)
+
+    def start_evaluation(self, held_nbytes: int) -> None:
+        """A forward without gradients begins. Between a forward and its backward it is part of their reading."""
+        if not self._is_training:
+            self._read_from_here(held_nbytes)
+
+    def _read_from_here(self, held_nbytes: int) -> None:
+        self._device.start_reading()
+        self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
+
+    def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
+        """A forward gave ``outputs``; what of them is alive when the next one begins is held by the user.
+
+        After the first forward of a graph torch makes its backward when that is called, and what the host takes for
+        that (together with what the user takes in between, this once) is no device memory.
+        """
+        self.measured_peak_nbytes = self._peak_nbytes(layout)
+        inputs = {address for is_alive, address in self._inputs if is_alive()}  # saved for backward, they come back
+        self._outputs = [(alive, nbytes) for alive, nbytes, address in _storages(outputs) if address not in inputs]
+        if is_first:
+            self._device.pause_reading()
+
+    def end_evaluation(self, layout: Layout | None, outputs: Sequence[Any]) -> None:
+        """A forward without gradients gave ``outputs``, which the user may hold beside those of training."""
+        self.num_evaluations += 1
+        if not self._is_training:
+            self.evaluation_peak_nbytes = self._peak_nbytes(layout)
+        self._outputs = [pair for pair in self._outputs if pair[0]()] + [pair[:2] for pair in _storages(outputs)]
+
+    def begin_backward(self) -> None:
+        """Go on reading."""
+        self._device.resume_reading()
+
+    def end_backward(self, layout: Layout | None) -> None:
+        """The gradients have landed."""
+        self._is_training = False
+        self.measured_peak_nbytes = self._peak_nbytes(layout)
+
+    def _peak_nbytes(self, layout: Layout | None) -> int:
+        arena = 0 if layout is None else layout.arena_nbytes
+        return arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
+
+    def num_unasked_syncs(self) -> int:
+        """How often the host has waited for the device without anyone having asked to see a value."""
+        return self._device.num_host_syncs() - self.num_asked_syncs
+
+    def reserve(self, nbytes: int) -> None:
+        """Make the model's device reservation at least ``nbytes``."""
+        if nbytes > self._reserved_nbytes:
+            self._device.reserve(nbytes - self._reserved_nbytes)
+            self._reserved_nbytes = nbytes
+
+    def can_reserve(self, nbytes: int) -> bool:
+        """Whether the device has room for a reservation of ``nbytes`` in place of the model's own."""
+        return nbytes - self._reserved_nbytes <= self._device.free_device_nbytes()
+
+    def unreserve(self) -> None:
+        """Give the reservation back."""
+        self._device.unreserve(self._reserved_nbytes)
+        self._reserved_nbytes = 0
+
+    def others_device_nbytes(self) -> int:
+        """Bytes of the device that other models have reserved."""
+        device = self._device
+        return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
+
+    def others_host_nbytes(self, layout: Layout | None) -> int:
+        """Bytes of the device's host budget that homes of other models hold."""
+        own = 0 if layout is None else layout.host_nbytes()
+        return self._device.host_budget_nbytes - self._device.free_host_nbytes() - own
+
+
+def _storages(values: Sequence[Any]) -> list[tuple[Callable[[], bool], int, int]]:
+    """Of every storage behind ``values``: whether it is still alive, its bytes, and its address."""
+    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if isinstance(v, torch.Tensor)}
+    return [(outlives(storage), storage.nbytes(), address) for address, storage in storages.items()]

@@ -1,0 +1,1 @@
+"""The optimizer that users hold, its state dict, and the gradient scaler."""

@@ -1,0 +1,340 @@
+"""``chunkc.AdamW`` and ``chunkc.Adam``: torch's optimizers, whose work the compiled model's step program does.
+
+The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
+moments stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
+have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
+workers while the caller goes on. Counts and values change in one transaction (`chunkc.runtime.storage.transaction`): an
+exception in ``step()``, a KeyboardInterrupt for example, leaves the step undone or all of it taken.
+
+Moments exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
+starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` shows the states one
+by one (`chunkc.runtime.optim.state_mapping`), ``state_dict()`` copies them all, both in torch's layout.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
+
+from chunkc.errors import ChunkcError
+from chunkc.runtime.optim.state_dict import (
+    TORCH_OPTIONS,
+    OptimizerRuntime,
+    check_options,
+    check_range,
+    check_states,
+    find_runtime,
+    managed,
+    read_states,
+    write_states,
+)
+from chunkc.runtime.optim.state_mapping import OptimizerState
+from chunkc.runtime.optim.step_counts import StepCounts, names_of
+from chunkc.runtime.update.update_inputs import Hyper
+
+__all__ = ["Adam", "AdamW", "ChunkOptimizer", "OptimizerRuntime", "find_runtime"]
+
+
+class ChunkOptimizer(torch.optim.Optimizer):
+    """What Adam and AdamW share; they differ in where weight decay goes."""
+
+    _decoupled: bool
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        betas: tuple[float | Tensor, float | Tensor],
+        eps: float,
+        weight_decay: float,
+        max_grad_norm: float | None,
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        self._check_max_norm()
+        self._counts = StepCounts()
+        self._has_warned = False
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_OPTIONS}
+        super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does.
+
+        Raises:
+            ChunkcError: for parameters of no compiled model, or of another one than the groups before.
+            ValueError: for hyperparameters out of range, as torch.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_range(group)
+            check_options(group, self._decoupled)
+            runtime = self._common_runtime(group)
+            if runtime is not None and self.max_grad_norm is not None:
+                runtime.wants_norms = True
+        except (ChunkcError, ValueError):
+            self.param_groups.pop()
+            raise
+        self._counts.hold(runtime, group["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Launch one update of every parameter that has a gradient, and return the closure's loss.
+
+        The hyperparameters are those at this call, whenever the update really runs.
+
+        Raises:
+            ChunkcError: when a gradient was already stepped, when parameters have gradients that this optimizer does
+                not step, or when another optimizer has begun to step them since. Nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self.runtime.ranks.joining():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """`step` without its closure."""
+        self._counts.settle()
+        runtime, groups = self.runtime, self._groups_by_index()
+        active = runtime.check_step({index: param for index, (param, _) in groups.items()})
+        if not active:
+            self._warn_without_gradients()
+            return
+        self._check_covered(active, groups.keys())
+        self._counts.check_owned(active)
+        snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
+        hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
+        steps = self._counts.following(hypers)
+        self._check_max_norm()
+        runtime.prepare_step(active)
+        runtime.transactions.run(partial(self._take_step, hypers, steps))
+
+    def _take_step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+        """Change values and counts: one transaction."""
+        if self.max_grad_norm is not None:
+            self.runtime.clip(self.max_grad_norm)
+        self._counts.advance(steps, self.runtime.step(hypers, steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.
+
+        Parameters that were never stepped have no state. Pending updates are finished first.
+        """
+        counts = self.step_counts
+
+        def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            return {**state_dict, "state": read_states(self.runtime, state_dict, self.param_groups, counts)}
+
+        handle = self.register_state_dict_post_hook(add_states, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over groups, moments and step counts of ``state_dict()`` or of torch's Adam or AdamW.
+
+        Raises:
+            ChunkcError: when a state does not fit its parameter, has a step count that is no whole number, belongs to
+                a parameter that is not trained, or asks for an unsupported option; ValueError, as torch, when the
+                groups differ. Nothing has changed then.
+        """
+        self.runtime.transactions.run(partial(self._load, state_dict))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """`load_state_dict`: one transaction."""
+        loaded: dict[int, dict[str, Any]] = {}
+
+        def take(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+            loaded.update(self._check_loaded(state_dict))
+            return {**state_dict, "state": {}}
+
+        def write(_: torch.optim.Optimizer) -> None:
+            runtime = self.runtime
+            write_states(runtime, loaded)
+            steps = {index: state["step"] for index, state in loaded.items() if state["step"]}
+            self._counts.replace(steps, owned=loaded)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(write, prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @property
+    def step_counts(self) -> dict[int, int]:
+        """Steps so far of every parameter that was ever stepped, by its index.
+
+        Raises:
+            ChunkcError: when another optimizer has begun to step them since.
+        """
+        return dict(self._counts.current())
+
+    @property  # type: ignore[override]
+    def state(self) -> OptimizerState:
+        """What torch calls ``optimizer.state``: a mapping from each parameter that was ever stepped to its state.
+
+        ``state[param]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, in 16-bit modes, ``master_param``. They show the
+        state as it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
+        to begin anew, or one from parameters to whole states.
+
+        Raises:
+            ChunkcError: when it is read or written and another optimizer has begun to step the parameter since.
+        """
+        return OptimizerState(self._counts)
+
+    @state.setter  # type: ignore[override]
+    def state(self, value: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        if self._counts.runtime is not None:  # torch's own constructor assigns an empty one first
+            self.state.replace(value)
+
+    def continue_from(self, groups: Sequence[Mapping[str, Any]], steps: Mapping[int, int]) -> None:
+        """Go on from moments that the model was given: ``groups`` in torch's layout, step counts by index."""
+        self.load_state_dict({"state": {}, "param_groups": list(groups)})
+        self._counts.replace(steps)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Give loaded groups the options that older states lack; torch calls this when it loads."""
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if state.get("state"):
+            self.state = state["state"]
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ChunkcError(
+            f"chunkc.{type(self).__name__} cannot be copied or pickled: its states live in the compiled model. "
+            "Save optimizer.state_dict(), and load it into an optimizer of the other model"
+        )
+
+    def _check_max_norm(self) -> None:
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0.0:
+            raise ValueError(f"max_grad_norm must be positive, found {self.max_grad_norm}; None clips nothing")
+
+    @property
+    def runtime(self) -> OptimizerRuntime:
+        """The compiled model that all its parameters belong to."""
+        if self._counts.runtime is None:
+            raise ChunkcError(f"chunkc.{type(self).__name__} has no parameters")
+        return self._counts.runtime
+
+    def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerRuntime | None:
+        """The runtime of the group's parameters, which is that of the groups before; None while there are none."""
+        runtime = self._counts.runtime
+        names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
+        for param, name in zip(group["params"], names, strict=True):
+            found = find_runtime(param)
+            if found is None:
+                raise ChunkcError(
+                    f"chunkc.{type(self).__name__} steps parameters of a compiled model, but parameter {name} of the "
+                    f"group (shape {tuple(param.shape)}) is a plain tensor: compile the model before making the "
+                    "optimizer, or pass its parameters"
+                )
+            if runtime is not None and found[0] is not runtime:
+                raise ChunkcError(
+                    f"all parameters of an optimizer belong to one compiled model, but {found[0].name_of(found[1])!r} "
+                    "belongs to another than those before: make one optimizer for each model"
+                )
+            runtime = found[0]
+        return runtime
+
+    def _check_loaded(self, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """The loaded states by parameter; nothing where torch will refuse the groups."""
+        sizes = [[len(g["params"]) for g in groups] for groups in (self.param_groups, state_dict["param_groups"])]
+        if sizes[0] != sizes[1]:
+            return {}
+        for group in state_dict["param_groups"]:
+            check_options(group, self._decoupled)
+        return check_states(state_dict, self.param_groups)
+
+    def _groups_by_index(self) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
+        return {managed(param)[1]: (param, group) for group in self.param_groups for param in group["params"]}
+
+    def _snapshot(self, group: Mapping[str, Any]) -> Hyper:
+        check_options(group, self._decoupled)
+        beta1, beta2 = group["betas"]
+        return Hyper(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=self._decoupled,
+        )
+
+    def _warn_without_gradients(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logging.getLogger("chunkc").warning(
+                "%s.step() did nothing: no parameter has a gradient (said once per optimizer)", type(self).__name__
+            )
+
+    def _check_covered(self, active: frozenset[int], covered: Collection[int]) -> None:
+        missing = sorted(active.difference(covered))
+        if missing:
+            raise ChunkcError(
+                "a step updates the whole model, so one optimizer must hold every parameter that has a gradient; "
+                f"{names_of(self.runtime, missing)} are not in its groups: add them with add_param_group, freeze them "
+                "with requires_grad_(False) before compiling, or set their .grad to None"
+            )
+
+
+class AdamW(ChunkOptimizer):
+    """Adam with decoupled weight decay; arguments and defaults are torch.optim.AdamW's.
+
+    Args:
+        params: parameters of one compiled model, or groups of them.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
+    """
+
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)
+
+
+class Adam(ChunkOptimizer):
+    """Adam, whose weight decay is an L2 penalty; arguments and defaults are torch.optim.Adam's.
+
+    Args:
+        params: parameters of one compiled model, or groups of them.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)

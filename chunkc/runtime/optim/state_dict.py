@@ -1,0 +1,303 @@
+"""How an optimizer's states are exchanged: the protocol of a compiled model towards its optimizers, and torch's layout.
+
+In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives ``step``,
+``exp_avg`` and ``exp_avg_sq`` for the id of each parameter that was ever stepped. In 16-bit modes ``master_param`` is
+beside them. Ids are matched with parameters by their place in the groups, as torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from chunkc.distributed.process_group import Lines, Ranks
+from chunkc.errors import ChunkcError
+from chunkc.runtime.execution.grad_norm import Outcome
+from chunkc.runtime.storage.transaction import Transactions
+from chunkc.runtime.update.update_inputs import Hyper
+
+Groups = Sequence[Mapping[str, Any]]
+
+TORCH_OPTIONS: dict[str, Any] = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""Options of torch's Adam that a group carries so that states can be exchanged with torch."""
+
+UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
+"""Those of them that change what a step computes; the others choose an implementation."""
+
+
+class OptimizerRuntime(Protocol):
+    """What the optimizers need of a compiled model. Parameters are named by their index in the layout.
+
+    Attributes:
+        ranks: with which the model is trained; they step together.
+        owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
+        has_optimizer: set it where an optimizer holds some parameter.
+        wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
+        is_scaled_outside: set it where a script scales its losses by itself.
+        transactions: what changes values and counts together runs in these.
+    """
+
+    ranks: Ranks
+    owners: dict[int, object]
+    has_optimizer: bool
+    wants_norms: bool
+    is_scaled_outside: bool
+    transactions: Transactions
+
+    @property
+    def is_sixteen_bit(self) -> bool:
+        """Whether param32 is more precise than the parameter that the graphs read."""
+        ...
+
+    def name_of(self, index: int) -> str:
+        """The parameter's name in the user's model."""
+        ...
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter has, or before the first plan may get, an optimizer state."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for a transaction that an interrupted caller has left, and undo what else was interrupted."""
+        ...
+
+    def prepare_step(self, stepped: Collection[int]) -> None:
+        """Do what only a first step needs, before its transaction: it may take long, and changes no value.
+
+        Raises:
+            ChunkcError: when the parameters ``stepped`` cannot be stepped yet.
+        """
+        ...
+
+    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
+        """Indexes of all parameters of the model that have a gradient now.
+
+        Raises:
+            ChunkcError: when a step is not legal now, for example of a gradient already stepped.
+        """
+        ...
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
+        ...
+
+    def unscale(self, inverse: Tensor, scaler: Lines) -> Tensor | None:
+        """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
+
+        Args:
+            scaler: what all ranks must scale by alike, line by line.
+
+        Returns:
+            1 where that is so, else 0: float32 [], on the model's device; nothing waits. None without gradients.
+
+        Raises:
+            ChunkcError: when no loss was scaled by a scaler.
+        """
+        ...
+
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments.
+
+        Called in a transaction.
+
+        Returns:
+            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
+        """
+        ...
+
+    def read_state(self, param: int, names: Sequence[str] = ...) -> tuple[Tensor, ...]:
+        """Copies of ``names``, parameter-shaped, after draining pending updates; of all by default: ``exp_avg``,
+        ``exp_avg_sq`` and ``param32``."""
+        ...
+
+    def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
+        """Replace the moments and, unless it is None, param32 and with it param16; of a parameter that is trained."""
+        ...
+
+
+def find_runtime(param: Tensor) -> tuple[OptimizerRuntime, int] | None:
+    """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
+    runtime: OptimizerRuntime | None = getattr(param, "_chunkc_runtime", None)
+    if runtime is None:
+        return None
+    index: int = param._chunkc_index  # type: ignore[attr-defined]
+    return runtime, index
+
+
+def managed(param: Tensor) -> tuple[OptimizerRuntime, int]:
+    """``find_runtime`` of a parameter that a compiled model must manage.
+
+    Raises:
+        ChunkcError: when none does.
+    """
+    found = find_runtime(param)
+    if found is None:
+        raise ChunkcError(f"a parameter of shape {tuple(param.shape)} belongs to no compiled model any more")
+    return found
+
+
+def saved_params(state_dict: Mapping[str, Any], groups: Groups) -> Iterator[tuple[Any, nn.Parameter]]:
+    """Pairs of an id in ``state_dict`` and the parameter at the same place of ``groups``."""
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    return zip(saved, chain.from_iterable(group["params"] for group in groups), strict=False)
+
+
+def read_states(
+    runtime: OptimizerRuntime, state_dict: Mapping[str, Any], groups: Groups, steps: Mapping[int, int]
+) -> dict[Any, dict[str, Tensor]]:
+    """States of the parameters in ``steps``, under the ids of ``state_dict``."""
+    states: dict[Any, dict[str, Tensor]] = {}
+    for key, param in saved_params(state_dict, groups):
+        index = managed(param)[1]
+        if index not in steps or key in states:
+            continue
+        exp_avg, exp_avg_sq, param32 = runtime.read_state(index)
+        states[key] = {"step": torch.tensor(float(steps[index])), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        if runtime.is_sixteen_bit:
+            states[key]["master_param"] = param32
+    return states
+
+
+def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
+    """The states of ``state_dict`` by parameter index, with whole numbers for step counts.
+
+    Raises:
+        ChunkcError: when one is not Adam's, does not fit its parameter, or belongs to none that is trained.
+    """
+    params = dict(saved_params(state_dict, groups))
+    unknown = [key for key in state_dict["state"] if key not in params]
+    if unknown:
+        raise ChunkcError(
+            f"the loaded state dict has states of {unknown[:5]}, for which this optimizer has no parameter"
+        )
+    states = {}
+    for key, state in state_dict["state"].items():
+        runtime, index = managed(params[key])
+        states[index] = {**state, "step": check_state(runtime, index, params[key], state)}
+    return states
+
+
+def write_states(runtime: OptimizerRuntime, states: Mapping[int, Mapping[str, Any]]) -> None:
+    """Hand ``states`` to the model, in float32 on the host."""
+    for index, state in states.items():
+        exp_avg, exp_avg_sq = (state[key].to("cpu", torch.float32) for key in ("exp_avg", "exp_avg_sq"))
+        master = state.get("master_param")
+        runtime.write_state(index, exp_avg, exp_avg_sq, None if master is None else master.to("cpu", torch.float32))
+
+
+def check_range(group: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters out of range, by ValueError as torch does."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not float(group[name]) >= 0.0:
+            raise ValueError(f"{name} must not be negative, found {group[name]}")
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"betas must lie in [0, 1), found {group['betas']}")
+
+
+def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
+    """Refuse options of torch's Adam that would change what a step computes, and those that no group has."""
+    if "max_grad_norm" in group:
+        raise ChunkcError(
+            "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
+            "optimizer: chunkc.AdamW(groups, max_grad_norm=...)"
+        )
+    for name in UNSUPPORTED_OPTIONS:
+        if group.get(name):
+            raise ChunkcError(
+                f"{name}={group[name]} is not supported by chunkc's optimizers; leave it out of the group or the state"
+            )
+    if group.get("decoupled_weight_decay", decoupled) != decoupled:
+        right, wrong = ("Adam", "AdamW") if decoupled else ("AdamW", "Adam")
+        raise ChunkcError(f"the group is one of {right}, whose weight decay differs from {wrong}'s: use chunkc.{right}")
+
+
+def check_state(runtime: OptimizerRuntime, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
+    """The step count of ``state``, which must be an Adam state of ``param``; 0 only beside moments of zeros.
+
+    Raises:
+        ChunkcError: when it is not, does not fit, or has a step count that no optimizer makes.
+    """
+    name = runtime.name_of(index)
+    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+    if missing:
+        raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")
+    check_trained(runtime, index)
+    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+        if key in state:
+            check_part(runtime, index, key, state[key], param.shape)
+    if _is_zero(state["step"]) and not any(bool(state[key].any()) for key in ("exp_avg", "exp_avg_sq")):
+        return 0
+    return check_count(state["step"], f"the state of {name!r}")
+
+
+def check_part(runtime: OptimizerRuntime, index: int, part: str, value: object, shape: torch.Size) -> None:
+    """Refuse what cannot replace the ``part`` of a parameter's state that is called so.
+
+    Raises:
+        ChunkcError: unless ``value`` is a dense tensor of real numbers in memory, of this shape.
+    """
+    label = f"{part} of {runtime.name_of(index)!r}"
+    if not isinstance(value, Tensor):
+        raise ChunkcError(f"{label} is a tensor, found {type(value).__name__}")
+    if value.shape != shape:
+        raise ChunkcError(
+            f"{label} has shape {tuple(shape)}, and a value of shape {tuple(value.shape)} was to replace it"
+        )
+    if value.is_meta or value.is_complex() or value.layout is not torch.strided:
+        raise ChunkcError(
+            f"{label} is a dense tensor of real numbers, found {value.dtype}, {value.layout} on {value.device}"
+        )
+
+
+def check_trained(runtime: OptimizerRuntime, index: int) -> None:
+    """Refuse a state of a parameter that nothing steps.
+
+    Raises:
+        ChunkcError: when the compiled model does not train it.
+    """
+    if not runtime.is_trained(index):
+        raise ChunkcError(
+            f"{runtime.name_of(index)} is not trained by the compiled graph, so it has no optimizer state: leave its "
+            "state out"
+        )
+
+
+def check_count(value: Tensor | float, label: str) -> int:
+    """``value`` as the step count of what ``label`` names.
+
+    Raises:
+        ChunkcError: when it is no whole number from 1 on.
+    """
+    if _is_zero(value):
+        raise ChunkcError(
+            f"{label} has moments, and a step count of 0 begins anew from zero moments; leave the whole state out of "
+            "what is loaded, or forget it: optimizer.state[param].clear(), or optimizer.state.clear() for all"
+        )
+    count = _number(value)
+    if count is None or not (count >= 1 and count.is_integer()):
+        found = repr(value) if count is None else count
+        raise ChunkcError(f"the step count in {label} is a whole number from 1 on, found {found}")
+    return int(count)
+
+
+def _is_zero(value: object) -> bool:
+    return _number(value) == 0
+
+
+def _number(value: Any) -> float | None:
+    """``value``, a number or a tensor with one element, as a float; None for all else."""
+    is_single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
+    return float(value) if is_single or isinstance(value, Real) else None

@@ -1,0 +1,175 @@
+"""Where the gradients of one model are between its backward and the step, and what ``param.grad`` shows of them.
+
+    landed   in the chunk, over the parameter's payload or in a gradient chunk, where the backward program put it
+    apart    a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
+             or no plan has laid out chunks yet
+
+A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward, so
+that a handle that was kept never shows the gradient of a later one. Where micro-batches add up, it is that of the first
+of them that had a gradient, as in autograd, and shows the sum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from chunkc.runtime.params.managed_tensor import ManagedTensor, ParamStore, inner_of
+from chunkc.runtime.update.loss_scale import multiply
+
+
+class Gradients:
+    """The gradients of one model's parameters, by index.
+
+    Attributes:
+        landed: parameters whose gradient stands in a chunk, or zeros in place of one that was withheld.
+        apart: parts of gradients that do not stand in chunks, in compute dtype and host memory.
+        zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
+        stamp: number of the latest backward.
+        num_micro_batches: backwards whose gradients add up since the last step.
+        factor: what clipping and unscaling have multiplied all of them by, float32 [] on the model's device; they
+            themselves stand as they landed until the step, or until somebody writes one. None for 1.
+        unscaling: the factor that the latest backward left, which undoes a loss scale; None for 1.
+        found: 1 where one of them was infinite or NaN when the script that scales them looked, else 0: float32 []
+            there. None where it has not.
+        measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
+            there are and nobody has written one since; else None.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
+        self.landed: set[int] = set()
+        self.apart: dict[int, torch.Tensor] = {}
+        self.zeroed: set[int] = set()
+        self.stamp = 0
+        self.num_micro_batches = 0
+        self.factor: torch.Tensor | None = None
+        self.unscaling: torch.Tensor | None = None
+        self.found: torch.Tensor | None = None
+        self.measured: frozenset[int] | None = None
+        self._params, self._store = params, store
+        self._handles: dict[int, ManagedTensor] = {}
+        self._stamps: dict[int, int] = {}
+        self._live: set[int] = set()
+        self._replaced: dict[int, torch.Tensor] = {}
+        self._backward: int | None = None
+        self._call = -1
+        self._ran: Counter[object] = Counter()
+
+    @property
+    def pending(self) -> bool:
+        """Whether some backward's gradients were neither stepped nor discarded."""
+        return bool(self.landed or self.apart)
+
+    def is_handle(self, index: int) -> bool:
+        """Whether ``param.grad`` is what the latest backward handed out."""
+        grad = self._params[index].grad
+        return grad is not None and grad is self._handles.get(index)
+
+    def is_kept(self, index: int) -> bool:
+        """Whether the parameter's gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
+        return (index in self.landed and index in self._live) or index in self.apart
+
+    def handed_out(self, indexes: Iterable[int]) -> frozenset[int]:
+        """Those of ``indexes`` whose gradient was handed out since the last step; the others were withheld."""
+        return frozenset(self._live.intersection(indexes))
+
+    def unshown(self) -> list[int]:
+        """Parameters whose gradient is kept, though nobody sees it: ``grad`` was removed, replaced or zeroed."""
+        return [i for i in {*self.landed, *self.apart} if i in self.zeroed or not self.is_handle(i)]
+
+    def stamp_of(self, index: int) -> int:
+        """Of the handle that shows the parameter's gradient."""
+        return self._stamps.get(index, self.stamp)
+
+    def drop_removed(self) -> None:
+        """Forget gradients that ``param.grad`` shows no more; count micro-batches anew where none is left of them."""
+        for index in [i for i in (*self.landed, *self.apart) if not self.is_handle(i)]:
+            self.landed.discard(index)
+            self.apart.pop(index, None)
+            self._live.discard(index)
+            self._replaced.pop(index, None)
+        for index in self.zeroed:
+            self._replaced.pop(index, None)
+        if not any(i not in self.zeroed for i in (*self.landed, *self.apart)):
+            self.num_micro_batches = 0
+
+    def waiting(self) -> list[int]:
+        """Parameters that show a gradient which nobody has zeroed."""
+        shown = [i for i, p in enumerate(self._params) if p.grad is not None]
+        return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
+
+    def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
+        """Whether ``graph``, which ran forward in ``call``, goes on with the latest micro-batch of ``backward``.
+
+        ``num_forwards``: how often it ran there, as a frame does that a forward comes to more than once.
+        """
+        return backward == self._backward and call == self._call and self._ran[graph] < num_forwards
+
+    def is_under_way(self, backward: int) -> bool:
+        """Whether ``backward`` landed the latest gradients."""
+        return self.pending and backward == self._backward
+
+    def begin(self, backward: int, call: int) -> None:
+        """A new backward, or one more micro-batch."""
+        self.stamp += 1
+        if self.num_micro_batches == 0:
+            self.found = None
+        self.num_micro_batches += 1
+        self.factor = self.unscaling = self.measured = None
+        self._ran.clear()
+        self._backward, self._call = backward, call
+
+    def land(self, indexes: Iterable[int]) -> None:
+        """The gradients of ``indexes`` stand in their chunks now, those withheld as zeros."""
+        self.landed.update(indexes)
+
+    def add(self, index: int, part: torch.Tensor) -> None:
+        """One more part that does not stand in a chunk; a tensor in host memory may be kept as it is."""
+        part, before = part.to("cpu"), self.apart.get(index)
+        self.apart[index] = part if before is None else before + part
+
+    def hand_out(self, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None) -> None:
+        """``graph`` has run backward: set ``param.grad``. All its gradients are multiplied by ``scale``, if it has one.
+
+        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
+        for the case that this backward fails.
+        """
+        self._ran[graph] += 1
+        for index in indexes:
+            param = self._params[index]
+            if param.grad is not None and not self.is_handle(index):
+                self._replaced[index] = param.grad
+                plain = self._store.averaged(param.grad.detach()).clone()
+                self.add(index, plain if scale is None else multiply(plain, scale.to(plain.device)))
+            self.zeroed.discard(index)
+            if self.is_handle(index) and index in self._live:
+                continue  # one tensor, to which each backward adds
+            shell = inner_of(param).detach()  # storage-less already: nothing is allocated
+            self._stamps[index] = self.stamp
+            self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
+            param.grad = self._handles[index]
+            self._live.add(index)
+
+    def forget(self) -> None:
+        """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
+        self.factor = self.unscaling = self.found = self.measured = None
+        self.landed.clear()
+        self.apart.clear()
+        self._replaced.clear()
+        self._live.clear()
+        self.num_micro_batches = 0
+
+    def take_back(self) -> None:
+        """Gradients are lost: parameters show what they showed before this model handed them out."""
+        for index, handle in self._handles.items():
+            if self._params[index].grad is handle:
+                self._params[index].grad = self._replaced.get(index)
+        self.forget()
+
+    def close(self) -> None:
+        """Let go of everything, where the garbage collector cannot look."""
+        self.take_back()
+        self._handles.clear()

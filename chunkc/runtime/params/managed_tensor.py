@@ -1,0 +1,387 @@
+"""Managed parameters: what the user's module holds in place of tensors whose payload moves between devices.
+
+A managed parameter is a traceable wrapper subclass around a shell (`shell`), a tensor of the same shape
+without storage. Under compilation it flattens to that, so graphs see an ordinary placeholder whose payload the executor
+supplies. Everywhere else an operator that reads it gathers the true value first, and an operator that writes it writes
+the true value: nothing ever reads memory that is not there, and no write is lost.
+
+    role    stands for                                    after a read
+    param   the parameter itself, and its ``detach``      a plain tensor with the current value
+    grad    ``param.grad`` after a compiled backward      a plain tensor with the gradient of that backward
+    state   a part of its optimizer state                 a plain tensor with the current value
+    view    a view of a gathered value                    reads go through until the parameter changes; writes are
+                                                          refused by name
+
+What goes around operators (addresses, storages, sharing) is refused by name, since there is no memory behind it; NumPy
+gets a read-only copy. A gradient carries the stamp of its backward, so that one kept for later never shows another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, NoReturn, Protocol
+
+import numpy as np
+import torch
+
+from chunkc._torch_compat.core import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
+from chunkc.errors import ChunkcError
+from chunkc.runtime.params.shell import Shell
+from chunkc.runtime.storage.staging import StagingStore
+
+Role = Literal["param", "grad", "state", "view"]
+aten = torch.ops.aten
+_NO_VERSION = -1
+_ZEROING = frozenset({aten.zero_.default, aten._foreach_zero_.default})
+_FILLS = frozenset(
+    {aten.normal_.default, aten.uniform_.default, aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
+)
+"""Operators that overwrite all of their first argument, whatever it held."""
+_ALIASES = frozenset({aten.detach.default, aten.alias.default})
+
+
+class ValueStore(Protocol):
+    """Where one kind of values is read and written, by the index of a parameter; a read drains pending updates.
+
+    Attributes:
+        holds: parameters with their gradients, or one part of the optimizer states.
+    """
+
+    @property
+    def holds(self) -> Literal["params", "states"]: ...
+    def name_of(self, index: int) -> str: ...
+    def is_entered(self) -> bool: ...
+    def version_of(self, index: int) -> int: ...
+    def read_param(self, index: int) -> torch.Tensor: ...
+    def write_param(self, index: int, value: torch.Tensor) -> None: ...
+
+
+class ParamStore(ValueStore, Protocol):
+    """Where values of parameters and gradients are read and written."""
+
+    staging: StagingStore
+
+    def read_exact(self, index: int) -> torch.Tensor: ...
+    def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
+    def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
+    def zero_grad(self, index: int, stamp: int) -> None: ...
+    def averaged(self, gradient: torch.Tensor) -> torch.Tensor: ...
+
+
+class ManagedTensor(torch.Tensor):
+    """A parameter (or its gradient) whose payload a chunk holds. See the module docstring."""
+
+    _inner: torch.Tensor
+    _role: Role
+    _chunkc_index: int
+    _chunkc_runtime: Any
+    _chunkc_stamp: int
+
+    @staticmethod
+    def __new__(
+        cls, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0
+    ) -> ManagedTensor:
+        outer: ManagedTensor = wrapper_tensor(cls, inner, inner.requires_grad and role == "param")
+        outer._inner = inner
+        outer._role = role
+        outer._chunkc_index = index
+        outer._chunkc_runtime = runtime
+        outer._chunkc_stamp = stamp
+        return outer
+
+    def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0) -> None:
+        """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
+        runtime = self._chunkc_runtime
+        if runtime is not None and not runtime.is_entered():
+            text = (
+                f"{_describe(self)} is used inside another torch.compile, or inside a compiled model that it is no "
+                "parameter of; compiled code would read memory that is not there. Do this in eager mode, or on a copy "
+                "(`param.detach().clone()`)"
+            )
+            raise graph_break(text) if is_capturing() else ChunkcError(text)
+        return ["_inner"], (self._role, self._chunkc_index)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], context: tuple[Role, int], size: object, stride: object
+    ) -> ManagedTensor:
+        role, index = context
+        return ManagedTensor(inner["_inner"], role, index, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copy = _plain(self)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def exact(self) -> torch.Tensor:
+        """A copy of the parameter in the dtype that it was handed over in."""
+        return _runtime(self).read_exact(self._chunkc_index)
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """A copy that NumPy refuses to write to, since what is written there would be lost."""
+        array = _read(self).requires_grad_(self.requires_grad).numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None) -> np.ndarray[Any, Any]:
+        return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
+
+    def tolist(self) -> Any:
+        """The value as nested lists."""
+        return _read(self).tolist()
+
+    def data_ptr(self) -> NoReturn:
+        """Refused: there is no address."""
+        _refuse_memory(self, "data_ptr()")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refused: there is no storage. Capture asks for its identity and size only."""
+        if is_capturing():
+            return super().untyped_storage()
+        _refuse_memory(self, "untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        """Refused: there is no storage."""
+        _refuse_memory(self, "storage()")
+
+    def _typed_storage(self) -> NoReturn:
+        _refuse_memory(self, "storage()")
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: there is nothing to share."""
+        _refuse_memory(self, "share_memory_()")
+
+    def __dlpack__(self, **_: object) -> NoReturn:
+        _refuse_memory(self, "DLPack export")
+
+    def apply_(self, function: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "apply_()")
+
+    def map_(self, *_: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "map_()")
+
+    def map2_(self, *_: object) -> NoReturn:
+        """Refused: it writes to memory directly."""
+        _refuse_memory(self, "map2_()")
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refused for parameters: their gradients do not pass through autograd."""
+        _refuse_hook(self)
+        return super().register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused for parameters: their gradients do not pass through autograd."""
+        _refuse_hook(self)
+        return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without autograd, still managed: in-place writes reach the chunk."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is not self:
+            raise ChunkcError(
+                f"{_describe(self)}.data cannot be replaced (Module.to, .half, .cuda and vector_to_parameters do "
+                "that): its memory, dtype and device belong to the compiled model. Convert the model before "
+                "chunkc.compile, or write values in place with `param.copy_(value)`"
+            )
+
+    @classmethod
+    @hidden_from_dynamo
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        managed = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ManagedTensor)]
+        if any(type(x._inner) not in (Shell, torch.Tensor) for x in managed):
+            return _trace(func, args, kwargs)
+        if func in _ALIASES:
+            return _alias(args[0])
+        return _run(func, args, kwargs, managed)
+
+
+def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inner_args, inner_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: x._inner, (args, kwargs))
+    out = func(*inner_args, **inner_kwargs)
+    if func in _ALIASES:
+        first = args[0]
+        return _like(first, out)
+    return out
+
+
+def _alias(tensor: ManagedTensor) -> ManagedTensor:
+    """Another handle on the same place; an ordinary tensor in inference mode too, as autograd asks of a detach."""
+    with torch.inference_mode(False):
+        return _like(tensor, tensor._inner.detach())
+
+
+def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
+    return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_runtime, tensor._chunkc_stamp)
+
+
+def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
+    advice = "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
+    if _is_of_state(tensor):
+        advice = "`.clone()` for a copy"
+    raise ChunkcError(
+        f"{_describe(tensor)} has no memory of its own for {what}: its payload moves between host and device. Use "
+        f"{advice}"
+    )
+
+
+def _refuse_lost_write(func: Any, view: ManagedTensor) -> NoReturn:
+    advice = "the whole parameter or gradient (`param.copy_(value)`), or inside `with chunkc.full_params(model):`"
+    if _is_of_state(view):
+        advice = "the whole part of the state (`optimizer.state[param]['exp_avg'].copy_(value)`)"
+    raise ChunkcError(
+        f"{func} writes in place to {_describe(view)}, a view of a copy, which would be lost; write to {advice}"
+    )
+
+
+def _is_of_state(tensor: ManagedTensor) -> bool:
+    """Whether it is a part of an optimizer state, or a view of one."""
+    store: ValueStore | None = tensor._chunkc_runtime
+    return store is not None and store.holds == "states"
+
+
+def _refuse_hook(tensor: ManagedTensor) -> None:
+    if isinstance(tensor, torch.nn.Parameter):
+        raise ChunkcError(
+            f"{_describe(tensor)} takes no gradient hooks, they would never run: gradients land in chunks, not in "
+            "autograd. Work on `param.grad` between backward() and step()"
+        )
+
+
+def _describe(tensor: ManagedTensor) -> str:
+    runtime = tensor._chunkc_runtime
+    name = runtime.name_of(tensor._chunkc_index) if runtime is not None else f"#{tensor._chunkc_index}"
+    return f"chunkc.{'Parameter' if tensor._role == 'param' else tensor._role.capitalize()}({name!r})"
+
+
+def _read(tensor: ManagedTensor) -> torch.Tensor:
+    """The true value, in memory of its own."""
+    runtime, index = _runtime(tensor), tensor._chunkc_index
+    if tensor._role == "view":
+        if tensor._chunkc_stamp not in (_NO_VERSION, runtime.version_of(index)):
+            changed = "was taken before the parameter changed"
+            if _is_of_state(tensor):
+                changed = "was taken before the optimizer state changed"
+            raise ChunkcError(
+                f"{_describe(tensor)} {changed}, and shows what it was then; take the view again, or keep a copy with "
+                "clone()"
+            )
+        return tensor._inner
+    return runtime.read_grad(index, tensor._chunkc_stamp) if tensor._role == "grad" else runtime.read_param(index)
+
+
+def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
+    runtime = _runtime(tensor)
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        found = f"{tuple(value.shape)} {value.dtype}"
+        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
+    if tensor._role == "grad":
+        runtime.write_grad(tensor._chunkc_index, tensor._chunkc_stamp, value)
+    else:
+        runtime.write_param(tensor._chunkc_index, value)
+
+
+def _runtime(tensor: ManagedTensor) -> ParamStore:
+    runtime: ParamStore | None = tensor._chunkc_runtime
+    if runtime is None:
+        raise ChunkcError(f"{_describe(tensor)} belongs to no compiled model any more; read it before the model goes")
+    return runtime
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list[ManagedTensor]) -> Any:
+    """Run an operator on true values and write what it mutated back to where they live."""
+    written = _written(func, args, kwargs)
+    for tensor in written:
+        if tensor._role == "view":
+            _refuse_lost_write(func, tensor)
+    if func is aten.copy_.default and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
+        return _copy_exactly(args[0], args[1])
+    if func in _FILLS and isinstance(args[0], ManagedTensor) and args[0]._role == "param":
+        return _fill(func, args[0], args[1:], kwargs)
+    if func in _ZEROING and all(t._role == "grad" for t in managed):
+        for tensor in managed:
+            _runtime(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
+        return args[0] if func is aten.zero_.default else None
+    values: dict[object, torch.Tensor] = {}
+    for tensor in managed:
+        if _place(tensor) not in values:
+            values[_place(tensor)] = _read(tensor)
+    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_place(x)], (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    for tensor in written:
+        _write(tensor, values[_place(tensor)])
+    if written:
+        originals = {id(values[_place(tensor)]): tensor for tensor in written}
+        return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
+    if any(r.alias_info is not None for r in func._schema.returns):
+        source = managed[0]
+        runtime, index, stamp = source._chunkc_runtime, source._chunkc_index, source._chunkc_stamp
+        if source._role != "view":
+            stamp = _NO_VERSION if source._role == "grad" else runtime.version_of(index)
+        wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
+        return pytree.tree_map_only(torch.Tensor, wrap, out)
+    return out
+
+
+def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
+    """``target.copy_(source)`` without rounding to compute dtype on the way to param32."""
+    value = _read(source) if isinstance(source, ManagedTensor) else source
+    _runtime(target).write_param(target._chunkc_index, value.expand(target.shape))
+    return target
+
+
+def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
+    """Fill a parameter without reading it, in the dtype that it was handed over in, as its initialisation would: with
+    random numbers of the parameter's device."""
+    dtype = _runtime(target).staging.dtypes[target._chunkc_index]
+    value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
+    args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
+    func(value, *args, **kwargs)
+    return _copy_exactly(target, value)
+
+
+def _place(tensor: ManagedTensor) -> object:
+    """What tensors have in common whose values are in the same place, as a parameter and its ``data``."""
+    if tensor._role == "view":
+        return id(tensor)
+    return id(tensor._chunkc_runtime), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:
+    found: list[ManagedTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
+    return found
+
+
+def _plain(tensor: ManagedTensor) -> torch.Tensor:
+    """A tensor that chunkc does not manage; a parameter stays one, in the dtype that it was handed over in."""
+    if tensor._role == "param" and isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor.exact(), requires_grad=tensor.requires_grad)
+    return _read(tensor)
+
+
+def inner_of(param: torch.Tensor) -> torch.Tensor:
+    """The shell that stands for a managed parameter inside compiled graphs."""
+    if not isinstance(param, ManagedTensor):
+        raise TypeError(f"not a managed tensor: {type(param).__name__}")
+    return param._inner

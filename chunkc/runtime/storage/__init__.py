@@ -1,0 +1,1 @@
+"""Where chunks stand, and reading and writing parameters in them."""

@@ -1,0 +1,228 @@
+"""The chunk store: the memory of one model's layout, and views of parameters in it.
+
+Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
+there as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
+variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.storage.snapshot import Snapshot
+from chunkc.runtime.update.cpu_adam import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Triple:
+    """fp32 views of one chunk's optimizer state, 1-D, ``used_numel`` elements each."""
+
+    param32: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.param32, self.exp_avg, self.exp_avg_sq
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements ``[start, end)`` of chunk ``chunk`` that hold the elements of a parameter from ``first`` on."""
+
+    chunk: int
+    start: int
+    end: int
+    first: int
+
+
+class ChunkStore:
+    """Arena and homes of one layout, from when the store is made to ``close``.
+
+    Homes take their pages as parameters come (`touch`), so that what these come from can go meanwhile, and are pinned
+    when all have come (`pin`).
+
+    Attributes:
+        snapshot: of an earlier moment, as long as somebody reads it.
+    """
+
+    def __init__(self, layout: Layout, device: Device) -> None:
+        self.layout = layout
+        self.snapshot: Snapshot | None = None
+        self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._device = device
+        payloads = [c for c in layout.owned() if c.home is Home.HOST]
+        triples = [c for c in layout.owned() if c.os_home is Home.HOST]
+        self._payload_slab = self._triple_slab = self._nothing
+        self.arena = device.allocate_arena(layout.arena_nbytes)
+        try:
+            self._payload_slab = self._home(sum(c.nbytes for c in payloads))
+            self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+        except BaseException:
+            self.close()
+            raise
+        self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
+        self._triple_offset = _offsets(triples, [c.os_nbytes for c in triples])
+        self._parts = [self._find_parts(index) for index in range(len(layout.params))]
+
+    def _home(self, nbytes: int) -> torch.Tensor:
+        return self._device.allocate_home(nbytes, is_pinned=False) if nbytes else self._nothing
+
+    def touch(self, param: int) -> None:
+        """A parameter is about to be written for the first time: homes take the pages of this rank's part of it."""
+        for part in self._parts[param]:
+            chunk = self.layout.chunks[part.chunk]
+            if not self.is_own(part.chunk):
+                continue
+            if chunk.home is Home.HOST:
+                self._device.touch_home(self.payload_home(chunk)[part.start : part.end])
+            if chunk.os_home is Home.HOST:
+                for tensor in self.triple_home(chunk).tensors:
+                    self._device.touch_home(tensor[part.start : part.end])
+
+    def pin(self) -> None:
+        """All parameters stand in their chunks: the first launch may come.
+
+        Raises:
+            HardwareError: when the system does not pin the homes; they keep what they hold.
+        """
+        for slab in (self._payload_slab, self._triple_slab):
+            self._device.pin_home(slab)
+
+    def close(self) -> None:
+        """Give all memory back; no view may be used afterwards.
+
+        The garbage collector may call this while torch traces something else, so no operator runs here.
+        """
+        self.end_snapshot(self.snapshot)
+        for slab in (self._payload_slab, self._triple_slab):
+            if slab.numel():
+                self._device.free_home(slab)
+        self._device.free_arena(self.arena)
+        self.arena = self._payload_slab = self._triple_slab = self._nothing
+
+    def before_write(self, chunk: int) -> None:
+        """Called before param32 or moments of a chunk change where they live, or the payload of an untrained one does.
+
+        Returns when no snapshot needs what stands there now; see `chunkc.runtime.storage.snapshot`.
+        """
+        snapshot = self.snapshot
+        if snapshot is not None:
+            snapshot.before_write(chunk)
+
+    def begin_snapshot(self, snapshot: Snapshot) -> None:
+        """Keep ``snapshot`` from now on; one before it that nobody ended is given up, and its reader is told so."""
+        self.end_snapshot(self.snapshot)
+        self.snapshot = snapshot
+
+    def end_snapshot(self, snapshot: Snapshot | None) -> None:
+        """Nobody reads ``snapshot`` any more."""
+        if snapshot is not None:
+            snapshot.close()
+        if self.snapshot is snapshot:
+            self.snapshot = None
+
+    def _find_parts(self, index: int) -> tuple[Part, ...]:
+        place = self.layout.placements[index]
+        left, first, start = self.layout.params[index].numel, 0, place.offset
+        parts = []
+        for chunk in place.chunks:
+            end = min(self.layout.chunks[chunk].numel, start + left)
+            if end > start:
+                parts.append(Part(chunk, start, end, first))
+            left, first, start = left - (end - start), first + (end - start), 0
+        return tuple(parts)
+
+    def parts(self, param: int) -> tuple[Part, ...]:
+        """Where the elements of a parameter are, in their order in memory."""
+        return self._parts[param]
+
+    def own_runs(self, param: int) -> tuple[tuple[Part, ...], ...]:
+        """The parts of a parameter in this rank's chunks; those that follow each other in it are together."""
+        runs: list[list[Part]] = []
+        for part in self._parts[param]:
+            if not self.is_own(part.chunk):
+                continue
+            if runs and runs[-1][-1].chunk == part.chunk - 1:
+                runs[-1].append(part)
+            else:
+                runs.append([part])
+        return tuple(tuple(run) for run in runs)
+
+    def pieces(self, chunk: int) -> list[Piece]:
+        """The parameters in a chunk, by offset, for the update."""
+        found = []
+        for param in self.layout.params_of(chunk):
+            found += [Piece(param, p.start, p.end) for p in self._parts[param] if p.chunk == chunk]
+        return found
+
+    def is_own(self, chunk: int) -> bool:
+        """Whether this rank owns a chunk: it alone has a home for it."""
+        return self.layout.owner(chunk) == self.layout.rank
+
+    def payload_home(self, chunk: Chunk) -> torch.Tensor:
+        """The used elements of a host-homed payload, 1-D."""
+        offset = self._payload_offset[chunk.index]
+        return self._payload_slab[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def payload_slot(self, chunk: Chunk, slot: int) -> torch.Tensor:
+        """The used elements of a payload in a slot, 1-D."""
+        offset = self.layout.slots[slot].offset
+        return self.arena[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
+
+    def group_in_slots(self, group: int, first_slot: int) -> torch.Tensor:
+        """All elements of a group whose chunks stand one behind the other from ``first_slot`` on, 1-D."""
+        chunks = [self.layout.chunks[c] for c in self.layout.groups[group].chunks]
+        offset = self.layout.slots[first_slot].offset
+        return self.arena[offset : offset + sum(c.nbytes for c in chunks)].view(_dtype(chunks[0].dtype))
+
+    def slot_bytes(self, slot: int) -> torch.Tensor:
+        """All bytes of a slot."""
+        place = self.layout.slots[slot]
+        return self.arena[place.offset : place.end]
+
+    def triple_home(self, chunk: Chunk) -> Triple:
+        """The host-homed optimizer state of a chunk."""
+        return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
+
+    def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
+        """The optimizer state of a chunk in a slot."""
+        return _triple(self.arena, self.layout.slots[slot].offset, chunk)
+
+    def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
+        """The parameter as the graphs read it, its first chunk standing in ``slot``."""
+        info, place = self.layout.params[param], self.layout.placements[param]
+        if info.numel == 0:
+            return torch.empty_strided(info.shape, info.stride, dtype=_dtype(info.dtype), device=self.arena.device)
+        start = self.layout.slots[slot].offset + place.offset * DTYPE_NBYTES[info.dtype]
+        flat = self.arena[start : start + info.nbytes].view(_dtype(info.dtype))
+        return flat.as_strided(info.shape, info.stride)
+
+
+def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
+    found, offset = {}, 0
+    for chunk, nbytes in zip(chunks, sizes, strict=True):
+        found[chunk.index] = offset
+        offset += nbytes
+    return found
+
+
+def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
+    size = chunk.numel * 4
+    lists = [memory[offset + k * size : offset + k * size + chunk.used_numel * 4].view(torch.float32) for k in range(3)]
+    return Triple(*lists)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def is_trained(chunk: Chunk) -> bool:
+    """Whether a chunk has an optimizer state."""
+    return chunk.list is ChunkList.TRAINED

@@ -1,0 +1,238 @@
+"""Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
+
+param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
+All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
+of the parameter are, in host memory or on the device; what is written may come from anywhere.
+
+Where several ranks share the chunks, all of them read and write together: what is read is put together from the owners'
+chunks, in host memory, and of what is written each keeps its own part. Where there are replicas, what is read is the
+first one's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from chunkc.distributed.process_group import Ranks
+from chunkc.errors import ChunkcError
+from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.runtime.devices.host_slab import FreedPages
+from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
+from chunkc.runtime.storage.snapshot import Snapshot, SnapshotReader
+from chunkc.runtime.storage.staging import StagingStore
+from chunkc.runtime.update.loss_scale import multiply
+
+Flats = Sequence[torch.Tensor]
+
+
+class ChunkValues:
+    """Whole-tensor access to a chunk store between programs."""
+
+    def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
+        """``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device."""
+        self._store = store
+        self._ranks = ranks or Ranks()
+        self._layout: Layout = store.layout
+        self._static = static_slots
+        self._beside = store.layout.grad_chunks()
+
+    def load(self, staging: StagingStore) -> None:
+        """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed.
+
+        In the order of the chunks, so that homes take their pages as fast as ``staging`` lets go of its own.
+
+        Raises:
+            HardwareError: when homes cannot be pinned; all parameters stand in their chunks then.
+        """
+        freed = FreedPages()
+        for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
+            exact, state = staging.exact(index), staging.state(index)
+            self._store.touch(index)
+            self.write_param(index, exact, payload=True)
+            if state is not None and self.is_trained(index):
+                self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+            nbytes = exact.nbytes
+            staging.forget(index)
+            del exact, state
+            freed.add(nbytes)
+        self._store.pin()
+
+    def _first_element(self, index: int) -> tuple[int, int]:
+        place = self._layout.placements[index]
+        return place.chunk, place.offset
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter has an optimizer state."""
+        return self._chunk_of(index).list is ChunkList.TRAINED
+
+    def read_param(self, index: int) -> torch.Tensor:
+        """A copy of the parameter's most precise value: fp32 where there is a master."""
+        if self.is_trained(index):
+            return self._whole(index, lambda chunk: self._triple(chunk).param32, torch.float32)
+        return self._whole(index, self._payload)
+
+    def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
+        """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
+        self._before_write(index)
+        if self.is_trained(index):
+            self._scatter(index, lambda chunk: self._triple(chunk).param32, value)
+        if payload or not self.is_trained(index):
+            self._scatter(index, self._payload, value)
+
+    def restore_payload(self, index: int) -> None:
+        """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
+        for chunk, part in self._own_parts(index):
+            self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
+
+    def read_gradient(self, index: int) -> torch.Tensor:
+        """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
+        return self._whole(index, self._gradient)
+
+    def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
+        """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
+        for chunk, part in self._own_parts(index):
+            gradient = self._gradient(chunk)[part]
+            multiply(gradient, factor.to(gradient.device))
+
+    def write_gradient(self, index: int, value: torch.Tensor) -> None:
+        """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
+        self._scatter(index, self._gradient, value)
+
+    def read_state(self, index: int, name: str) -> torch.Tensor:
+        """A copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped; where nothing is trained,
+        ``param32`` is the parameter.
+
+        Raises:
+            ChunkcError: for moments of a parameter that the compiled graph does not train.
+        """
+        if name == "param32":
+            return self.read_param(index).float()
+        if not self.is_trained(index):
+            raise ChunkcError(
+                f"an optimizer state of {self._layout.params[index].name} was loaded before the first forward, which "
+                "does not train the parameter, so that the state was not kept: delete it from `optimizer.state`, and "
+                "leave it out when states are loaded"
+            )
+        return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
+
+    def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+        """Replace both moments."""
+        self._before_write(index)
+        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
+        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
+
+    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
+        """Replace this rank's elements of a parameter and, where given, of its moments: 1-D, for each run of parts."""
+        self._before_write(index)
+        lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
+        if self.is_trained(index):
+            lists.append((lambda chunk: self._triple(chunk).param32, value))
+        if payload or not lists:
+            lists.append((self._payload, value))
+        if moments is not None:
+            lists.append((lambda chunk: self._triple(chunk).exp_avg, moments[0]))
+            lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
+        for of, flats in lists:
+            for run, flat in zip(self._store.own_runs(index), flats, strict=True):
+                for part in run:
+                    first = part.first - run[0].first
+                    place = of(self._layout.chunks[part.chunk])[part.start : part.end]
+                    place.copy_(flat[first : first + part.end - part.start])
+
+    def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
+        """This rank's parameters and moments as they are now, to be read while training goes on; one at a time.
+
+        What is read last must be followed by ``end_snapshot`` of the store. A snapshot before it ends.
+        """
+        used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
+        snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
+        self._store.begin_snapshot(snapshot)
+        return SnapshotReader(snapshot, self._store.own_runs)
+
+    def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
+        """What holds the values of a chunk's parameters: its triple, or the payload of an untrained one."""
+        found = self._layout.chunks[chunk]
+        return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
+
+    def _before_write(self, index: int) -> None:
+        for chunk, _ in self._own_parts(index):
+            self._store.before_write(chunk.index)
+
+    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, slice]]:
+        """The chunks of this rank that hold elements of a parameter, and where in them."""
+        for part in self._store.parts(index):
+            if self._store.is_own(part.chunk):
+                yield self._layout.chunks[part.chunk], slice(part.start, part.end)
+
+    def _chunk_of(self, index: int) -> Chunk:
+        return self._layout.chunks[self._layout.placements[index].chunk]
+
+    def _payload(self, chunk: Chunk) -> torch.Tensor:
+        if chunk.home is Home.DEVICE:
+            return self._store.payload_slot(chunk, self._static[f"c{chunk.index}"])
+        return self._store.payload_home(chunk)
+
+    def _gradient(self, chunk: Chunk) -> torch.Tensor:
+        beside = self._beside.get(chunk.index)
+        return self._payload(chunk if beside is None else self._layout.chunks[beside])
+
+    def _triple(self, chunk: Chunk) -> Triple:
+        if chunk.os_home is Home.DEVICE:
+            return self._store.triple_slot(chunk, self._static[f"os{chunk.index}"])
+        return self._store.triple_home(chunk)
+
+    def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
+        info, chunks = self._layout.params[index], self._layout.chunks
+        parts = [of(chunks[p.chunk])[p.start : p.end] for p in self._store.parts(index)]
+        dtype = parts[0].dtype if parts else getattr(torch, info.dtype)
+        device = parts[0].device if parts else torch.device("cpu")
+        found = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
+        flat = _flat(found)
+        for place, part in zip(self._store.parts(index), parts, strict=True):
+            flat[place.first : place.first + place.end - place.start].copy_(part)
+        return found
+
+    def _whole(self, index: int, of: Callable[[Chunk], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A parameter-shaped copy of ``of`` its chunks, which are in ``dtype`` or the parameter's own."""
+        if self._ranks.size == 1:
+            return self._gather(index, of)
+        info = self._layout.params[index]
+        found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
+        found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
+        flat, parts = _flat(found.zero_()), self._store.parts(index)
+        is_first = self._ranks.rank < self._layout.world_size
+        for part in parts:
+            if is_first and self._store.is_own(part.chunk):
+                own = of(self._layout.chunks[part.chunk])[part.start : part.end]
+                flat[part.first : part.first + own.numel()].copy_(own)
+        if len({self._layout.owner(part.chunk) for part in parts}) == 1:
+            self._ranks.broadcast(flat, self._layout.owner(parts[0].chunk))
+        else:
+            self._ranks.combine(flat)
+        return found
+
+    def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
+        info, chunks = self._layout.params[index], self._layout.chunks
+        dense = value
+        if value.stride() != info.stride:
+            dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
+        flat = _flat(dense.detach())
+        for part in self._store.parts(index):
+            if not self._store.is_own(part.chunk):
+                continue
+            count = part.end - part.start
+            of(chunks[part.chunk])[part.start : part.end].copy_(flat[part.first : part.first + count])
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return dense.as_strided((dense.numel(),), (1,))
+
+
+def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Slots of the payloads and triples that live on the device."""
+    fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
+    fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
+    return {target: slot for target, slot in resident if target in fixed}

@@ -1,0 +1,211 @@
+"""The staging store: where parameters stand before the first training graph gives them chunks.
+
+Each parameter keeps the tensor that it was handed over in, with full precision. Loading, ``state_dict``, an evaluation
+or an optimizer's ``load_state_dict`` before the first step work on these. Chunks then consume them one by one, so that
+the model never exists twice.
+
+A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written, as a whole,
+and whoever reads it before, or trains, is told its name.
+
+Where several ranks train one model, rank 0 alone keeps values: what the others were handed over, or are told to write,
+is dropped. Reads are collective then (`StagingStore.value`, ``exact``, ``state``), and give all ranks what rank 0 has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from chunkc.distributed.process_group import Ranks
+from chunkc.errors import ChunkcError
+from chunkc.runtime.devices.host_slab import map_private
+
+_MAPPED_NBYTES: Final = 2**16
+"""From this size on a value has its own mapping: malloc would keep the memory when chunks have taken the value."""
+
+
+@dataclass(slots=True)
+class StagedState:
+    """What an optimizer loaded before there were chunks; ``param32`` only where it is finer than the parameter."""
+
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    param32: torch.Tensor | None
+
+
+class StagingStore:
+    """Per-tensor storage by parameter index; a parameter that has its chunk is forgotten.
+
+    Attributes:
+        dtypes: of each parameter as it was handed over.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = (), ranks: Ranks | None = None) -> None:
+        """``names`` of the parameters are for messages."""
+        self._ranks = ranks or Ranks()
+        self._values: list[torch.Tensor | None] = list(values)
+        self._states: dict[int, StagedState] = {}
+        self._names = tuple(names) or tuple(f"#{index}" for index in range(len(values)))
+        self.dtypes = tuple(v.dtype for v in values)
+        blank = bytes(value.is_meta and value.numel() > 0 for value in values)
+        self._blank = {index for index, is_blank in enumerate(self._ranks.collect(blank)[0]) if is_blank}
+        for index, value in enumerate(values):
+            if not self._ranks.is_first:
+                self._values[index] = torch.empty_like(value, device="meta")
+            elif value.is_meta and not value.numel():
+                self._values[index] = self.empty(index)
+
+    def holds(self, index: int) -> bool:
+        """Whether the parameter still stands here."""
+        return self._values[index] is not None
+
+    def is_blank(self, index: int) -> bool:
+        """Whether the parameter was never given a value."""
+        return index in self._blank
+
+    def check_complete(self) -> None:
+        """Refuse parameters that were never given a value.
+
+        Raises:
+            ChunkcError: with their names.
+        """
+        blank = [name for index, name in enumerate(self._names) if self.is_blank(index)]
+        if blank:
+            more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
+            raise ChunkcError(
+                f"{', '.join(blank[:5])}{more} came on the meta device and were never given a value. Load them "
+                "(`chunkc.load_pretrained(model, path)`, `model.load_state_dict(state)`), initialise them in place "
+                "(`torch.nn.init`, `param.copy_(value)`), or write them inside `with chunkc.full_params(model):`"
+            )
+
+    def empty(self, index: int) -> torch.Tensor:
+        """A tensor in host memory like the parameter as it was handed over, with whatever the memory holds.
+
+        Raises:
+            KeyError: when the parameter has left.
+        """
+        with torch.inference_mode(False):
+            like = torch.empty_like(self._held(index), device="meta")
+            if like.nbytes < _MAPPED_NBYTES:
+                return torch.empty_like(like, device="cpu")
+            return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
+
+    def value(self, index: int) -> torch.Tensor:
+        """The parameter in the dtype that it was handed over in: the staged tensor itself, or a copy of rank 0's.
+
+        Raises:
+            ChunkcError: when it was never given a value.
+        """
+        if self.is_blank(index):
+            raise ChunkcError(
+                f"{self._names[index]} came on the meta device and has no value yet; load a state dict or write the "
+                "whole parameter before it is read"
+            )
+        return self._from_first(self._held(index))
+
+    def _held(self, index: int) -> torch.Tensor:
+        value = self._values[index]
+        if value is None:
+            raise KeyError(f"parameter {index} has left the staging store")
+        return value
+
+    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` of rank 0, which on the other ranks says shape and dtype only."""
+        if self._ranks.size == 1:
+            return value
+        with torch.inference_mode(False), torch.no_grad():
+            found = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
+            dense = found.as_strided((found.numel(),), (1,))
+            self._ranks.broadcast(dense)
+            return found
+
+    def exact(self, index: int) -> torch.Tensor:
+        """The finest value known: a loaded param32, else the staged tensor itself."""
+        state = self.state(index)
+        return self.value(index) if state is None or state.param32 is None else state.param32
+
+    def kept(self, index: int) -> tuple[torch.Tensor, StagedState | None]:
+        """Value and loaded optimizer state as they stand here, for rank 0, which alone keeps them."""
+        return self._held(index), self._states.get(index)
+
+    def nbytes(self) -> int:
+        """Bytes of all parameters that still stand here."""
+        held = [v for i, v in enumerate(self._values) if v is not None and i not in self._blank]
+        return sum(v.numel() * v.element_size() for v in held)
+
+    def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
+        """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
+        if not self._ranks.is_first:
+            self._blank.discard(index)
+            return
+        state = self._states.get(index)
+        if state is not None and state.param32 is not None:
+            state.param32 = keep_master(state.param32, value.to(self.dtypes[index])) if keep_finer else None
+        staged = self.empty(index) if self.is_blank(index) else self._held(index)
+        self._values[index] = staged.copy_(value)
+        self._blank.discard(index)
+
+    def state(self, index: int) -> StagedState | None:
+        """Loaded optimizer state, or None; of rank 0."""
+        state = self._states.get(index)
+        if self._ranks.size == 1:
+            return state
+        own = bytes([state is not None, state is not None and state.param32 is not None])
+        has_state, has_param32 = self._ranks.collect(own)[0]
+        if not has_state:
+            return None
+        like = torch.empty_like(self._held(index), device="meta", dtype=torch.float32)
+        found = state or StagedState(like, like, like if has_param32 else None)
+        moments = self._from_first(found.exp_avg), self._from_first(found.exp_avg_sq)
+        return StagedState(*moments, None if found.param32 is None else self._from_first(found.param32))
+
+    def state_or_zeros(self, index: int) -> StagedState:
+        """Loaded optimizer state, or zero moments; its ``param32`` is the finest value known."""
+        value, state = self.exact(index), self.state(index)
+        if state is None:
+            return StagedState(torch.zeros_like(value), torch.zeros_like(value), value)
+        return StagedState(state.exp_avg, state.exp_avg_sq, value)
+
+    def write_state(
+        self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
+    ) -> None:
+        """Keep an optimizer state for the chunks to come; ``param32`` also becomes the parameter's value."""
+        if param32 is not None:
+            self._states.pop(index, None)
+            self.write(index, param32)
+            param32 = None if self.dtypes[index] is torch.float32 else self._float_copy(index, param32)
+        if self._ranks.is_first:
+            self._states[index] = StagedState(
+                self._float_copy(index, exp_avg), self._float_copy(index, exp_avg_sq), param32
+            )
+
+    def _float_copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """A copy in float32 with the parameter's strides."""
+        held = self._held(index)
+        return torch.empty_like(held, device="cpu", dtype=torch.float32).copy_(value)
+
+    def forget(self, index: int) -> None:
+        """The parameter has its chunk."""
+        self._values[index] = None
+        self._blank.discard(index)
+        self._states.pop(index, None)
+
+
+def keep_master(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value`` in the master's dtype; where it is merely the master rounded, the master's own element.
+
+    So writing a parameter's 16-bit value back to itself (as ``load_state_dict`` does) loses no precision. The result
+    stands where the master does.
+    """
+    value = value.to(master.device)
+    if value.dtype == master.dtype:
+        return value
+    return torch.where(master.to(value.dtype) == value, master, value.to(master.dtype))
+
+
+def round_to(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``value`` with no more precision than ``dtype`` has; itself where its own dtype has no more."""
+    return value if torch.promote_types(value.dtype, dtype) is dtype else value.to(dtype)

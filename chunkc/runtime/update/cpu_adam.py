@@ -1,0 +1,167 @@
+"""The host update: Adam and AdamW on one chunk, in one pass over its memory.
+
+`cpu_adam_kernel` holds the arithmetic. Here a chunk's pieces become ranges that share hyperparameters and
+step count, each one call of the kernel. Parameters without a gradient only get their param16 again.
+
+Step ``t = 1`` starts from zero moments, whatever the memory of m and v held, so that a new optimizer over the same
+model starts afresh and the moments need no initialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chunkc.runtime.update.cpu_adam_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+
+PARALLEL_NUMEL = 32 * 1024
+"""Shorter ranges are updated by the calling thread alone, as PyTorch's own operators would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of parameter ``param`` that lies in a chunk: elements [start, end) of the chunk."""
+
+    param: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """What elements must share to be updated by one call of the kernel."""
+
+    hyper: Hyper
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Elements [start, end) of the chunk, without a gap; inactive without a group."""
+
+    group: _Group | None
+    start: int
+    end: int
+
+
+class ChunkUpdate:
+    """Adam on one chunk; made once per chunk and used every step.
+
+    Args:
+        payload: the chunk in compute dtype. Holds grad16 before the update unless ``gradient`` is given, and param16
+            after it. In fp32 it may be ``param32`` itself beside a ``gradient``: param16 and param32 are one then.
+        param32, exp_avg, exp_avg_sq: the OS triple in float32.
+        pieces: the parameters' elements in the chunk. What lies between them is neither read nor written.
+        gradient: the gradient chunk, where the overlay is not legal. It is only read.
+
+    All tensors are contiguous host tensors with one dimension and the same number of elements.
+
+    Raises:
+        ValueError: when a tensor or a piece breaks these rules.
+    """
+
+    def __init__(
+        self,
+        payload: Tensor,
+        param32: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        pieces: Sequence[Piece],
+        *,
+        gradient: Tensor | None = None,
+    ) -> None:
+        self._payload = payload
+        self._triple = (param32, exp_avg, exp_avg_sq)
+        gradient_chunk = payload if gradient is None else gradient
+        self._is_cast = payload.data_ptr() != param32.data_ptr() or payload.numel() == 0
+        self._tensors = (gradient_chunk, *self._triple, *((payload,) if self._is_cast else ()))
+        self._pieces = tuple(sorted((p for p in pieces if p.start != p.end), key=lambda p: p.start))
+        _check_tensors(payload, gradient_chunk, self._triple)
+        _check_pieces(self._pieces, payload.numel())
+        if not self._is_cast and gradient is None:
+            raise ValueError("where the payload is param32, the gradient has memory of its own")
+        dtypes = gradient_chunk.dtype, payload.dtype if self._is_cast else None
+        self._kernel = host_kernel(*dtypes, is_parallel=False)
+        is_large = payload.numel() >= PARALLEL_NUMEL
+        self._large_kernel = host_kernel(*dtypes, is_parallel=True) if is_large else self._kernel
+
+    @torch.no_grad()
+    def update(self, inputs: StepInputs) -> None:
+        """Update the active parameters and write param16 of all, as the decision of the step says where there is one.
+
+        Raises:
+            ValueError: when a step count is below 1; nothing has changed then.
+        """
+        factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
+        if is_skipped:
+            self.restore()
+            return
+        runs = list(self._runs(inputs))
+        groups = {run.group for run in runs if run.group is not None}
+        coefficients = {group: coefficients_of(group.hyper, group.step, factor) for group in groups}
+        num_threads = torch.get_num_threads()  # asking also gives a new thread PyTorch's number of OpenMP threads
+        for run in runs:
+            if run.group is None:
+                self._cast(run.start, run.end)
+                continue
+            if run.group.step == 1:
+                self._clear_moments(run.start, run.end)
+            is_large = num_threads > 1 and run.end - run.start >= PARALLEL_NUMEL
+            kernel = self._large_kernel if is_large else self._kernel
+            kernel(self._tensors, run.start, run.end, coefficients[run.group])
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write param16 of all parameters from param32, over whatever the payload holds."""
+        for run in self._runs(None):
+            self._cast(run.start, run.end)
+
+    def _runs(self, inputs: StepInputs | None) -> Iterator[_Run]:
+        """Ranges of touching pieces that can be treated alike, ascending; all are inactive without inputs."""
+        run: _Run | None = None
+        for piece in self._pieces:
+            hyper = None if inputs is None else inputs.hypers.get(piece.param)
+            group = None if inputs is None or hyper is None else _Group(hyper, inputs.steps[piece.param])
+            if group is not None and group.step < 1:
+                raise ValueError(f"step counts start at 1, parameter {piece.param} has {group.step}")
+            if run is not None and run.end == piece.start and run.group == group:
+                run = _Run(group, run.start, piece.end)
+                continue
+            if run is not None:
+                yield run
+            run = _Run(group, piece.start, piece.end)
+        if run is not None:
+            yield run
+
+    def _cast(self, start: int, end: int) -> None:
+        if self._is_cast:
+            self._payload[start:end].copy_(self._triple[0][start:end])
+
+    def _clear_moments(self, start: int, end: int) -> None:
+        for moment in self._triple[1:]:
+            moment[start:end].zero_()
+
+
+def _check_tensors(payload: Tensor, gradient: Tensor, triple: tuple[Tensor, Tensor, Tensor]) -> None:
+    for tensor in (payload, gradient, *triple):
+        if tensor.dim() != 1 or tensor.numel() != payload.numel() or not tensor.is_contiguous():
+            raise ValueError(
+                "a chunk's tensors are contiguous, have one dimension and the same number of elements; "
+                f"found shape {tuple(tensor.shape)} beside {tuple(payload.shape)}"
+            )
+    if any(tensor.dtype is not torch.float32 for tensor in triple):
+        raise ValueError(f"an OS triple is float32, found {[str(tensor.dtype) for tensor in triple]}")
+    if not (payload.is_floating_point() and gradient.is_floating_point()):
+        raise ValueError(f"payload and gradient are floating point, found {payload.dtype} and {gradient.dtype}")
+
+
+def _check_pieces(pieces: Sequence[Piece], numel: int) -> None:
+    end = 0
+    for piece in pieces:
+        if not end <= piece.start < piece.end <= numel:
+            raise ValueError(f"{piece} overlaps another piece or leaves the chunk of {numel} elements")
+        end = piece.end

@@ -1,0 +1,117 @@
+"""What the updates of one ``step()`` take: hyperparameters and step counts by parameter, and the same as tables.
+
+``step()`` snapshots them once; every update of the step, on whichever stream, gets the same object, so that a device
+may keep what it made of it (an upload) until it sees another.
+
+The tables are what a kernel reads, one row for each pair of hyperparameters and step count in use. They are computed in
+float64 and rounded to float32 once, so that ``1 - beta2^t`` keeps its digits at large t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from chunkc.runtime.update.loss_scale import LossScale
+
+ROW_NUMEL: Final = 10
+"""Columns of a row: step size, square root of the variance's correction, eps, decay factor, L2 coefficient, beta1,
+1 - beta1, beta2, 1 - beta2, and 1 in the first step, else 0."""
+
+INACTIVE: Final = -1
+"""The row of a parameter that this step leaves alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyperparameters of one parameter group as of the call of ``step()``.
+
+    ``decoupled`` tells AdamW's weight decay, which shrinks the parameter, from Adam's, which adds to the gradient.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInputs:
+    """Inputs of one step's updates; compared by identity.
+
+    Attributes:
+        hypers: hyperparameters of each active parameter. An update leaves param32 and moments of the others as they
+            are; their param16 is cast again over whatever gradient the payload holds.
+        steps: step count of each active parameter, this step included: 1 or more.
+        num_params: parameters of the model; indexes are below it.
+        factor: what ``decide`` multiplies gradients by, float32 [] on the device; None for 1.
+        control: what updates on the device read of the decision, float32 [2]: the factor of every gradient; and 0, or
+            anything else to leave all parameters as they are. None where a plan has no decision: 1 and 0.
+        seen: the same for updates on the host.
+        found: on the device, float32 []: not 0 where parameters must stay as they are, since some gradient is infinite
+            or NaN. None where nobody has looked.
+        loss_scale: what follows ``found``; None where there is none, or somebody else adapts it.
+    """
+
+    hypers: Mapping[int, Hyper]
+    steps: Mapping[int, int]
+    num_params: int
+    factor: torch.Tensor | None = None
+    control: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
+    found: torch.Tensor | None = None
+    loss_scale: LossScale | None = None
+
+
+def step_lines(
+    hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
+) -> list[str]:
+    """All that ranks must have alike in a step, one parameter a line; ``assigned``: gradients that no backward made."""
+    return [
+        f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
+        for i, hyper in hypers.items()
+    ]
+
+
+def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
+    """One row of the table (`ROW_NUMEL`), in float64.
+
+    Raises:
+        ValueError: when the step count is below 1.
+    """
+    if step < 1:
+        raise ValueError(f"step counts start at 1, not {step}")
+    return (
+        hyper.lr / (1 - hyper.beta1**step),
+        (1 - hyper.beta2**step) ** 0.5,
+        hyper.eps,
+        1 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
+        0.0 if hyper.decoupled else hyper.weight_decay,
+        hyper.beta1,
+        1 - hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        float(step == 1),
+    )
+
+
+def tables_of(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows, float32 [num_rows, `ROW_NUMEL`], and the row of each parameter, int32 [num_params], in host memory.
+
+    There is at least one row, so that a kernel may read it for elements that it masks.
+
+    Raises:
+        ValueError: when a step count is below 1.
+    """
+    found: dict[tuple[Hyper, int], int] = {}
+    row_of_param = [INACTIVE] * inputs.num_params
+    for param, hyper in inputs.hypers.items():
+        row_of_param[param] = found.setdefault((hyper, inputs.steps[param]), len(found))
+    rows = [row_of(hyper, step) for hyper, step in found] or [(0.0,) * ROW_NUMEL]
+    exact = torch.tensor(rows, dtype=torch.float64, device="cpu")
+    return exact.to(torch.float32), torch.tensor(row_of_param, dtype=torch.int32, device="cpu")
