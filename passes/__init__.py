@@ -18,7 +18,6 @@ from chunkc.passes.chunk_mapping import ChunkMappingPass
 from chunkc.passes.chunk_size import ChunkSizePass
 from chunkc.passes.communication import CommunicationPass
 from chunkc.passes.contract import Check, Pass, PassOrderError, check_order, run_passes
-from chunkc.passes.draft import Draft, Options, Target, decided
 from chunkc.passes.evaluate import EvaluatePass
 from chunkc.passes.liveness import LivenessPass
 from chunkc.passes.os_placement import OsPlacementPass
@@ -27,6 +26,7 @@ from chunkc.passes.residency import ResidencyPass
 from chunkc.passes.search import Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
+from chunkc.passes.support.draft import Draft, Options, Target, decided
 
 __all__ = [
     "PIPELINE",

@@ -26,7 +26,7 @@ from itertools import accumulate
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo, Schedule
-from chunkc.passes.draft import Draft, Liveness, Units, decided
+from chunkc.passes.support.draft import Draft, Liveness, Units, decided
 
 UNUSED_DTYPE = "float32"
 

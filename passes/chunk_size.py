@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
-from chunkc.passes.arena import buffers_of, lay_out
-from chunkc.passes.budget import (
+from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
+from chunkc.passes.residency import moved_nbytes, plan_stays
+from chunkc.passes.support.arena import buffers_of, lay_out
+from chunkc.passes.support.budget import (
     Sizes,
     available_places,
     choose_home,
@@ -28,11 +30,9 @@ from chunkc.passes.budget import (
     sizes_of,
     with_residents,
 )
-from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
-from chunkc.passes.draft import Demand, Draft, Liveness, Options, Target, decided
-from chunkc.passes.residency import moved_nbytes, plan_stays
-from chunkc.passes.triples import streamed_chunks
-from chunkc.passes.updates import step_nbytes
+from chunkc.passes.support.draft import Demand, Draft, Liveness, Options, Target, decided
+from chunkc.passes.support.triples import streamed_chunks
+from chunkc.passes.support.updates import step_nbytes
 
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)

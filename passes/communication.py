@@ -18,9 +18,9 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Segment
-from chunkc.passes.arena import static_payloads
-from chunkc.passes.draft import Demand, Draft, Item, Stay, Timeline, decided
 from chunkc.passes.residency import landed_chunks, unit_chunks
+from chunkc.passes.support.arena import static_payloads
+from chunkc.passes.support.draft import Demand, Draft, Item, Stay, Timeline, decided
 
 
 def slot_name(slot: int) -> str:

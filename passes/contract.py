@@ -13,7 +13,7 @@ from typing import Protocol
 
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import StageRecord
-from chunkc.passes.draft import Draft
+from chunkc.passes.support.draft import Draft
 
 Check = Callable[[str, Draft], None]
 

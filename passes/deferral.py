@@ -19,9 +19,9 @@ from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Program, State
 from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.passes.communication import Writer
-from chunkc.passes.draft import Draft, Item, decided
-from chunkc.passes.hazards import joined
 from chunkc.passes.norms import with_norms
+from chunkc.passes.support.draft import Draft, Item, decided
+from chunkc.passes.support.hazards import joined
 
 
 def defers_reduction(draft: Draft) -> bool:

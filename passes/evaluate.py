@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkc.ir.plan import Program, State
-from chunkc.passes.draft import Draft, decided
-from chunkc.passes.hazards import Analysis
 from chunkc.passes.step import static_residents
+from chunkc.passes.support.draft import Draft, decided
+from chunkc.passes.support.hazards import Analysis
 
 
 @dataclass(frozen=True, slots=True)

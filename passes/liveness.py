@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
-from chunkc.passes.draft import Draft, GraphCosts, Liveness
+from chunkc.passes.support.draft import Draft, GraphCosts, Liveness
 
 
 def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from chunkc.ir.actions import LANDINGS, Action, Op, Stream
 from chunkc.ir.layout import Layout
-from chunkc.passes.draft import Item
+from chunkc.passes.support.draft import Item
 
 _DECISION = "decision"
 _SUMS = "sums"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout, Slot
-from chunkc.passes.arena import lead_slots, num_payload_slots, payload_slots, static_payloads
-from chunkc.passes.budget import (
+from chunkc.passes.support.arena import lead_slots, num_payload_slots, payload_slots, static_payloads
+from chunkc.passes.support.budget import (
     choose_home,
     chunk_nbytes,
     demand_of,
@@ -24,8 +24,8 @@ from chunkc.passes.budget import (
     with_homes,
     with_residents,
 )
-from chunkc.passes.draft import Demand, Draft, Liveness, Target, decided
-from chunkc.passes.triples import triples_nbytes
+from chunkc.passes.support.draft import Demand, Draft, Liveness, Target, decided
+from chunkc.passes.support.triples import triples_nbytes
 
 
 def most_resident_triples(

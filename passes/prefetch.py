@@ -17,10 +17,10 @@ from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.work import work_of
-from chunkc.passes.arena import lay_out
-from chunkc.passes.budget import most_places
-from chunkc.passes.draft import BaseSegment, Demand, Draft, Liveness, Stay, Timeline, decided
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
+from chunkc.passes.support.arena import lay_out
+from chunkc.passes.support.budget import most_places
+from chunkc.passes.support.draft import BaseSegment, Demand, Draft, Liveness, Stay, Timeline, decided
 
 NUM_EXCHANGES = 8
 """Segments of each graph of a resident plan over several ranks, about: the share that exchanges before the first begins

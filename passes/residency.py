@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from chunkc.ir.layout import Home, Layout
-from chunkc.passes.arena import num_payload_slots
-from chunkc.passes.belady import belady
-from chunkc.passes.budget import available_places
-from chunkc.passes.draft import Demand, Draft, Stay, decided
+from chunkc.passes.support.arena import num_payload_slots
+from chunkc.passes.support.belady import belady
+from chunkc.passes.support.budget import available_places
+from chunkc.passes.support.draft import Demand, Draft, Stay, decided
 
 
 def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[Stay, ...]:

@@ -19,9 +19,9 @@ from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT, Home
 from chunkc.ir.plan import Plan
-from chunkc.passes.budget import demand_of, with_homes
-from chunkc.passes.draft import Draft, Options, decided
 from chunkc.passes.os_placement import most_resident_triples
+from chunkc.passes.support.budget import demand_of, with_homes
+from chunkc.passes.support.draft import Draft, Options, decided
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""

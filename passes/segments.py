@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkc.ir.schedule import GraphKind
-from chunkc.passes.draft import BaseSegment, GraphCosts, Liveness, Units
+from chunkc.passes.support.draft import BaseSegment, GraphCosts, Liveness, Units
 
 GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.states import LEGAL_TRANSITIONS, TensorState
-from chunkc.passes.draft import Draft, Liveness, Overlay, decided
+from chunkc.passes.support.draft import Draft, Liveness, Overlay, decided
 
 
 @dataclass(frozen=True, slots=True)

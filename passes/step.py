@@ -1,6 +1,6 @@
 """Pass ``step``: the programs of an iteration beside forward and backward, and all waits.
 
-``restore`` repeats the step (`chunkc.passes.updates`) action for action without updating, so that labels agree
+``restore`` repeats the step (`chunkc.passes.support.updates`) action for action without updating, so that labels agree
 whichever ran.
 Where a step takes several micro-batches, ``accumulate`` is the backward of every one but the first, and ``backward``
 repeats it action for action with gradient chunks opened, not fetched, and gradients stashed, not added.
@@ -16,14 +16,14 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Phase, Program, State
-from chunkc.passes.arena import shared_bytes, static_payloads, static_triples
 from chunkc.passes.communication import Writer, payload_residents, slot_name
 from chunkc.passes.deferral import deferring_programs, defers_reduction
-from chunkc.passes.draft import Draft, Item, decided
-from chunkc.passes.hazards import joined, synchronise
 from chunkc.passes.norms import with_decision, with_norms
-from chunkc.passes.update_order import host_order
-from chunkc.passes.updates import on_host, step_items
+from chunkc.passes.support.arena import shared_bytes, static_payloads, static_triples
+from chunkc.passes.support.draft import Draft, Item, decided
+from chunkc.passes.support.hazards import joined, synchronise
+from chunkc.passes.support.update_order import host_order
+from chunkc.passes.support.updates import on_host, step_items
 
 _ACCUMULATED = "accumulated"
 

@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
+MAX_MODULES = 20
+MAX_ROOT_MODULES = 8
 
 # Folder -> package it installs as.
 FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
@@ -223,7 +225,7 @@ def test_triton_is_imported_lazily() -> None:
     assert eager_triton_faults(MODULES) == []
 
 
-def test_private_torch_apis_stand_in_two_files() -> None:
+def test_private_torch_apis_stand_in_one_room() -> None:
     assert private_torch_faults(MODULES) == []
 
 
@@ -240,6 +242,36 @@ def test_every_folder_is_packaged() -> None:
     }
     assert set(setup["packages"]) == packages
     assert setup["package-dir"] == {FOLDERS[f]: f for f in FOLDERS if (ROOT / f).is_dir() and FOLDERS[f] in packages}
+
+
+def rooms() -> dict[str, set[str]]:
+    """The folders of the package, and the folders that each imports from, by the name of the package."""
+    folders = {module for module in MODULES if any(other.startswith(f"{module}.") for other in MODULES)}
+    found: dict[str, set[str]] = {folder: set() for folder in folders - {"chunkc"}}
+    for module in MODULES:
+        room = module if module in found else module.rpartition(".")[0]
+        targets = [f.target for f in imports_of(module, MODULES) if f.target in MODULES and room in found]
+        for target in targets:
+            other = target if target in found else target.rpartition(".")[0]
+            found[room].update({other} & found.keys() - {room})
+    return found
+
+
+def test_rooms_are_small_and_know_each_other_in_one_direction() -> None:
+    """A module of a folder inside another may be read by both, so those two count as one."""
+    outer = {room: room.rpartition(".")[0] for room in rooms()}
+    graph = {room: {o for o in others if outer[o] != room and outer[room] != o} for room, others in rooms().items()}
+    TopologicalSorter(graph).prepare()
+    sizes = {room: sum(m.rpartition(".")[0] == room for m in MODULES) for room in graph}
+    assert {room: size for room, size in sizes.items() if size > MAX_MODULES} == {}
+    assert sum(path.suffix == ".py" for path in (ROOT / "chunkc").iterdir()) <= MAX_ROOT_MODULES
+
+
+def test_contributing_lists_every_room_with_what_it_is_for() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    docs = {room: (ast.get_docstring(ast.parse(MODULES[room])) or "").splitlines()[0] for room in rooms()}
+    table = [f"| `{room.removeprefix('chunkc.').replace('.', '/')}` | {docs[room]} |" for room in sorted(docs)]
+    assert [line for line in text.splitlines() if line.startswith("| `")] == table, "\n".join(table)
 
 
 def test_files_are_short() -> None:

@@ -42,9 +42,9 @@ from chunkc.passes import (
     make_plan,
     measuring_plan,
 )
-from chunkc.passes.budget import too_small
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
+from chunkc.passes.support.budget import too_small
 from chunkc.runtime.execution.bound_action import CompiledGraph
 
 logger = logging.getLogger("chunkc")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.passes.belady import belady, min_places, volume
+from chunkc.passes.support.belady import belady, min_places, volume
 
 Steps = list[list[int]]
 WORST_DIRTY_RATIO = 1.3

@@ -12,9 +12,9 @@ from chunkc.ir.plan import Role
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import Options, Target
-from chunkc.passes.draft import Item, decided
-from chunkc.passes.hazards import Analysis, synchronise
-from chunkc.passes.updates import on_host, step_items
+from chunkc.passes.support.draft import Item, decided
+from chunkc.passes.support.hazards import Analysis, synchronise
+from chunkc.passes.support.updates import on_host, step_items
 
 
 def item(text: str, reads: str = "", writes: str = "") -> Item:

@@ -10,7 +10,7 @@ from schedules import Schedule, chain, op, param, planned, schedule, schedules, 
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.passes import Options
-from chunkc.passes.arena import static_triples
+from chunkc.passes.support.arena import static_triples
 
 
 @given(schedules())

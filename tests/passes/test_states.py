@@ -8,9 +8,9 @@ import pytest
 from schedules import op, param, schedule
 
 from chunkc.errors import PlanError
-from chunkc.passes.draft import Overlay
 from chunkc.passes.liveness import analyse
 from chunkc.passes.states import history, prove_overlays
+from chunkc.passes.support.draft import Overlay
 
 PARAMS = [param("tied", 64), param("frozen", 64)]
 FOUND = schedule(PARAMS, [op([0]), op([1, 0])], [op([0], name="early"), op([1], [0]), op([0], name="late")])

@@ -12,9 +12,9 @@ from schedules import chain, gpt_like, op, param, planned, schedule, schedules, 
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Options
-from chunkc.passes.draft import Liveness
 from chunkc.passes.liveness import analyse
-from chunkc.passes.triples import residence_order, spread, streamed_chunks, triple_order, triples_nbytes
+from chunkc.passes.support.draft import Liveness
+from chunkc.passes.support.triples import residence_order, spread, streamed_chunks, triple_order, triples_nbytes
 
 ON_HOST = Options(chunk_numel=64, os_home="host")
 

@@ -16,8 +16,8 @@ from chunkc.cost.simulate import price
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
 from chunkc.passes import Options
-from chunkc.passes.draft import decided
-from chunkc.passes.update_order import Job, earliest_deadline_first
+from chunkc.passes.support.draft import decided
+from chunkc.passes.support.update_order import Job, earliest_deadline_first
 
 NUM_JOBS = 6
 """Of which there are 720 orders."""

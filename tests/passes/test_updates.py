@@ -28,10 +28,10 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify, verify_beside
 from chunkc.passes import Options, Planned, Target, make_evaluation_plan, make_plan
-from chunkc.passes.arena import buffers_of, num_payload_slots, spare_slots, static_triples
-from chunkc.passes.budget import demand_of
 from chunkc.passes.liveness import analyse
 from chunkc.passes.os_placement import most_resident_triples
+from chunkc.passes.support.arena import buffers_of, num_payload_slots, spare_slots, static_triples
+from chunkc.passes.support.budget import demand_of
 
 Request = tuple[Schedule, Target, Options]
 PAYLOAD = GRADIENT = 64 * 4

@@ -18,11 +18,11 @@ from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
-from chunkc.passes.belady import min_places
 from chunkc.passes.chunk_mapping import commonest_dtype, units_of
-from chunkc.passes.draft import BaseSegment, Demand, Liveness, Options, Target, Units
 from chunkc.passes.segments import base_segments, segment_costs
-from chunkc.passes.triples import residence_order, triples_nbytes
+from chunkc.passes.support.belady import min_places
+from chunkc.passes.support.draft import BaseSegment, Demand, Liveness, Options, Target, Units
+from chunkc.passes.support.triples import residence_order, triples_nbytes
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkc.ir.layout import Home, Layout, Slot
-from chunkc.passes.budget import chunk_nbytes
-from chunkc.passes.draft import Liveness
-from chunkc.passes.triples import streamed_chunks
+from chunkc.passes.support.budget import chunk_nbytes
+from chunkc.passes.support.draft import Liveness
+from chunkc.passes.support.triples import streamed_chunks
 
 MAX_BUFFERS = 3
 """One triple on its way in, one in use, one on its way out: more would wait for the link all the same."""

@@ -1,7 +1,7 @@
 """The actions of a step: which chunk is updated where, in which order, and the copies around updates on the device.
 
 Updates on the device come in the order in which the next forward first uses the chunks, so that it can start before
-the last update has ended; those on the host as `chunkc.passes.update_order` says. A chunk is updated where its triple
+the last update has ended; those on the host as `update_order` says. A chunk is updated where its triple
 is: on the host at home, on the device in its static slot or, if the triple is streamed, in a buffer. On the device the
 payload, which holds the gradient, is fetched and goes home again.
 Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update writes it
@@ -21,11 +21,11 @@ from itertools import cycle
 
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.passes.arena import buffers_of, shared_bytes, spare_slots, static_payloads, static_triples
 from chunkc.passes.communication import Writer, home_name, slot_name, triple_name
-from chunkc.passes.draft import Item, Liveness
-from chunkc.passes.triples import streamed_chunks
-from chunkc.passes.update_order import by_first_use
+from chunkc.passes.support.arena import buffers_of, shared_bytes, spare_slots, static_payloads, static_triples
+from chunkc.passes.support.draft import Item, Liveness
+from chunkc.passes.support.triples import streamed_chunks
+from chunkc.passes.support.update_order import by_first_use
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.passes.draft import Stay
+from chunkc.passes.support.draft import Stay
 
 NEVER = 1 << 60
 DIRTY_WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)

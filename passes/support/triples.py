@@ -13,7 +13,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.passes.draft import Liveness
+from chunkc.passes.support.draft import Liveness
 
 
 def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:

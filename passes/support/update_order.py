@@ -22,7 +22,7 @@ from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Segment
-from chunkc.passes.draft import Draft, Item, Liveness, decided
+from chunkc.passes.support.draft import Draft, Item, Liveness, decided
 
 
 @dataclass(frozen=True, slots=True)

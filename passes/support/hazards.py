@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Stream
 from chunkc.ir.plan import ROLE_LETTER, Role
-from chunkc.passes.draft import Item
+from chunkc.passes.support.draft import Item
 
 STREAMS = tuple(Stream)
 _NUMBER = {stream: index for index, stream in enumerate(STREAMS)}
