@@ -191,7 +191,9 @@ def plan(
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
 ) -> Plan:
-    """The plan for training ``model`` on ``hw``: nothing runs, nothing is allocated, the model stays as it is.
+    """Plan the training of ``model`` on ``hw`` without running it.
+
+    Nothing runs, nothing is allocated, and the model stays as it is.
 
     Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
     each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
@@ -296,7 +298,7 @@ def stats(model: nn.Module) -> dict[str, int]:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Clip the gradients of a compiled model by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+    """Clip a compiled model's gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
     Call it between ``backward()`` and ``step()``. The norm is that over all parameters of the model that have a
     gradient, whichever optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1,
@@ -325,7 +327,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Where the buffers that are not on ``device`` stand, and what takes their place; shared ones stay shared.
+    """Return where the buffers that are not on ``device`` stand, and what takes their place.
+
+    Shared buffers stay shared.
 
     Raises:
         ChunkcError: for buffers on the meta device whose values cannot be known.

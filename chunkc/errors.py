@@ -1,7 +1,8 @@
-"""The errors users meet: one family, so that ``except chunkc.ChunkcError`` catches all of them and nothing else.
+"""The errors that users meet, as one family.
 
-Every message states the rule, what was found (numbers, parameter names) and what to do. They are raised before
-anything changes, so that the caller can go on with the model as it was.
+``except chunkc.ChunkcError`` catches all of them and nothing else. Every message states the rule, what was found
+(numbers, parameter names) and what to do. Errors are raised before anything changes, so that the caller can go on with
+the model as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class HardwareError(ChunkcError, ValueError):
 
 
 class CaptureError(ChunkcError):
-    """The model's forward cannot be captured as one static graph pair, or breaks a rule of managed parameters."""
+    """The forward cannot be captured as one static graph pair, or breaks a rule of managed parameters."""
 
 
 class AccumulationError(ChunkcError):
@@ -39,12 +40,17 @@ class PlanError(ChunkcError):
 
 
 class DeviceMemoryError(ChunkcError):
-    """The device ran out of memory while a plan ran: the message names the action and what stood on the device."""
+    """The device ran out of memory while a plan ran.
+
+    The message names the action and what stood on the device.
+    """
 
 
 class RankError(ChunkcError):
-    """The ranks of a job do different things with a model, or one of them has ended: the message says what each does,
-    or where this one stopped."""
+    """The ranks of a job do different things with a model, or one of them has ended.
+
+    The message says what each rank does, or where this rank stopped.
+    """
 
 
 class CheckpointError(ChunkcError):

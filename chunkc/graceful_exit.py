@@ -1,4 +1,4 @@
-"""Ending a run between two steps when the system asks for it: SIGTERM, as schedulers and spot instances send it.
+"""Ending a run between two steps when the system asks for it by SIGTERM.
 
     with chunkc.graceful_exit() as stop:
         for batch in batches:
@@ -7,9 +7,9 @@
                 chunkc.save_checkpoint(directory, model, optimizer)
                 break
 
-A signal only sets a flag, so it interrupts neither a step nor a save. When the block ends after one, the process exits
-with the code that a shell reports for a process ended by that signal, 128 + its number: 143 for SIGTERM. Handlers that
-were there before are there again after the block.
+Schedulers and spot instances send SIGTERM. A signal only sets a flag, so it interrupts neither a step nor a save. When
+the block ends after one, the process exits with the code that a shell reports for a process ended by that signal, 128 +
+its number: 143 for SIGTERM. Handlers that were there before are there again after the block.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ class Stop:
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """The handler. A forked child inherits it, and has no loop that would look: the signal ends it, as usual."""
+        """Handle a signal: note the first one.
+
+        A forked child inherits the handler, and has no loop that would look: the signal ends the child, as usual.
+        """
         if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -56,10 +59,11 @@ class Stop:
 
 @contextmanager
 def graceful_exit(*signals: int) -> Iterator[Stop]:
-    """Within the block the ``signals`` (default: SIGTERM) are noted by the object that it gives, and do nothing else.
+    """Note the ``signals`` (default: SIGTERM) within the block, in the object that the block gives.
 
-    When the block ends after one came, SystemExit is raised with ``128 + signal`` as the process's exit code; an
-    exception that leaves the block goes on instead. Checkpoints under way are finished before the process is gone.
+    The signals do nothing else. When the block ends after one came, SystemExit is raised with ``128 + signal`` as the
+    process's exit code; an exception that leaves the block goes on instead. Checkpoints under way are finished before
+    the process is gone.
 
     Raises:
         ChunkcError: outside of the main thread, where Python takes no signals, and for a signal whose handler Python

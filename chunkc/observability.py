@@ -1,4 +1,4 @@
-"""What a run looks like while it goes on: numbers of each step for any logger, and a window of steps for Perfetto."""
+"""A run while it goes on: numbers of each step for any logger, and a window of steps for Perfetto."""
 
 from __future__ import annotations
 
@@ -93,12 +93,13 @@ def _stalls(window: StepWindow, *, sees_all: bool) -> dict[str, float]:
 def record_timeline(
     model: nn.Module, path: str | Path, *, hw: Hardware | str | os.PathLike[str] | None = None
 ) -> Iterator[None]:
-    """Record when every action runs within the block, and write it beside the planned times as a Perfetto trace.
+    """Record when every action runs within the block, and write the times as a Perfetto trace.
 
-    Choose the window by where the block begins and ends: steps are whole when it begins before a forward and ends after
-    a step. Both ends wait for pending work. The file is Chrome trace JSON with two processes, ``measured`` and
-    ``planned``, with one track for each stream and the action's text for each bar; it is also written when the block
-    ends by an exception. Planned times are two steady iterations of the plan that runs when the block ends.
+    The planned times stand beside the measured ones. Choose the window by where the block begins and ends: steps are
+    whole when it begins before a forward and ends after a step. Both ends wait for pending work. The file is Chrome
+    trace JSON with two processes, ``measured`` and ``planned``, with one track for each stream and the action's text
+    for each bar; it is also written when the block ends by an exception. Planned times are two steady iterations of the
+    plan that runs when the block ends.
 
     Args:
         model: compiled, and trained for a step or more, so that there is a plan.

@@ -61,7 +61,10 @@ PIPELINE: tuple[Pass, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, the draft after each pass as ``(pass name, draft)``, and the candidates that were simulated, if any."""
+    """A plan with the drafts and the candidates that led to it.
+
+    ``drafts``: the draft after each pass as ``(pass name, draft)``. ``candidates``: those that were simulated, if any.
+    """
 
     plan: Plan
     drafts: tuple[tuple[str, Draft], ...]
@@ -203,7 +206,10 @@ def _place(of: Layout | Target) -> str:
 
 
 def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
-    """The plan that ``draft`` describes once all facts are decided; ``schedule_digest`` saves computing it again."""
+    """Assemble the plan that ``draft`` describes once all facts are decided.
+
+    ``schedule_digest`` saves computing the digest again.
+    """
     layout = decided(draft.layout, "mapping")
     forward, backward = decided(draft.timelines, "segments")
     segments = (*forward.segments, *backward.segments)

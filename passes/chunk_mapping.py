@@ -1,11 +1,11 @@
-"""Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use (PatrickStar section 6.1.1).
+"""Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use.
 
-Three kinds of lists: trained parameters per dtype, frozen ones per dtype, and those that no graph uses (kept in fp32).
-The chunks of a communication group stand one behind the other on the device, so a group is packed as one room, and a
-tensor in it may reach over several chunks. Tensors are aligned to 256 bytes; one that does not fit in the rest of a
-group opens the next. With a *look-back* it may fill a gap that large tensors left in one of the groups before: fewer
-groups, of tensors less close in use, so the search tries both (first fit among the latest groups instead of next fit;
-Johnson, 1974).
+The order is that of PatrickStar (section 6.1.1). Three kinds of lists: trained parameters per dtype, frozen ones per
+dtype, and those that no graph uses (kept in fp32). The chunks of a communication group stand one behind the other on
+the device, so a group is packed as one room, and a tensor in it may reach over several chunks. Tensors are aligned to
+256 bytes; one that does not fit in the rest of a group opens the next. With a *look-back* it may fill a gap that large
+tensors left in one of the groups before: fewer groups, of tensors less close in use, so the search tries both (first
+fit among the latest groups instead of next fit; Johnson, 1974).
 
 A tensor larger than a group starts a fresh one and spans groups without gaps; what follows it may use the tail of its
 last group. Groups that a tensor chains move together, which is why it does not start in the rest of another: that would
@@ -32,7 +32,10 @@ UNUSED_DTYPE = "float32"
 
 
 def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
-    """The dtype with most elements (the first in the alphabet among equals); ``chunk_numel`` counts its elements."""
+    """Return the dtype with most elements, or the first in the alphabet among equals.
+
+    ``chunk_numel`` counts elements of this dtype.
+    """
     numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
     for info in params:
         numel[info.dtype] += info.numel
@@ -94,9 +97,9 @@ class _Packer:
 def pack(
     schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1, rank: int = 0, lookback: int = 0
 ) -> Layout:
-    """The mapping with chunks of ``chunk_numel`` elements of the commonest dtype; homes undecided, no slots.
+    """Map parameters to chunks of ``chunk_numel`` elements of the commonest dtype.
 
-    A tensor may go into one of the ``lookback`` groups before the latest.
+    Homes are undecided, and there are no slots. A tensor may go into one of the ``lookback`` groups before the latest.
     """
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     placements: list[Placement | None] = [None] * len(schedule.params)
@@ -175,7 +178,10 @@ def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
 
 
 def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
-    """Members of each list in order of first use, what only other graphs use last; trained, frozen, unused."""
+    """Return the members of each list: trained, frozen, unused.
+
+    Members stand in order of first use. Members that only other graphs use stand last.
+    """
     trained, used = set(liveness.trained).union(schedule.also_trained), set(liveness.use_order)
     elsewhere = [p for p in schedule.also_trained if p not in used]
     unused = [p for p in range(len(schedule.params)) if p not in used.union(elsewhere)]
@@ -190,7 +196,10 @@ def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str]
 
 
 def units_of(layout: Layout) -> Units:
-    """The units of ``layout``: groups, those chained by a tensor that spans chunks taken together; no unused ones."""
+    """Return the units of ``layout``: its groups, except unused ones.
+
+    Groups chained by a tensor that spans chunks are taken together as one unit.
+    """
     groups = [g for g in layout.groups if layout.chunks[g.first_chunk].list is not ChunkList.UNUSED]
     leader = list(range(len(groups)))
     for place in layout.placements:

@@ -51,9 +51,10 @@ GRANULE_NUMEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One chunk size, packed: what it needs, and its price where it fits (``moved_nbytes`` None where not).
+    """One packed chunk size with its needs and its price.
 
-    ``num_missing_buffers``: buffers for triples to pass through that would be of use and do not fit.
+    ``moved_nbytes``: the price where the candidate fits; None where it does not. ``num_missing_buffers``: buffers for
+    triples to pass through that would be of use and do not fit.
     """
 
     chunk_numel: int
@@ -110,7 +111,10 @@ def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Op
 def packings(
     schedule: Schedule, liveness: Liveness, numel: int, world_size: int = 1, rank: int = 0
 ) -> list[tuple[int, Layout]]:
-    """Layouts worth a price with their look-back: that without any, and that with one where it has fewer chunks."""
+    """Return the layouts worth a price, each with its look-back.
+
+    The layouts are the one without a look-back, and the one with a look-back where it has fewer chunks.
+    """
     plain, filled = (pack(schedule, liveness, numel, world_size, rank, lookback) for lookback in (0, LOOKBACK))
     if len(filled.chunks) < len(plain.chunks):
         return [(0, plain), (LOOKBACK, filled)]

@@ -1,8 +1,9 @@
-"""Pass ``communication``: actions of forward and backward, with gather, release and reduce where ranks share groups.
+"""Pass ``communication``: write the actions of forward and backward.
 
-Each rank fetches its own chunk of a group and gathers the others before use; the group's gradients are reduced once
-all have landed, remote chunks are released, and the own chunk is written back. One rank needs none of these. In a
-resident plan own chunks never move; groups are gathered when forward begins, since an update has made copies stale.
+Where ranks share groups, the actions include gather, release and reduce. Each rank fetches its own chunk of a group and
+gathers the others before use; the group's gradients are reduced once all have landed, remote chunks are released, and
+the own chunk is written back. One rank needs none of these. In a resident plan own chunks never move; groups are
+gathered when forward begins, since an update has made copies stale.
 
 Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
 ranks are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds
@@ -123,7 +124,10 @@ class Writer:
         self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own))])
 
     def release(self, group: int, after: Stream = Stream.COMPUTE) -> None:
-        """Give up the group's remote chunks, in the queue of their last use: no other queue has to wait for it."""
+        """Give up the group's remote chunks, in the queue of their last use.
+
+        No other queue has to wait for the release.
+        """
         _, remote = self._split(group)
         writes = [slot_name(self.slot_of(c)) for c in remote]
         self.add(Op.RELEASE, f"g{group}", after, [], writes)
@@ -231,8 +235,12 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
 
 
 def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[int, str]]:
-    """The segments in which the first gradient of each group lands, over parameters or beside them, and those behind
-    which it may be reduced: with the last one, or with the last read of a parameter that another graph trains."""
+    """Find where the first gradient of each group lands, and where the group may be reduced.
+
+    The first result holds the segment in which the first gradient lands, over parameters or beside them. The second
+    holds the segment behind which the group may be reduced: that of the last landing, or of the last read of a
+    parameter that another graph trains.
+    """
     first: dict[int, str] = {}
     last: dict[int, str] = {}
     beside = layout.grad_chunks()

@@ -70,7 +70,9 @@ def check_order(passes: Sequence[Pass]) -> None:
 def run_passes(
     draft: Draft, passes: Sequence[Pass], check: Check | None = None
 ) -> tuple[Draft, tuple[tuple[str, Draft], ...]]:
-    """Run a pipeline; ``check(name, draft)`` is called before the first pass (as ``"start"``) and after each.
+    """Run the passes of a pipeline on ``draft``.
+
+    ``check(name, draft)`` is called before the first pass (as ``"start"``) and after each.
 
     Returns:
         The last draft and every stage as ``(pass name, draft after it)``.

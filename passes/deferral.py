@@ -1,9 +1,10 @@
-"""Micro-batches that exchange nothing before the last one of a step, where every chunk has a slot of its own.
+"""Micro-batches that exchange nothing before the last one of a step.
 
-Groups stay gathered, since nothing updates them in between, and gradients for other ranks' chunks add up where they
-land (DDP calls that ``no_sync``). A step gathers and reduces each group once, in the memory that a resident plan has
-anyway. Their programs repeat ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of exchanges;
-``reduce_all`` makes up for them when a step, or anything that wants to see gradients, comes early.
+Every chunk must have a slot of its own. Groups stay gathered, since nothing updates them in between, and gradients for
+other ranks' chunks add up where they land (DDP calls that ``no_sync``). A step gathers and reduces each group once, in
+the memory that a resident plan has anyway. Their programs repeat ``forward``, ``backward`` and ``accumulate`` with
+``keep`` in place of exchanges; ``reduce_all`` makes up for them when a step, or anything that wants to see gradients,
+comes early.
 
 Plans whose chunks come and go gather and reduce in each micro-batch: a whole copy of the gradients is what they have no
 memory for.
@@ -25,8 +26,11 @@ from chunkc.passes.support.hazards import joined
 
 
 def defers_reduction(draft: Draft) -> bool:
-    """Whether micro-batches before the last one of a step can do without exchanges: all chunks have slots of their own,
-    and whichever backward is the last one reduces all groups, because all gradients land in it."""
+    """Tell whether micro-batches before the last one of a step can do without exchanges.
+
+    All chunks must have slots of their own. Whichever backward is the last one must reduce all groups, so all gradients
+    must land in it.
+    """
     layout = decided(draft.layout, "layout")
     trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
     is_shared = layout.world_size > 1 and draft.options.accumulate > 1
@@ -41,7 +45,10 @@ def without_exchanges(name: str, twin: Program, entry: State, exit_state: State)
 
 
 def reduce_items(layout: Layout, backward: tuple[Item, ...], entry: State, *, measures: bool) -> tuple[Item, ...]:
-    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``; measure it too."""
+    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``.
+
+    ``measures``: whether the norms of the gradients are taken too.
+    """
     writer = Writer(layout, entry.resident)
     for action in (item.action for item in backward):
         if action.op is Op.REDUCE:

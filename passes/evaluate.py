@@ -1,7 +1,8 @@
-"""Pass ``evaluate``: the only program of a forward without gradients, from the cold state to the cold state.
+"""Pass ``evaluate``: write the only program of a forward without gradients.
 
-It takes the place of ``step`` at the end of a pipeline. Evaluations share the layout of training. All streams are
-joined before and after, so that whatever ran before is no hazard and the next program begins as from a cold start.
+The program leads from the cold state to the cold state. The pass takes the place of ``step`` at the end of a pipeline.
+Evaluations share the layout of training. All streams are joined before and after, so that whatever ran before is no
+hazard and the next program begins as from a cold start.
 """
 
 from __future__ import annotations

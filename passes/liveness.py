@@ -1,4 +1,4 @@
-"""Pass ``liveness``: when each parameter is read, when its gradient is final, and when that gradient can land.
+"""Pass ``liveness``: find when each parameter is read and when its gradient is final and can land.
 
 A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) once it is final *and* no later operator
 of backward reads the parameter: at operator ``max(final, last read)``. Until the end of the segment that holds this

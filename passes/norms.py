@@ -33,7 +33,10 @@ def norm_name(chunk: int) -> str:
 
 
 def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
-    """``backward`` with the norm of every own chunk behind what makes its gradients final, and their sum over ranks."""
+    """Insert into ``backward`` the norm of every own chunk, and the sum of the norms over ranks.
+
+    A norm stands behind the action that makes the gradients of its chunk final.
+    """
     last: dict[int, int] = {}
     for position, item in enumerate(backward):
         if item.action.op in (*LANDINGS, Op.REDUCE):

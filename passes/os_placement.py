@@ -37,7 +37,9 @@ def most_resident_triples(
     *,
     keeps_payloads: bool = False,
 ) -> int:
-    """The device's margin in OS triples: as many as fit beside activations and payloads (PatrickStar, section 8.2).
+    """Return how many OS triples fit on the device beside activations and payloads.
+
+    This number is the device's margin in OS triples (PatrickStar, section 8.2).
 
     Args:
         num_places: places (``world_size`` payload slots each) to keep for payloads; default the fewest that work.

@@ -168,11 +168,11 @@ class PrefetchPass:
 
 
 def exchange_starts(demand: Demand, which: int) -> list[int]:
-    """Operators of a resident plan's graph at which segments start, so that exchanges go on beside computing.
+    """Choose the operators at which the segments of a resident plan's graph start.
 
-    Without them the only segment of forward would wait until all groups are gathered, and reductions for the end of
-    backward's. Here each of some segments needs as many further groups as the others (forward), or follows the landing
-    of as many (backward).
+    With several segments exchanges go on beside computing. With only one, forward would wait until all groups are
+    gathered, and reductions for the end of backward. Here each of some segments needs as many further groups as the
+    others (forward), or follows the landing of as many (backward).
     """
     steps = [step for step in demand.steps if step.graph == GRAPHS[which]]
     widths = demand.units.num_groups
@@ -207,7 +207,10 @@ def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
 
 
 def _with_arena(draft: Draft) -> Layout:
-    """The layout with the payload slots that the stays use, and slots for triples; a fixed or resident one is kept."""
+    """Return the layout with the payload slots that the stays use, and slots for triples.
+
+    A fixed or resident layout is kept.
+    """
     layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
     if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
         return layout

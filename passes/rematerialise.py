@@ -1,9 +1,10 @@
-"""Rematerialisation: how much of what forward computes is kept for backward, chosen together with everything else.
+"""Rematerialisation: choose how much of what forward computes is kept for backward.
 
-Activations that are kept take memory that payloads and optimizer states could have; those that are not are computed
-again. Neither alone says what is faster, so both are priced as one: for each *activation budget*, the share of layers
-that keep their activations, the joint graph is partitioned anew, the iteration is planned, and simulated. The others
-are computed again from what enters them (Chen et al., "Training deep nets with sublinear memory cost", 2016).
+The choice is made together with everything else. Activations that are kept take memory that payloads and optimizer
+states could have; those that are not are computed again. Neither alone says what is faster, so both are priced as one:
+for each *activation budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the
+iteration is planned, and simulated. The others are computed again from what enters them (Chen et al., "Training deep
+nets with sublinear memory cost", 2016).
 
 It runs before the schedule is fixed, so it is no pass over one: it decides which schedule the passes get.
 """
@@ -32,8 +33,11 @@ MAX_OPERATORS = 6000
 
 @dataclass(frozen=True, slots=True)
 class BudgetCandidate:
-    """One activation budget: the simulated step (infinity where the plan does not fit), the computation in it, and what
-    bounds it or is missing."""
+    """One activation budget with its simulated step.
+
+    ``step_ms``: the simulated step, infinity where the plan does not fit. ``compute_ms``: the computation in the step.
+    ``outcome``: what bounds the step, or what is missing.
+    """
 
     budget: float
     step_ms: float

@@ -1,7 +1,8 @@
-"""Pass ``residency``: which units are on the device in each step, and who leaves (Belady, ``belady.py``).
+"""Pass ``residency``: decide which units are on the device in each step, and which leave.
 
-Forward and backward are one static order of uses. Clean units are dropped; those in which gradients landed are written
-back once, right after their last use when the optimizer runs on the host. A plan with everything resident has no stays.
+The units that leave are chosen by Belady's rule (``belady.py``). Forward and backward are one static order of uses.
+Clean units are dropped; those in which gradients landed are written back once, right after their last use when the
+optimizer runs on the host. A plan with everything resident has no stays.
 """
 
 from __future__ import annotations

@@ -81,8 +81,11 @@ class Search:
         return self._vary_counts(best, with_shares=True)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[Options]:
-        """What moves least of every octave of sizes, nearest to the passes' own choice first; as many bytes of triples
-        stay on the device as with ``best``."""
+        """Yield options with chunk sizes, those nearest to the passes' own choice first.
+
+        Of every octave of sizes the one that moves least is taken. As many bytes of triples stay on the device as with
+        ``best``.
+        """
         sizes, own = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
         if self.options.chunk_numel is not None or not sizes:
             return
@@ -97,8 +100,11 @@ class Search:
             yield replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
     def _place_triples(self, best: Candidate) -> Candidate:
-        """How many triples stand on the device, in chunks of the best size: as many as fit beside all payloads, more at
-        the cost of payloads, as many as fit; all with their payloads where one rank trains, then as many without."""
+        """Choose how many triples stand on the device, in chunks of the best size.
+
+        The counts tried: as many as fit beside all payloads, more at the cost of payloads, as many as fit. Where one
+        rank trains, all are tried with their payloads, then as many without.
+        """
         draft = self._drafts[best.options]
         if not self._places(draft):
             return best
@@ -116,8 +122,10 @@ class Search:
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
     def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
-        """Counts of resident triples around ``best``; ``with_shares``: and shares of streamed ones, alone and against
-        each other, for a buffer that triples pass through takes the room of one that stays.
+        """Vary the count of resident triples around ``best``.
+
+        ``with_shares``: vary the share of streamed triples too, alone and against the count. A buffer that triples pass
+        through takes the room of a triple that stays.
 
         Steps begin with half of the triples that fit and with the share that keeps host and link busy alike; they are
         halved where none of them gains (pattern search: Hooke and Jeeves, 1961).
@@ -147,8 +155,11 @@ class Search:
         return bool(self.options.num_resident_triples or self.options.streamed_share)
 
     def _balanced_share(self) -> float:
-        """B / (B + 12 U) of the triples by the copies of the slower direction, of B bytes a second, and the rest by the
-        host's update of U parameters a second take equally long (Deep Optimizer States, section 4)."""
+        """Return the share of streamed triples that keeps host and link busy alike.
+
+        The share is B / (B + 12 U) (Deep Optimizer States, section 4). The copies of this share in the slower
+        direction, of B bytes a second, take as long as the host's update of the rest, of U parameters a second.
+        """
         rates = self.rates
         copied = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
         return copied / (copied + OS_NBYTES_PER_ELEMENT * max(rates.cpu_update_gparam_per_s.values()))
@@ -181,8 +192,11 @@ class Search:
 
 
 def _margins(draft: Draft) -> tuple[int, int, int]:
-    """Triples that fit on the device: beside all payloads, beside the fewest places with their own payloads (where one
-    rank trains), and beside the fewest places."""
+    """Count the triples that fit on the device in three cases.
+
+    The cases: beside all payloads; beside the fewest places, with the triples' own payloads (where one rank trains);
+    beside the fewest places.
+    """
     layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
     liveness, target = decided(draft.liveness, "liveness"), draft.target
     demand = demand_of(layout, liveness, draft.options.cuts)
@@ -194,8 +208,12 @@ def _margins(draft: Draft) -> tuple[int, int, int]:
 
 
 def _around(options: Options, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[Options]:
-    """The options one step of ``count`` triples or of ``share`` away, and both in opposite directions; the latter, and
-    the options themselves, also with payloads kept where they are not and the other way round."""
+    """Yield the options one step away from ``options``.
+
+    The steps are ``count`` triples, ``share``, and both in opposite directions. With ``may_keep``, options of steps in
+    opposite directions, and ``options`` themselves, also come with payloads kept where they are not and the other way
+    round.
+    """
     opposite = [(-count, share), (count, -share)]
     moves = [(options.keeps_payloads, [(count, 0.0), (-count, 0.0), (0, share), (0, -share), *opposite])]
     moves += [(not options.keeps_payloads, [(0, 0.0), *opposite])] if may_keep else []
@@ -217,7 +235,7 @@ def _keeps_payloads(draft: Draft) -> bool:
 
 
 def _difference(options: Options, own: Options) -> str:
-    """What ``options`` vary of the caller's ``own``."""
+    """Describe how ``options`` differ from the caller's ``own``."""
     parts = []
     if options.chunk_numel != own.chunk_numel:
         parts.append(f"chunks of {options.chunk_numel} elements")

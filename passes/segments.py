@@ -47,7 +47,10 @@ def unit_needs(liveness: Liveness, units: Units, which: int, keep_open: bool) ->
 
 
 def _with_open(liveness: Liveness, units: Units, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """``needs`` of backward, each operator with needs also asking for units whose gradients have begun to land."""
+    """Add to ``needs`` of backward the units whose gradients have begun to land.
+
+    Each operator with needs also asks for these units.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for param in liveness.trained:
@@ -108,11 +111,11 @@ def ranges(starts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
 
 
 def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, int]]:
-    """``(live_nbytes, workspace_nbytes)`` of each segment: operators' non-model bytes and gradients not landed yet.
+    """Return ``(live_nbytes, workspace_nbytes)`` of each segment.
 
-    Gradients that became final before an operator count unless they landed at the end of an earlier segment; those of
-    the segment itself stay until its end, where they are alive while they are stashed. The workspace is what kernels
-    take the segment's peak above that.
+    The bytes are operators' non-model bytes and gradients not landed yet. Gradients that became final before an
+    operator count unless they landed at the end of an earlier segment; those of the segment itself stay until its end,
+    where they are alive while they are stashed. The workspace is what kernels take the segment's peak above that.
     """
     result = []
     pending = 0

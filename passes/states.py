@@ -1,7 +1,8 @@
-"""Pass ``states``: the state of every tensor over one iteration (PatrickStar Table 1), and the overlay proof.
+"""Pass ``states``: derive the state of every tensor over one iteration, and prove the overlays.
 
-The order of operators is static, so the states (glossary: ``chunkc.ir.states``) are compile-time facts, and an illegal
-transition is an error of the planner. The verifier derives them once more, from the finished actions.
+The states are those of PatrickStar (Table 1). The order of operators is static, so the states (glossary:
+``chunkc.ir.states``) are compile-time facts, and an illegal transition is an error of the planner. The verifier derives
+them once more, from the finished actions.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from chunkc.passes.support.draft import Draft, Liveness, Overlay, decided
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """``moment`` (operator ``fwd 12``, ``bwd 3``; ``forward ends``, ``step``) brings a tensor into ``state``."""
+    """A change of one tensor into ``state`` at ``moment``.
+
+    ``moment``: ``start``, an operator (``fwd 12``, ``bwd 3``), ``forward ends`` or ``step``.
+    """
 
     moment: str
     state: TensorState

@@ -107,7 +107,10 @@ def seen_by_forward(forward: tuple[Item, ...], backward: tuple[Item, ...]) -> tu
 
 
 def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, ...]:
-    """``actions`` of a backward that adds to gradients, for the first micro-batch of a step: there are none yet."""
+    """Turn ``actions`` of a backward that adds to gradients into those of a step's first micro-batch.
+
+    Before the first micro-batch of a step there are no gradients yet.
+    """
     found, opened = [], set[str]()
     for action in actions:
         op = action.op
@@ -120,7 +123,10 @@ def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, 
 
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``: forward, backward, step, restore, abandon, resume, those of micro-batches; with waits."""
+    """Decides ``programs``, with waits.
+
+    The programs are forward, backward, step, restore, abandon, resume, and those of micro-batches.
+    """
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "segments", "actions"})

@@ -1,4 +1,4 @@
-"""The floors of the package, read from its imports: who may know whom, no circles, nothing private, nothing too long.
+"""The floors of the package, read from its imports: who may know whom, no circles, nothing private.
 
 The table below is the architecture's: a module may import from its own group and from the groups named beside it,
 anywhere in its text. Circles are looked for among imports that run when a module is imported.
@@ -7,21 +7,11 @@ anywhere in its text. Circles are looked for among imports that run when a modul
 from __future__ import annotations
 
 import ast
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
-MAX_LINES = 400
-MAX_MODULES = 20
-MAX_ROOT_MODULES = 8
-
-# Folder -> package it installs as.
-FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chunkc.triton_kernels"}
+from package_imports import MODULES, imports_of
 
 BOTTOM = {"errors", "files"}
 FOUNDATION = BOTTOM | {"_torch_compat", "ir", "hardware", "distributed"}
@@ -67,52 +57,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "__main__": {"cli"},
     "integrations": UPPER | {"api", ""},
 }
-
-
-@dataclass(frozen=True)
-class Import:
-    """One imported module, ours or not, by its full name."""
-
-    target: str
-    line: int
-    at_import: bool
-
-
-def read_modules() -> dict[str, str]:
-    """Source text by installed module name."""
-    modules = {}
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            modules[".".join([package, *parts]).removesuffix(".__init__")] = path.read_text(encoding="utf-8")
-    return modules
-
-
-MODULES = read_modules()
-
-
-def imports_of(module: str, modules: Mapping[str, str]) -> Iterator[Import]:
-    """All imports of a module; ``from package import name`` counts as the submodule where there is one."""
-    is_package = any(other.startswith(f"{module}.") for other in modules)
-    for node, at_import in _walk(ast.parse(modules[module]), True):
-        if isinstance(node, ast.Import):
-            yield from (Import(alias.name, node.lineno, at_import) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = module.split(".")[: len(module.split(".")) - node.level + is_package]
-            base = ".".join([*parents, node.module or ""]).strip(".") if node.level else str(node.module)
-            for alias in node.names:
-                name = f"{base}.{alias.name}"
-                foreign = base.split(".")[0] not in ("chunkc", *FOLDERS)
-                yield Import(name if foreign or name in modules else base, node.lineno, at_import)
-
-
-def _walk(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it runs when the module is imported."""
-    yield node, at_import
-    lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-    typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-    for child in ast.iter_child_nodes(node):
-        yield from _walk(child, at_import and not lazy and not typing_only)
 
 
 def group_of(module: str) -> str:
@@ -231,54 +175,6 @@ def test_private_torch_apis_stand_in_one_room() -> None:
 
 def test_dynamo_sees_no_finalizer() -> None:
     assert finalizer_faults(MODULES) == []
-
-
-def test_every_folder_is_packaged() -> None:
-    setup = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    packages = {
-        ".".join([package, *path.parent.relative_to(ROOT / folder).parts])
-        for folder, package in FOLDERS.items()
-        for path in (ROOT / folder).rglob("*.py")
-    }
-    assert set(setup["packages"]) == packages
-    assert setup["package-dir"] == {FOLDERS[f]: f for f in FOLDERS if (ROOT / f).is_dir() and FOLDERS[f] in packages}
-
-
-def rooms() -> dict[str, set[str]]:
-    """The folders of the package, and the folders that each imports from, by the name of the package."""
-    folders = {module for module in MODULES if any(other.startswith(f"{module}.") for other in MODULES)}
-    found: dict[str, set[str]] = {folder: set() for folder in folders - {"chunkc"}}
-    for module in MODULES:
-        room = module if module in found else module.rpartition(".")[0]
-        targets = [f.target for f in imports_of(module, MODULES) if f.target in MODULES and room in found]
-        for target in targets:
-            other = target if target in found else target.rpartition(".")[0]
-            found[room].update({other} & found.keys() - {room})
-    return found
-
-
-def test_rooms_are_small_and_know_each_other_in_one_direction() -> None:
-    """A module of a folder inside another may be read by both, so those two count as one."""
-    outer = {room: room.rpartition(".")[0] for room in rooms()}
-    graph = {room: {o for o in others if outer[o] != room and outer[room] != o} for room, others in rooms().items()}
-    TopologicalSorter(graph).prepare()
-    sizes = {room: sum(m.rpartition(".")[0] == room for m in MODULES) for room in graph}
-    assert {room: size for room, size in sizes.items() if size > MAX_MODULES} == {}
-    assert sum(path.suffix == ".py" for path in (ROOT / "chunkc").iterdir()) <= MAX_ROOT_MODULES
-
-
-def test_contributing_lists_every_room_with_what_it_is_for() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    docs = {room: (ast.get_docstring(ast.parse(MODULES[room])) or "").splitlines()[0] for room in rooms()}
-    table = [f"| `{room.removeprefix('chunkc.').replace('.', '/')}` | {docs[room]} |" for room in sorted(docs)]
-    assert [line for line in text.splitlines() if line.startswith("| `")] == table, "\n".join(table)
-
-
-def test_files_are_short() -> None:
-    folders = (*FOLDERS, "tests", "examples", "benchmarks")
-    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    lengths = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
-    assert {path: length for path, length in lengths.items() if length > MAX_LINES} == {}
 
 
 # --- the checks themselves --------------------------------------------------------------------------------------------

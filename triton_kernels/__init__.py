@@ -1,1 +1,4 @@
-"""Triton kernels over chunks: update, casts and gradient norms on the device. Imported lazily; know nothing of ours."""
+"""Triton kernels over chunks: update, casts and gradient norms on the device.
+
+They are imported lazily, and know nothing of chunkc's other packages.
+"""

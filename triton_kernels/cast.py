@@ -1,4 +1,7 @@
-"""Casts between float32 and 16 bits, rounding to nearest even: whole tensors, or a chunk's param16 from its param32."""
+"""Casts between float32 and 16 bits, rounding to nearest even.
+
+`cast` takes whole tensors; `restore` makes a chunk's param16 from its param32.
+"""
 
 from __future__ import annotations
 

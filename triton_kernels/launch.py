@@ -64,7 +64,10 @@ class Launch:
 
     @cached_property
     def options(self) -> dict[str, int | bool]:
-        """How the kernel is compiled. The compiler contracts nothing: what it does could differ from place to place."""
+        """The options with which the kernel is compiled.
+
+        The compiler contracts nothing, since contractions could differ from place to place.
+        """
         options: dict[str, int | bool] = {"num_warps": self.num_warps, "enable_fp_fusion": False}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
@@ -118,7 +121,9 @@ def num_blocks(numel: int) -> int:
 
 
 def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
-    """Check that ``tensor`` is a list of a chunk: one dimension, contiguous, floating point, like ``like``.
+    """Check that ``tensor`` is a list of a chunk.
+
+    A list is contiguous and floating point, has one dimension, and is of the size and on the device of ``like``.
 
     Raises:
         ValueError: when it is not.
@@ -157,8 +162,10 @@ def tile_bounds(tiles_ptr: tl.tensor) -> Any:
 
 @triton.jit
 def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, skipped: tl.tensor) -> Any:
-    """Offsets and mask of the aligned groups of 16 elements that lie within [start, end): `BLOCK` lanes behind the
-    first ``skipped``, a multiple of 16."""
+    """Return offsets and mask of the aligned groups of 16 elements that lie within [start, end).
+
+    They are `BLOCK` lanes behind the first ``skipped`` elements, a multiple of 16.
+    """
     first = (start + (_VECTOR - 1)) // _VECTOR * _VECTOR + skipped
     numel = (end // _VECTOR * _VECTOR - first).to(tl.int32)
     lanes = tl.arange(0, BLOCK)

@@ -239,15 +239,17 @@ def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
-    """Tell the partitioner never to save ``node`` for backward. Without ``region`` it is not saved at the border of one
-    either, whatever the model says."""
+    """Tell the partitioner never to save ``node`` for backward.
+
+    Without ``region`` the node is not saved at the border of a region either, whatever the model says.
+    """
     node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
     if region is None:
         del node.meta["ac_graph_id"]
 
 
 def recomputed_region(node: torch.fx.Node) -> int | None:
-    """The region that computes ``node`` again in backward, -1 where it has no number; None where ``node`` has none."""
+    """Return the region that recomputes ``node`` in backward, -1 without a number; None if there is none."""
     is_again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
     return int(node.meta.get("ac_graph_id", -1)) if is_again else None
 
@@ -269,16 +271,16 @@ def dynamo_value(node: torch.fx.Node) -> Any:
 
 
 def storage_key(value: Any) -> StorageKey | None:
-    """What dense tensors over the same memory have in common, fake ones too; None for anything else."""
+    """Return the key that dense tensors over the same memory share, fake ones too; None for other values."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return StorageWeakRef(value.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def graph_break(reason: str) -> Exception:
-    """What to raise while Dynamo traces so that its graph ends before the call under way, which then runs as it is.
+    """Return the exception that ends Dynamo's graph before the call under way.
 
-    With ``fullgraph=True`` the user sees it.
+    It is to be raised while Dynamo traces. The call then runs as it is. With ``fullgraph=True`` the user sees it.
     """
     kind = torch._dynamo.exc.Unsupported
     named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
@@ -312,8 +314,10 @@ def _forward_metadata() -> Any:
 
 
 def num_forward_outputs() -> int:
-    """How many leading outputs of the forward graph being compiled are for the user (mutated inputs included); the
-    rest is saved for backward."""
+    """Return how many leading outputs of the forward graph being compiled are for the user.
+
+    Mutated inputs count among them. The rest is saved for backward.
+    """
     return int(_forward_metadata().num_forward)
 
 
@@ -369,8 +373,11 @@ class _IgnoredFunctions(frozenset[Callable[..., Any]]):
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Dynamo settings for one call: logging inside a forward does not break the graph, and hooks that modules are given
-    later make it capture anew instead of being ignored."""
+    """Apply Dynamo's settings for the capture in one call.
+
+    Logging inside a forward does not break the graph. Hooks that modules are given later make Dynamo capture anew
+    instead of being ignored.
+    """
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
@@ -382,8 +389,11 @@ def capture_settings() -> Iterator[None]:
 
 @contextmanager
 def shared_frames() -> Iterator[None]:
-    """Settings for one call whose forward breaks: Dynamo then compiles frames of the user's own functions, which all
-    models of a class share, so that its limits per function say nothing about one model."""
+    """Lift Dynamo's limits on recompiling a function, for one call whose forward breaks.
+
+    Dynamo then compiles frames of the user's own functions. All models of a class share these frames, so that the
+    limits per function say nothing about one model.
+    """
     many = 1 << 30
     with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many):
         yield

@@ -25,7 +25,7 @@ def is_current_cuda_stream(stream: torch.cuda.Stream) -> bool:
 
 
 def call_on_cuda_stream(stream: torch.cuda.Stream, call: Callable[[], None]) -> None:
-    """``call`` where ``stream`` and its device are the current ones, as ``with torch.cuda.stream(stream)``.
+    """Run ``call`` with ``stream`` and its device current, as ``with torch.cuda.stream(stream)`` does.
 
     torch's context looks for streams and devices several times, some 10 microseconds, of which nothing is left where
     ``stream`` is the current one already, and two calls where its device is the current one.

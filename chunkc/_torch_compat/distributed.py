@@ -1,4 +1,4 @@
-"""torch.distributed as chunkc uses it: groups of its own and six collectives, with what differs between versions.
+"""torch.distributed as chunkc uses it: own groups, six collectives, and differences between versions.
 
 ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are deprecated from torch 2.13 on in favour of names that older
 versions lack; the methods of a process group behind both are the same in 2.11, 2.13 and 2.15.
@@ -48,7 +48,7 @@ def job_size() -> int:
 
 
 def job_timeout() -> timedelta:
-    """What ``init_process_group`` was given, or its default."""
+    """Return the timeout that ``init_process_group`` was given, or its default."""
     group = _world()
     found: timedelta = group._get_backend(_device_of(group)).options._timeout
     return found
@@ -98,7 +98,10 @@ def reduce(group: Group, tensor: torch.Tensor, *, mean: bool) -> None:
 
 
 def all_to_all(group: Group, received: torch.Tensor, sent: torch.Tensor) -> None:
-    """Row ``r`` of ``sent`` goes to rank ``r``; row ``r`` of ``received`` comes from it. Both are contiguous."""
+    """Send row ``r`` of ``sent`` to rank ``r``; receive row ``r`` of ``received`` from it.
+
+    Both are contiguous.
+    """
     _finish(group.alltoall_base(received.view(-1), sent.view(-1), [], []))
 
 

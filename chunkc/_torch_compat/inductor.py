@@ -1,6 +1,7 @@
-"""Inductor as chunkc uses it: graphs compiled without autograd, and single loops, with its private names in one place.
+"""Inductor as chunkc uses it: graphs compiled without autograd, and single loops.
 
-Seen on torch 2.11.0, 2.13.0 and 2.15.0. Inductor is imported when it is first used.
+Its private names stand in this one place. Seen on torch 2.11.0, 2.13.0 and 2.15.0. Inductor is imported at its first
+use.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ class LoopUnavailable(RuntimeError):
 def inductor_loop(
     function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], *, is_parallel: bool
 ) -> tuple[str, str, list[tuple[str, int]]]:
-    """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo; any number of elements will do.
+    """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo.
 
-    The loop is called by address instead of through Inductor's wrapper, which holds the GIL. An input and an output may
-    be the same memory: an element is stored after it was loaded, and belongs to one iteration.
+    The loop takes any number of elements. It is called by address instead of through Inductor's wrapper, which holds
+    the GIL. An input and an output may be the same memory: an element is stored after it was loaded, and belongs to one
+    iteration.
 
     Args:
         examples: tensors with one dimension. Those as long as the first vary in length together.
@@ -105,10 +107,11 @@ def inductor_loop(
 
 
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
-    """Compile by the vector instructions that the processor names; where that fails, by those that Inductor has tried.
+    """Compile by the vector instructions that the processor names.
 
-    Inductor tries each kind by building and loading a library in a process of its own, in every run: more than half of
-    the time that the loop takes. Here it tries what is beyond the plain kinds only; what was assumed is forgotten.
+    Where that fails, compile by those that Inductor has tried. Inductor tries each kind by building and loading a
+    library in a process of its own, in every run: more than half of the time that the loop takes. Here it tries what is
+    beyond the plain kinds only; what was assumed is forgotten.
     """
     import torch._inductor.config
     from torch._inductor import cpu_vec_isa
@@ -137,7 +140,7 @@ def _forget_vectors() -> None:
 
 
 def _loop_settings(is_parallel: bool) -> dict[str, Any]:
-    """Inductor's settings for a loop in which every output is computed from inputs, and rounded as IEEE 754 says."""
+    """Return Inductor's settings for a loop with each output computed from inputs and IEEE 754 rounding."""
     never = 1 << 20
     return {
         "cpp_wrapper": False,
@@ -168,8 +171,10 @@ def _find_loop(compiled: Any, inputs: Sequence[str], numel: str) -> tuple[str, s
 
 
 def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
-    """The Python module that Inductor generated for a compiled graph and the constants that it holds by name; None for
-    what it did not compile to Python."""
+    """Return the Python module that Inductor generated for a compiled graph, and its constants by name.
+
+    None for what Inductor did not compile to Python.
+    """
     source, constants = getattr(compiled, "source_code", None), getattr(compiled, "constants", None)
     if not isinstance(source, str) or getattr(compiled, "frozen_param_names", None):
         return None

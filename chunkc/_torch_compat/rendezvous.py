@@ -21,7 +21,10 @@ _POLL_S = 0.05
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """A store that no earlier life has written to, this process's rank and the number of ranks, from torchrun's names.
+    """Meet the other ranks of the job that torchrun's names describe.
+
+    Returns:
+        A store that no earlier life has written to, this process's rank, and the number of ranks.
 
     Raises:
         RuntimeError: when not all ranks have come within ``timeout``.

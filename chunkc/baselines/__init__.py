@@ -1,4 +1,6 @@
-"""Other systems, modelled in the simulator of plans: what they would make of the same model on the same machine.
+"""Other systems, modelled in the simulator of plans.
+
+The results say what these systems would make of the same model on the same machine.
 
 Each policy is a model of a published system at the level that its paper describes: what stands where, what moves when,
 what waits for what. They get the same operators, layer by layer, and the same rates as a plan, and time goes through

@@ -1,4 +1,4 @@
-"""Where PatrickStar's chunks stand through an iteration, and what has to be moved, gathered and reduced for it.
+"""Places of PatrickStar's chunks through an iteration, with the moves, gathers and reductions for it.
 
 A rank's own chunk of a group is on the device or on the host, one copy of it; the other ranks' chunks are on the device
 from the first use of the group in a pass to its last (algorithms 1 and 2 of the paper). When a stretch needs a group
@@ -83,7 +83,10 @@ class ChunkCache:
 
 @dataclass(slots=True)
 class _Walk:
-    """One iteration on its way. ``standing``: groups whose own chunk is on the device; ``gathered``: all chunks."""
+    """The walk through one iteration, move by move.
+
+    ``standing`` has the groups whose own chunk is on the device, ``gathered`` the groups with all chunks there.
+    """
 
     cache: ChunkCache
     standing: set[int]

@@ -1,4 +1,4 @@
-"""One rank of a machine as the modelled systems see it: memory, rates, and how much of its work is whose."""
+"""One rank of a machine as the modelled systems see it: memory, rates, and the number of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a modelled system makes of a model on a machine: why it does not fit, or the steady iteration."""
+"""Outcome of a modelled system on a machine: why a model does not fit, or the steady iteration."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class Outcome:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that one rank copies between host and device in an iteration, both directions; 0 where it has none."""
+        """Bytes that one rank copies between host and device in an iteration, both directions.
+
+        0 where the model does not fit.
+        """
         if self.timeline is None:
             return 0
         return self.timeline.stream(Stream.H2D).nbytes + self.timeline.stream(Stream.D2H).nbytes

@@ -1,7 +1,8 @@
-"""PatrickStar's chunks: parameters in the order of initialisation, those of one module together (its section 6.1.1).
+"""PatrickStar's chunks: parameters in the order of initialisation, one module's kept together.
 
-A chunk that cannot take all parameters of a module is closed; the module opens the next. All chunks are of one size,
-which is searched for: the one that wastes least. Chunks are dealt out to ranks in turn, and their number is rounded up.
+The packing follows section 6.1.1 of its paper. A chunk that cannot take all parameters of a module is closed; the
+module opens the next. All chunks are of one size, which is searched for: the one that wastes least. Chunks are dealt
+out to ranks in turn, and their number is rounded up.
 """
 
 from __future__ import annotations
@@ -68,9 +69,10 @@ def pack(course: Course, chunk_numel: int, ranks: int = 1) -> Packing | None:
 
 
 def packings(course: Course, sizes: tuple[int, ...], ranks: int) -> list[Packing]:
-    """Those that are possible, the least wasteful first, rank padding counted; the smaller chunk among equals.
+    """Packings that are possible, the least wasteful first, the smaller chunk among equals.
 
-    Where a module is larger than the largest size, as many sizes are tried from that module on.
+    Rank padding counts as waste. Where a module is larger than the largest size, as many sizes are tried from that
+    module on.
     """
     largest = max((sum(numels) for numels in _modules(course)), default=0)
     if largest > max(sizes):

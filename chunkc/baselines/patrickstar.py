@@ -68,11 +68,14 @@ class PatrickStar:
         return machine.device_nbytes * WARM_UP_PERCENT // 100
 
     def capacity_nbytes(self, machine: Machine) -> int:
-        """Bytes of chunks that one rank can hold: what the warm-up leaves on the device, and its share of the host."""
+        """Bytes of chunks that one rank can hold.
+
+        They are what the warm-up leaves on the device, and the rank's share of the host.
+        """
         return self.warm_up_nbytes(machine) + machine.host_nbytes
 
     def margin(self, course: Course, machine: Machine, packing: Packing) -> int:
-        """Triples that the margin takes (+), or bytes of parameters that spill, counted in triples (-); Table 4."""
+        """Triples that the margin takes (+), or bytes of parameters that spill, as triples (-); Table 4."""
         chunk_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
         left = machine.device_nbytes - course.nonmodel_nbytes - packing.num_groups * chunk_nbytes
         triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT

@@ -1,7 +1,8 @@
-"""Operators of a schedule layer by layer: the level at which papers describe the systems that are modelled here.
+"""Operators of a schedule, layer by layer.
 
-A *stretch* is a run of operators of one layer, or of none (embeddings, heads): in backward what is computed again and
-the gradients of it. Operators without a module, such as sums of gradients, belong to the layer before them.
+At this level papers describe the systems that are modelled here. A *stretch* is a run of operators of one layer, or of
+none (embeddings, heads): in backward what is computed again and the gradients of it. Operators without a module, such
+as sums of gradients, belong to the layer before them.
 """
 
 from __future__ import annotations

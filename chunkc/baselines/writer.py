@@ -1,4 +1,7 @@
-"""Writing the iteration of a modelled system as a script of the simulator, on the same rates as a plan's actions."""
+"""Writer of a modelled system's iteration as a script of the simulator.
+
+The rates are the same as for a plan's actions.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class Writer:
         return self._add(f"run {stretch.name}", Stream.COMPUTE, alone_ms, nbytes, waits, kernels_ms)
 
     def land(self, stretch: Stretch, *waits: str) -> str:
-        """Copies within device memory of the gradients of ``stretch`` to where they belong, as a plan's ``stash``."""
+        """Copy the gradients of ``stretch`` to where they belong in device memory, like a plan's ``stash``."""
         nbytes = self.course.nbytes(stretch.grads)
         kernels_ms = len(stretch.grads) * self.machine.rates.kernel_launch_us * 1e-3
         alone_ms = memory_ms(2 * nbytes, self.machine.rates)
@@ -84,7 +87,7 @@ class Writer:
         return str(len(self._names) - 1)
 
     def script(self) -> Script:
-        """What was written."""
+        """The script of the actions that were written."""
         if self.in_turn:
             self.wait_at_start(self.last)
         return Script(tuple(self._names), tuple(self._costs), tuple(self._waits))

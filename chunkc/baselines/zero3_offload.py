@@ -1,4 +1,6 @@
-"""``zero3-offload``: parameters live on the host in parts, and come tensor by tensor while others compute.
+"""``zero3-offload``: parameters live on the host in parts, and come tensor by tensor.
+
+Tensors come while others compute.
 
 ZeRO-3 with ZeRO-Infinity's host offload (Rajbhandari et al., 2021, section 5): each rank holds its part of every tensor
 on the host. Before a layer runs, its tensors are copied to the device and gathered, one by one; the next layer's

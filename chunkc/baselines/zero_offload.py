@@ -1,4 +1,4 @@
-"""``zero-offload``: parameters stay on the device, gradients stream to the host, the optimizer works there.
+"""``zero-offload``: parameters stay on the device, gradients go to the host, which updates them.
 
 ZeRO-Offload (Ren et al., 2021, sections 4 and 5): every rank keeps all of param16. While backward goes on, gradients
 are reduced to their owners and copied to the host, each rank its part. When backward is done the host updates, and the

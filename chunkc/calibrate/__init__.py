@@ -1,4 +1,4 @@
-"""``chunkc calibrate``: what this machine really does per second, measured through the protocol that plans run on.
+"""``chunkc calibrate``: this machine's real rates, measured through the protocol that plans run on.
 
 The device's memory, streams, copies and updates are those of training, so the same code measures an emulated device
 and a GPU. See docs/calibration.md for what the figures mean; `fit` for how a spread is made; `rounds` for the order.
@@ -86,7 +86,7 @@ def _check_is_here(machine: Hardware) -> None:
 
 
 class _Load:
-    """What ran on the machine beside the calibration, from when this is made."""
+    """The load on the machine beside the calibration, from when this is made."""
 
     def __init__(self) -> None:
         self._date = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""What is timed: work for one stream over the regions of a calibration, in the pieces that a plan launches."""
+"""Timed activities: work for one stream over a calibration's regions, in pieces as a plan launches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class Activity:
 
 
 def copy_sizes(regions: Regions) -> tuple[int, ...]:
-    """Bytes of the copies to time: from 4 KiB by factors of 4, and the largest power of two that has a place."""
+    """Return the sizes in bytes of the copies to time.
+
+    They go from 4 KiB by factors of 4, up to the largest power of two that has a place, 64 MiB at most.
+    """
     room = min(
         region.numel()
         for region in (regions.device_arriving, regions.device_leaving, regions.host_leaving, regions.host_arriving)

@@ -1,4 +1,4 @@
-"""From the rounds' values to figures: medians with an honest spread, and the constants of the copy law.
+"""Figures from the rounds' values: medians with an honest spread, and the constants of the copy law.
 
 **Spread.** It answers: how far may the median of another calibration be? Assume that the rounds of both are
 exchangeable, which says that nothing but chance tells their conditions apart, whatever the distribution of the noise.

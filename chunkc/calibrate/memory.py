@@ -1,4 +1,4 @@
-"""What a calibration works on: how much memory of a budget it takes, and where in it each activity reads and writes.
+"""The memory of a calibration: its share of a budget, and where each activity reads and writes.
 
 Device memory is one arena and host memory one home, like a model's. Activities that run together never share bytes::
 

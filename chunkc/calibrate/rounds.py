@@ -1,8 +1,8 @@
-"""Rounds: every subject once, in turn, over memory of its own, so that what changes with time falls on all alike.
+"""Rounds: every subject once, in turn, over memory of its own.
 
-A calibration does not measure one thing to the end and then the next: another program that runs for five seconds would
-spoil some figures and leave no trace in their spread. Here it spoils one round of each. Every round also takes memory
-anew, because a figure depends on the pages it got.
+So what changes with time falls on all subjects alike. A calibration does not measure one thing to the end and then the
+next: another program that runs for five seconds would spoil some figures and leave no trace in their spread. Here it
+spoils one round of each. Every round also takes memory anew, because a figure depends on the pages it got.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Sampler:
                 self._note(slowdown_subject(of, by), under_us / alone_us)
 
     def _concurrent(self, memory: Regions) -> dict[Stream, Activity]:
-        """What runs on each stream beside the others, in the dtype that models compute in."""
+        """Return the activity that runs on each stream beside the others, in the models' compute dtype."""
         dtype = self.scale.dtypes[-1]
         nbytes = min(self.scale.together_copy_nbytes, activities.copy_sizes(memory)[-1])
         rows = min(self.scale.together_rows, activities.matmul_sizes(memory, self.scale)[-1])

@@ -1,4 +1,6 @@
-"""Timing of activities by the host's clock, through nothing but `launch` and `wait`: alone, and while others run.
+"""Timing of activities by the host's clock, alone and while others run.
+
+It goes through nothing but `launch` and `wait`.
 
 A *batch* is several pieces launched back to back; its time runs from the first launch to the end of the last piece, so
 that a figure contains what a plan pays for too. Of several short batches the fastest counts: what other programs do to
@@ -115,9 +117,10 @@ class Timer:
 
 
 class Background:
-    """Keeps an activity running inside a ``with`` block, which is entered once its first piece has finished.
+    """An activity that is kept running inside a ``with`` block.
 
-    What a piece raises is raised when the block is left, unless the block itself raised.
+    The block is entered once the activity's first piece has finished. What a piece raises is raised when the block is
+    left, unless the block itself raised.
     """
 
     def __init__(self, device: Device, activity: Activity) -> None:

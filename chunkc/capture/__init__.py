@@ -1,1 +1,4 @@
-"""Capture: from a module's forward to the operator schedule of one iteration, through torch.compile's backend API."""
+"""Capture: from a module's forward to the operator schedule of one iteration.
+
+Capture goes through torch.compile's backend API.
+"""

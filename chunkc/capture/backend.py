@@ -45,7 +45,10 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What stands in for the two graphs: both take their inputs as a list, which they empty."""
+    """The callables that stand in for the two graphs.
+
+    Both take their inputs as a list, which they empty.
+    """
 
     forward: BoxedCallable
     backward: BoxedCallable
@@ -234,7 +237,10 @@ class _GraphCapture:
 
 
 def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
-    """What to say of a forward that changes one of ``inputs`` in place although others are over the same memory."""
+    """Make the error for a forward that changes one of ``inputs`` in place.
+
+    Others of the ``inputs`` are over the same memory.
+    """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     uses = Counter(map(storage_address, tensors))
     shared = [str(tuple(t.shape)) for t in tensors if uses[storage_address(t)] > 1]

@@ -17,7 +17,10 @@ from chunkc.capture.partition import param_cone
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """``nodes`` in execution order; ``main`` is the one that computes; ``reads`` are parameter placeholders."""
+    """An operator as an indivisible bundle of FX nodes.
+
+    ``nodes`` are in execution order; ``main`` is the one that computes; ``reads`` are parameter placeholders.
+    """
 
     nodes: tuple[Node, ...]
     main: Node
@@ -25,7 +28,10 @@ class Bundle:
 
 
 def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:
-    """The operators of ``graph`` in execution order; call ``sink_cone`` first. Unpacking nodes move to their source."""
+    """Return the operators of ``graph`` in execution order.
+
+    Call ``sink_cone`` first. Unpacking nodes move to their source.
+    """
     params, cone = set(params), param_cone(graph, params)
     bundles: list[Bundle] = []
     chain: list[Node] = []

@@ -35,8 +35,11 @@ def operator_flops(node: Node) -> int:
 
 
 def _attention_flops(node: Node, names: Sequence[str]) -> int:
-    """For queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v] of any dtype;
-    ``names`` are those of the operator's arguments."""
+    """Count the operations of an attention operator.
+
+    Queries are [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v], of any dtype. ``names``
+    are those of the operator's arguments.
+    """
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
     batch, heads, num_queries, width = query

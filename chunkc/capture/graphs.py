@@ -1,4 +1,4 @@
-"""A captured iteration: both FX graphs, which of their inputs are parameters, and the schedule made from them."""
+"""A captured iteration: both FX graphs, their parameter inputs, and the schedule made from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CapturedGraph:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """What one call is about: ``num_samples`` and ``num_tokens`` as in `Schedule`."""
+    """The size of one call: ``num_samples`` and ``num_tokens`` as in `Schedule`."""
 
     num_samples: int = 0
     num_tokens: int = 0

@@ -21,7 +21,10 @@ def saved_nbytes(schedule: Schedule) -> int:
 
 
 def beside(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
-    """``schedule`` with ``nbytes`` more alive all the time, in a model that trains ``also_trained`` elsewhere."""
+    """Return ``schedule`` with ``nbytes`` more alive all the time.
+
+    The model trains ``also_trained`` elsewhere.
+    """
 
     def held(graph: GraphSchedule) -> GraphSchedule:
         return replace(graph, operators=tuple(_more(op, nbytes) for op in graph.operators))

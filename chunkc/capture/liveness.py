@@ -33,7 +33,10 @@ class LiveBytes:
 
 @dataclass(frozen=True, slots=True)
 class GraphValues:
-    """What liveness needs of one graph: operators, inputs that are no parameters, outputs the user gets, the rest."""
+    """The values of one graph that liveness needs.
+
+    The values are operators, inputs that are no parameters, outputs that the user gets, and the other outputs.
+    """
 
     bundles: Sequence[Bundle]
     inputs: Sequence[Node]

@@ -1,4 +1,4 @@
-"""Partitioning the joint graph under one rule: nothing that aliases or casts a parameter's payload survives a segment.
+"""Partitioning the joint graph so that no alias or cast of a parameter's payload survives a segment.
 
 PyTorch's min-cut partitioner may save a view or a low-precision copy of a parameter for backward. With payloads that
 move, such a tensor would be a dangling view or a second copy of the model. So the *cone* of a parameter (chains of
@@ -128,8 +128,10 @@ def may_recompute(joint: GraphModule) -> bool:
 
 
 def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
-    """Have backward compute the inside of layers again, as activation checkpointing of these layers does (Chen et al.,
-    "Training deep nets with sublinear memory cost", 2016): of a layer only what others read is saved.
+    """Have backward compute the inside of layers again: of a layer only what others read is saved.
+
+    Activation checkpointing of these layers does the same (Chen et al., "Training deep nets with sublinear memory
+    cost", 2016).
 
     A layer is a module whose path ends in a number (``h.3``), the outermost of them. Those that keep their activations
     are a share ``keep`` of all, spread evenly.
@@ -150,7 +152,10 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
 
 
 def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
-    """The layer of every operator of forward, which is what depends on no tangent; empty outside of layers."""
+    """Return the layer of every operator of forward; empty outside of layers.
+
+    Forward is what depends on no tangent.
+    """
     late = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     layer_of: dict[Node, str] = {}
     for node in graph.nodes:
@@ -163,11 +168,12 @@ def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
 
 
 def save_borders(graph: Graph, cone: Collection[Node]) -> None:
-    """Save what a region that is computed again reads of another one, or of what was computed from another one.
+    """Save what a region that is computed again reads of another one.
 
-    Without that, a region may be computed again from the one before it, and so on: nothing is saved, and all of forward
-    is computed again when backward begins. The partitioner only asks for it where one region reads another directly.
-    What depends on no region (embeddings, masks) is left to the partitioner.
+    What the region reads of results that were computed from another one is saved too. Without that, a region may be
+    computed again from the one before it, and so on: nothing is saved, and all of forward is computed again when
+    backward begins. The partitioner only asks for it where one region reads another directly. What depends on no region
+    (embeddings, masks) is left to the partitioner.
 
     Args:
         graph: a joint graph, in which the regions are tagged.
@@ -208,17 +214,22 @@ def _with_results(node: Node) -> list[Node]:
 
 
 def module_path(node: Node) -> str:
-    """Path of the module in whose forward ``node``, or what it is the gradient of, was computed; may be empty."""
+    """Return the path of the module in whose forward ``node`` was computed; may be empty.
+
+    For a gradient, the module is that of what ``node`` is the gradient of.
+    """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return re.sub(r"^L\['\w+'\]\.?", "", str(path))
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
-    """Storage identity: no output of forward shares memory with a parameter unless it is the placeholder itself.
+    """Check by storage identity that no output of forward shares memory with a parameter.
+
+    The placeholder itself may be an output.
 
     Raises:
-        CaptureError: naming the output that does, or is a cast of one.
+        CaptureError: naming the output that shares memory with a parameter, or is a cast of one.
     """
     placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
@@ -238,7 +249,10 @@ def _storage(node: Node) -> object:
 
 
 def sink_cone(graph: Graph, params: Collection[Node]) -> None:
-    """Give every consumer of a parameter's view or cast its own copy of the chain, directly in front of it."""
+    """Give every consumer of a parameter's view or cast its own copy of the chain.
+
+    The copy stands directly in front of the consumer.
+    """
     cone = param_cone(graph, params)
     chains = cone - set(params)
     for node in list(graph.nodes):

@@ -105,10 +105,11 @@ def _rows(
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
-    """Where ``b[j:]`` has a block more than ``a[i:]``; None where blocks alone do not make up the difference.
+    """Find where ``b[j:]`` has a block more than ``a[i:]``.
 
-    Rows are matched as far as they go. Where they part, ``b`` must repeat what it had just before, block by block; the
-    shortest block that lets everything behind it match, too, is taken.
+    The result is None where blocks alone do not make up the difference. Rows are matched as far as they go. Where they
+    part, ``b`` must repeat what it had just before, block by block; the shortest block that lets everything behind it
+    match, too, is taken.
     """
     same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
     i, j = i + same, j + same

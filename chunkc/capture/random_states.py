@@ -46,7 +46,10 @@ def _is_state(node: object) -> bool:
 
 
 def _run_plainly(graph: Graph, state: Node, saving: Node, results: Sequence[Node]) -> None:
-    """Put the operator itself in the place of one that saves a state, and whose ``results`` come apart from it."""
+    """Put the operator itself in the place of one that saves a state.
+
+    The ``results`` of ``saving`` come apart from the state.
+    """
     with graph.inserting_before(saving):
         plain = graph.call_function(saving.args[0], tuple(saving.args[1:]), dict(saving.kwargs))  # type: ignore[arg-type]
     plain.meta = dict((results[0] if results else saving).meta)

@@ -1,4 +1,4 @@
-"""Return the tensor that several outputs of a Dynamo graph are views of, so that AOTAutograd takes the graph.
+"""Return the tensor that several outputs are views of, so that AOTAutograd takes a Dynamo graph.
 
     hidden ─┬─ view ── output 0      AOTAutograd makes views of an output again from that output, outside of the graph.
             └─ view ── output 1      Of a tensor that is no output it does so too, but not beside tensor subclasses,
@@ -22,10 +22,13 @@ from chunkc._torch_compat.core import StorageKey, dynamo_value, storage_key
 
 
 def return_bases(module: GraphModule) -> int:
-    """Add to the outputs of a Dynamo graph, in place, each tensor that makes it unfit for AOTAutograd; return how many.
+    """Add to the outputs of a Dynamo graph, in place, each tensor that makes it unfit for AOTAutograd.
 
     Those are tensors that are no output, of which two or more outputs are views, where autograd follows one of these.
     Parts of ``chunk``, ``split`` and ``unbind`` are fit by themselves.
+
+    Returns:
+        How many tensors were added.
     """
     output = module.graph.find_nodes(op="output")[0]
     outputs: tuple[Any, ...] = tuple(output.args[0])
@@ -61,7 +64,7 @@ def _is_view(node: Node) -> bool:
 
 
 def _base_of(module: GraphModule, key: StorageKey) -> Node | None:
-    """What first had the memory of ``key``, unless that is an input."""
+    """Find the node that first had the memory of ``key``, unless that is an input."""
     for node in module.graph.nodes:
         value = dynamo_value(node)
         if isinstance(value, torch.Tensor) and storage_key(value) == key:

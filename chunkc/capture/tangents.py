@@ -43,7 +43,7 @@ class Tangent:
     reached: frozenset[int]
 
     def zeros(self) -> torch.Tensor:
-        """What the graph takes in its place where it is undefined."""
+        """Make the zeros that the graph takes in place of the tangent where it is undefined."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
 
 
@@ -125,9 +125,10 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """The node of a compiled graph behind the values that it returned or changed, also behind views of them.
+    """Find the node of a compiled graph behind the values that the graph returned or changed.
 
-    None where autograd does not reach it. ``given``: nodes that made its inputs.
+    Views of such values lead to the node, too. The result is None where autograd does not reach the node. ``given``:
+    nodes that made the inputs of the graph.
     """
     todo = deque(_nodes(values))
     seen = set(given)

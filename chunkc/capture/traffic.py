@@ -38,7 +38,10 @@ class Traffic:
 
 
 def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, ...]:
-    """The traffic of every operator of one graph; ``fuses``: whether neighbours without a matrix product are fused."""
+    """Return the traffic of every operator of one graph.
+
+    ``fuses``: whether neighbours without a matrix product are fused.
+    """
     found: list[Traffic] = []
     run: list[Bundle] = []
     sizes = cache(_nbytes)
@@ -79,7 +82,10 @@ def _fused(run: Sequence[Bundle], sizes: Sizes) -> Iterator[Traffic]:
 
 @dataclass(slots=True)
 class _Outside:
-    """What a run has read of tensors made outside of it: each part once, and of no tensor more than it has."""
+    """The parts of tensors made outside of a run that the run has read.
+
+    Each part counts once, and no tensor counts for more than it has.
+    """
 
     sizes: Sizes
     _parts: set[tuple[Node, int, int]] = field(default_factory=set)
@@ -116,13 +122,13 @@ def _reads(bundle: Bundle, sizes: Sizes) -> Iterator[tuple[Node, int]]:
 
 
 def _values(bundle: Bundle) -> list[Node]:
-    """What the operator makes: its results one by one."""
+    """Return the results of the operator, one by one."""
     position = bundle.nodes.index(bundle.main)
     return list(bundle.nodes[position + 1 :]) or [bundle.main]
 
 
 def _base(node: Node) -> Node:
-    """What ``node`` is a view of; itself, if it is none."""
+    """Return the node that ``node`` is a view of; ``node`` itself if it is no view."""
     while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node

@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: saved whole or not at all, beside training if asked to, checked, resumed to the bit.
+"""Checkpoints of a training run: saved whole or not at all, checked, and resumed to the bit.
 
-`directory` makes saves atomic, `storage` and `planners` are the two ends of torch.distributed.checkpoint, `shares` says
-what a rank has of a tensor, `contents` what is saved, `encode` how values that are no tensors are, and `restore` puts
-all of it back.
+A save runs beside training if asked to. `directory` makes saves atomic, `storage` and `planners` are the two ends of
+torch.distributed.checkpoint, `shares` says what a rank has of a tensor, `contents` what is saved, `encode` how values
+that are no tensors are, and `restore` puts all of it back.
 
 Several ranks write one checkpoint: rank 0 makes its folder, each writes and flushes files of its own, and rank 0 makes
 it the newest when all have said that theirs are on disk. What fails on one rank fails on all, with its cause. They
@@ -55,7 +55,7 @@ __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was loaded.
+    """A checkpoint that was loaded.
 
     Attributes:
         path: of the checkpoint itself.
@@ -81,12 +81,13 @@ def save_checkpoint(
     keep: int | None = None,
     max_copied_nbytes: int = 2**30,
 ) -> Future[Path]:
-    """Save all that a run needs to go on exactly: a new checkpoint in ``directory``, which may hold earlier ones.
+    """Save all that a run needs to go on exactly, as a new checkpoint in ``directory``.
 
-    Saved are parameters (fp32 masters where there are any), buffers, moments and step counts by the names of the
-    parameters, the optimizer's groups, the scheduler, the states of all global random number generators, and ``extra``.
-    A checkpoint appears under its name when all of it is on disk, so whatever happens meanwhile, the one before stays
-    what ``load_checkpoint`` finds. One run at a time saves into a directory.
+    ``directory`` may hold earlier checkpoints. Saved are parameters (fp32 masters where there are any), buffers,
+    moments and step counts by the names of the parameters, the optimizer's groups, the scheduler, the states of all
+    global random number generators, and ``extra``. A checkpoint appears under its name when all of it is on disk, so
+    whatever happens meanwhile, the one before stays what ``load_checkpoint`` finds. One run at a time saves into a
+    directory.
 
     Where several ranks train the model, all of them call this, with a directory that all of them see: each writes what
     stands in its own chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
@@ -205,10 +206,13 @@ def _compare(
     optimizer: Optimizer | None,
     scheduler: Stateful | None,
 ) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
-    """What a checkpoint holds besides the tensors of the model, and how it fits; the optimizer's groups, for one.
+    """Compare a checkpoint with the model, and with optimizer and scheduler if an optimizer is given.
+
+    Returned are the fit, what the checkpoint holds besides the tensors of the model, and the optimizer's groups (none
+    without an optimizer).
 
     Raises:
-        CheckpointError, ChunkcError: when it does not; nothing has changed.
+        CheckpointError, ChunkcError: when the checkpoint does not fit; nothing has changed.
     """
     omitted = {INDEX_NAME, OBJECTS_NAME} - manifest.files.keys()
     if omitted:
@@ -251,7 +255,10 @@ def _find(directory: Path) -> Path:
 
 
 def _finish_last(runtime: ModelRuntime) -> BaseException | None:
-    """Wait for a save under way; what stopped it is to be said once more, since nobody may have asked its future."""
+    """Wait for a save under way, and return its exception or None.
+
+    The caller raises or logs the exception once more, since nobody may have asked the future of the save.
+    """
     last = runtime.saving
     if last is None:
         return None

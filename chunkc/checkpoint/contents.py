@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a training run, and how it is put back.
+"""Contents of a checkpoint of a training run: tensors and objects, by name.
 
 Tensors, by the user's names (the first, for tied parameters):
 
@@ -78,7 +78,7 @@ class Contents:
 
 
 def runtime_of(model: nn.Module) -> ModelRuntime:
-    """What runs a compiled model whose state can be saved or replaced now: between whole steps.
+    """Runtime of a compiled model whose state can be saved or replaced now: between whole steps.
 
     Raises:
         ChunkcError: when it is not compiled or a part of what is, in a forked child, when gradients wait, or when an
@@ -179,7 +179,10 @@ def gather(
 
 
 def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
-    """What must be the same on all ranks; extra states of modules are each rank's own, as buffers are."""
+    """Lines that must be the same on all ranks.
+
+    Extra states of modules stand there by name only: their values are each rank's own, as buffers are.
+    """
     parts = [(name, value) for part in ("model", "optimizer") for name, value in objects[part].items()]
     found = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
     return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *found]
@@ -196,7 +199,7 @@ def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Kept]:
-    """What this rank has of all tensors of parameters, in the order of chunks."""
+    """This rank's shares of all tensors of parameters, by key, in the order of chunks."""
     found: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.staging.dtypes[index]

@@ -1,4 +1,6 @@
-"""A directory of checkpoints: each appears whole or not at all, is checked before it is used, and old ones go.
+"""A directory of checkpoints: each appears whole or not at all, and is checked before it is used.
+
+Old checkpoints are removed.
 
     latest                   name of the newest complete checkpoint, replaced in one piece when that one is there
     00000003-step-150/       the third checkpoint saved here, after 150 steps
@@ -46,7 +48,7 @@ _SAVING: Final = re.compile(r"\.(?:saving|removing)-(?P<host>.*)-(?P<pid>\d+)-[^
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """The manifest of a checkpoint: format, step, versions and files.
 
     Attributes:
         format: number of the format; a reader refuses those above its own.
@@ -70,7 +72,10 @@ class _SignedManifest:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The complete checkpoints in ``root``, in the order of saving: those whose files all have their sizes."""
+    """Complete checkpoints in ``root``, in the order of saving.
+
+    A checkpoint is complete when its files all have their sizes.
+    """
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
     return [path for path in sorted(found, key=_number) if _is_complete(path)]
 
@@ -90,7 +95,10 @@ def newest(root: Path) -> Path | None:
 
 
 def _pointed_to(pointer: Path) -> str | None:
-    """What ``latest`` says; nothing where it is no file (a folder, a loop of links), None where there is none."""
+    """The name in ``latest``; None where there is no ``latest``.
+
+    The name is empty where ``latest`` is no file (a folder, a loop of links).
+    """
     if not pointer.is_file():
         return "" if os.path.lexists(pointer) else None
     with pointer.open("rb") as file:
@@ -237,7 +245,9 @@ def _known_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
-    """Read every file of a checkpoint and compare it with its manifest, which is returned; each rank reads its share.
+    """Read every file of a checkpoint, compare it with the manifest, and return the manifest.
+
+    Each rank reads its share of the files.
 
     Raises:
         CheckpointError: naming the files that differ and the checkpoint before; on all ranks.

@@ -1,4 +1,6 @@
-"""Python values as JSON, with their tensors beside it: schedulers, generators, hyperparameters, what users add.
+"""Python values as JSON, with their tensors beside it.
+
+The values are schedulers, generators, hyperparameters, and what users add.
 
 A pickle can hold anything, and reading one can run anything. Here only values of the types below are written, come back
 as what they were, and reading makes nothing else. What is none of them is refused by its place in the value.
@@ -107,7 +109,7 @@ class Encoder:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `Encoder.encode` was given; tensors come in host memory.
+    """Decode the value that `Encoder.encode` was given, with its tensors in host memory.
 
     Raises:
         FormatError: for what `Encoder.encode` does not make, with its place.

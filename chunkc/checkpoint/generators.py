@@ -1,6 +1,6 @@
-"""States of the random number generators that training draws from: Python's, NumPy's, and torch's of CPU and GPUs.
+"""States of the random number generators that training draws from.
 
-Every rank has its own.
+These are Python's generator, NumPy's, and torch's of CPU and GPUs. Every rank has its own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def read_generators() -> dict[str, Any]:
 
 
 def check_generators(states: Mapping[str, Any]) -> None:
-    """Refuse states that the generators here would not take, or that would let one read outside of its memory.
+    """Refuse states that the generators here would not take.
 
-    Every state is tried on a generator of its own; the global ones are as they were.
+    Refused too are states that would let a generator read outside of its memory. Every state is tried on a generator of
+    its own; the global ones are as they were.
 
     Raises:
         FormatError: for the first of them.

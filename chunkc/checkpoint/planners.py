@@ -1,4 +1,4 @@
-"""Tensors that exist one at a time, or of which each rank has parts: planners of torch.distributed.checkpoint.
+"""Planners of torch.distributed.checkpoint for tensors that exist one at a time, or in parts by rank.
 
 DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory. A value
 is made when storage asks for it, and handed on when it has been read whole. So a save or a load takes the memory of one
@@ -51,7 +51,7 @@ def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What this rank has of a tensor that is saved; ``read`` makes it when it is its turn."""
+    """This rank's share of a tensor that is saved; ``read`` makes the share when its turn comes."""
 
     dtype: torch.dtype
     share: Share
@@ -70,7 +70,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What this rank reads of a tensor that was saved, in the dtype in which it was."""
+    """This rank's share of a saved tensor to read, in the dtype in which the tensor was saved."""
 
     dtype: torch.dtype
     share: Share
@@ -113,7 +113,10 @@ class LazySavePlanner(DefaultSavePlanner):
 
 
 class LazyLoadPlanner(DefaultLoadPlanner):
-    """Plans from what this rank wants; ``write`` takes each tensor, or this rank's share, once all of it is read."""
+    """Planner of the reads that this rank wants.
+
+    ``write`` takes each tensor, or this rank's share of it, once all of it is read.
+    """
 
     def __init__(self, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -124,7 +127,7 @@ class LazyLoadPlanner(DefaultLoadPlanner):
         self._held: dict[str, Flats] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """What stored boxes and wanted ones have in common, tensor by tensor."""
+        """Plan the reads: what stored boxes and wanted boxes have in common, tensor by tensor."""
         stored = {} if self.metadata is None else self.metadata.state_dict_metadata
         return LoadPlan([item for key in self._wanted for item in self._items(key, stored.get(key))])
 
@@ -181,8 +184,10 @@ def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = 
 
 
 def load(reader: StorageReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
-    """Read what this rank wants, in order, all of which must be stored in these shapes; the other ranks do the same
-    or something else."""
+    """Read the tensors that this rank wants, in order.
+
+    All of them must be stored in these shapes. The other ranks do the same, or something else.
+    """
     planner = LazyLoadPlanner(wanted, write)
     metadata = reader.read_metadata()
     planner.set_up_planner({}, metadata, is_coordinator=True)

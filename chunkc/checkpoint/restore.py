@@ -93,7 +93,7 @@ def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
 
 
 def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], what: str) -> dict[str, T]:
-    """What each stored tensor is here, by its first name; tied tensors must be tied alike."""
+    """Match stored tensors, by first name, with those here; tied tensors must be tied alike."""
     theirs = {frozenset(names): names[0] for names in stored}
     if theirs.keys() == ours.keys():
         return {name: ours[names] for names, name in theirs.items()}
@@ -147,7 +147,9 @@ def _check_group(fit: Fit, group: Mapping[str, Any], decoupled: bool) -> None:
 
 
 def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, scheduler: Stateful | None) -> None:
-    """Hand modules with extra states, and the scheduler, what was saved of them, before any tensor is written.
+    """Hand modules with extra states, and the scheduler, their saved states.
+
+    No tensor is written before that.
 
     Raises:
         CheckpointError: one does not take its state; all have their own again, as far as they take these.
@@ -196,7 +198,7 @@ class _Writer:
         self._held: dict[str, dict[str, Flats]] = {}
 
     def wanted(self) -> dict[str, Wanted]:
-        """What this rank reads, in the order of the checkpoint's index."""
+        """Shares that this rank reads, by key, in the order of the checkpoint's index."""
         return {
             key: Wanted(shape.dtype, self._share(self._owners[key], shape.shape))
             for key, shape in self._fit.shapes.items()
@@ -212,7 +214,7 @@ class _Writer:
         return Share(info.shape, info.stride, fit.runtime.own_ranges(index))
 
     def take(self, key: str, flats: Flats) -> None:
-        """What was read of one tensor."""
+        """Take what was read of one tensor, and write its parameter or buffer once all of it is there."""
         name, fit = self._owners[key], self._fit
         if name in fit.buffers:
             fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.shapes[key].shape).tensor(flats))
@@ -260,8 +262,11 @@ def _stage(
 
 
 def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """What is neither the model nor the scheduler: step counts, hyperparameters, the loss scale where it is dynamic on
-    both sides, and generators, which come last."""
+    """Restore what belongs to neither the model nor the scheduler.
+
+    These are step counts, hyperparameters, the loss scale where it is dynamic on both sides, and generators, which come
+    last.
+    """
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
     scale, saved = fit.runtime.loss_scale, objects["loss_scale"]

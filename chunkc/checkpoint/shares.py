@@ -1,9 +1,9 @@
-"""What one rank has of a tensor: ranges of its elements in the order of memory, as boxes that DCP can put together.
+"""Ranges of a tensor's elements that one rank has, as boxes that DCP can put together.
 
-Chunks cut a parameter anywhere, also within a row, and torch.distributed.checkpoint knows parts of tensors as boxes
-(offsets and sizes by dimension). Every range of a dense tensor is a few boxes: in two dimensions the rest of a row,
-whole rows, and the beginning of a row. So checkpoints depend on neither chunks nor strides, and a tensor that one rank
-has whole is one box.
+The ranges are in the order of memory. Chunks cut a parameter anywhere, also within a row, and
+torch.distributed.checkpoint knows parts of tensors as boxes (offsets and sizes by dimension). Every range of a dense
+tensor is a few boxes: in two dimensions the rest of a row, whole rows, and the beginning of a row. So checkpoints
+depend on neither chunks nor strides, and a tensor that one rank has whole is one box.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class Share:
         return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
 
     def flats(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The elements of each range of a tensor, 1-D; copies where it does not stand in memory as the share says."""
+        """Elements of each range of a tensor, 1-D.
+
+        They are copies where the tensor does not stand in memory as the share says.
+        """
         dense = value
         if value.stride() != self.stride:
             dense = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device="cpu").copy_(value)

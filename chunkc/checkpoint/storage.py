@@ -1,8 +1,8 @@
-"""Storage for torch.distributed.checkpoint in safetensors and JSON: nothing that is loaded can run code.
+"""Storage for torch.distributed.checkpoint in safetensors and JSON.
 
-DCP's own file storage keeps its metadata as a pickle, and `HuggingFaceStorageWriter` holds a whole file in memory
-before it writes. The two classes here are DCP's public interfaces, `StorageWriter` and `StorageReader`, so that its
-planners do the resharding. In the folder of a checkpoint:
+Nothing that is loaded can run code. DCP's own file storage keeps its metadata as a pickle, and
+`HuggingFaceStorageWriter` holds a whole file in memory before it writes. The two classes here are DCP's public
+interfaces, `StorageWriter` and `StorageReader`, so that its planners do the resharding. In the folder of a checkpoint:
 
     rank-00000.float32.safetensors   tensors of one rank and dtype, each written as soon as it is resolved
     index.json                       DCP's metadata: of each tensor its dtype, shape, and the parts with their places
@@ -45,7 +45,7 @@ _PIECE_NBYTES: Final = 2**24
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """What a file must be."""
+    """Size in bytes and SHA-256 that a file must have."""
 
     nbytes: int
     sha256: str
@@ -169,7 +169,7 @@ class SafetensorsReader(StorageReader):
         return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
 
     def index(self) -> Mapping[str, StoredTensor]:
-        """What is stored, by key, as the files confirm it; read once.
+        """Stored tensors by key, as the files confirm them; the index is read once.
 
         Raises:
             CheckpointError: when the index is missing, damaged or not that of the files; with the place in it.
@@ -288,10 +288,11 @@ def _name(item: WriteItem) -> str:
 
 
 def _header(dtype: torch.dtype, items: Sequence[WriteItem]) -> Iterator[bytes]:
-    """Names, shapes and byte ranges of the tensors of a file, which follow without gaps in the order of ``items``.
+    """Header of a safetensors file: names, shapes and byte ranges of its tensors.
 
-    The format: the header's length in 8 bytes, little-endian, then the header as JSON, padded with spaces so that the
-    data begin at a multiple of 8 (README of safetensors, "Format").
+    The tensors follow without gaps in the order of ``items``. The format: the header's length in 8 bytes,
+    little-endian, then the header as JSON, padded with spaces so that the data begin at a multiple of 8 (README of
+    safetensors, "Format").
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0

@@ -36,7 +36,7 @@ __all__ = ["COMMANDS", "Command", "main"]
 
 
 class Command(Protocol):
-    """What a module of a command offers. ``run`` returns the exit code."""
+    """Interface of the module of a command; ``run`` returns the exit code."""
 
     HELP: str
 

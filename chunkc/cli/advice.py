@@ -67,7 +67,7 @@ class Adviser:
         self._whole_s, self._planning_s = self.answer.elapsed_s, self.answer.planning_s
 
     def advice(self) -> tuple[Advice, ...]:
-        """What was tried, in order of trying, and what there was no time for."""
+        """Advice on what was tried, in order of trying, and on what there was no time for."""
         scenario = self.answer.scenario
         if scenario is None:
             return tuple(_told(self.answer))

@@ -21,7 +21,7 @@ from chunkc.errors import ChunkcError
 
 
 def model_and_inputs(spec: str) -> tuple[nn.Module, Any]:
-    """What the function named ``module:function`` returns.
+    """Call the function named ``module:function`` and return its model and inputs.
 
     Raises:
         ChunkcError: when there is no such function, it raises something, or it returns something else.

@@ -36,7 +36,7 @@ def chunk_size(text: str) -> int | str:
 
 
 def up_to(most: int) -> Callable[[str], int]:
-    """What reads a whole number from 1 to ``most``."""
+    """Return a reader of a whole number from 1 to ``most``."""
 
     def read(text: str) -> int:
         return _whole(text, most, "a whole number")

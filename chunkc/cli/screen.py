@@ -40,7 +40,7 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
 
 
 def _memory(answer: Answer, hw: Hardware) -> str:
-    """What one rank needs of what training may take, and what is kept from it."""
+    """Table of what one rank needs of the memory for training, and lines on what is kept from it."""
     rows, usable = [], UsableMemory.of(hw)
     for kind, needed, there in zip(
         ("device", "host"), _needs(answer, hw), (usable.device_nbytes, usable.host_nbytes), strict=True
@@ -52,7 +52,7 @@ def _memory(answer: Answer, hw: Hardware) -> str:
 
 
 def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
-    """What is not there, although the machine has it."""
+    """Lines on memory that the machine has, but that training may not take."""
     if not hw.emulated:
         of_device, of_host = hw.gpu_memory_nbytes - usable.device_nbytes, hw.host_nbytes_per_rank - usable.host_nbytes
         yield wrapped(f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system", "  ")

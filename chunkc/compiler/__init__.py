@@ -1,4 +1,4 @@
-"""From a module to a compiled model: capture, plan, compile and install, and what a call of it goes through.
+"""The way from a module to a compiled model: capture, plan, compile, install and call.
 
-It joins capture, passes and runtime, which do not know each other.
+This folder joins capture, passes and runtime, which do not know each other.
 """

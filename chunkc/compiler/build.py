@@ -1,7 +1,8 @@
-"""From a captured iteration to a verified plan and compiled segments: everything between capture and the first call.
+"""The way from a captured iteration to a verified plan and compiled segments.
 
-Nothing here touches a device or a model: what was captured, the target and an earlier layout go in; the plan, its
-compiled graphs and their readable code come out, or an error before anything has changed.
+Everything between capture and the first call is here. Nothing here touches a device or a model: what was captured, the
+target and an earlier layout go in; the plan, its compiled graphs and their readable code come out, or an error before
+anything has changed.
 
 Operators that run one by one take the bytes that capture counted, and their plan is final. A compiler that fuses
 operators takes fewer, but which is known only once there are segments to compile. So the first plan is made with the
@@ -55,7 +56,7 @@ MAX_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to plan for.
+    """A request for one plan.
 
     Attributes:
         target: hardware and budgets in bytes of one rank.
@@ -148,10 +149,13 @@ def _first(names: Sequence[str]) -> str:
 
 
 def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
-    """What makes the plan of ``built`` with programs that measure gradients as they land, and verifies it.
+    """Return a function that plans ``built`` again, with programs that measure gradients as they land.
 
-    The graphs of ``built`` serve that plan as well. None where its own plan measures them; and it makes None where the
-    budget leaves no room for what norms take.
+    The function verifies the new plan, and returns None where the budget leaves no room for what norms take. The graphs
+    of ``built`` serve the new plan as well.
+
+    Returns:
+        The function; None where the plan of ``built`` measures gradients already.
     """
     if built.planned.plan.measures:
         return None
@@ -174,7 +178,10 @@ def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan 
 
 
 def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:
-    """What chooses activation budgets for a capture backend; without the machine's rates None, which keeps all."""
+    """Return the chooser of activation budgets for a capture backend.
+
+    Without the machine's rates the chooser is None, which keeps all.
+    """
     if rates is None:
         return None
 
@@ -216,7 +223,10 @@ def _moved_nbytes(plan: Plan) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """A plan whose segments are compiled; its memory is what they take. ``found`` are the bytes of each segment."""
+    """A plan whose segments are compiled.
+
+    The memory of the plan is what the compiled segments take. ``found`` are the bytes of each segment.
+    """
 
     planned: Planned
     lowered: Mapping[GraphKind, LoweredGraph]
@@ -327,9 +337,10 @@ class _Search:
         return self.attempt(planned) if _moved_nbytes(planned.plan) < than.moved_nbytes else None
 
     def _least(self, refusal: BudgetError | None) -> tuple[_Attempt, Schedule]:
-        """The plan that needs least device memory among those tried, and the schedule corrected by all of them.
+        """Return the plan that needs least device memory among those tried, and the corrected schedule.
 
-        The budget has no say in which plans are tried, so what the error names works when it is given.
+        All plans tried correct the schedule. The budget has no say in which plans are tried, so what the error names
+        works when it is given.
 
         Raises:
             BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.

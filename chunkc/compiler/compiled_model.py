@@ -53,7 +53,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a steady state does no more of.
+    """Counts of work that a steady state no longer does.
 
     Attributes:
         num_compiles: captures of the forward, and segments compiled.
@@ -72,12 +72,12 @@ class Counts:
 
 @dataclass(slots=True)
 class Settings:
-    """What ``compile`` was asked for, resolved.
+    """The resolved settings of one call of ``compile``.
 
     Attributes:
         ranks_per_node: ranks of the job on each node.
         cast_inputs: dtype that floating-point inputs are cast to, or None.
-        fixed: settings for the capture backend that the segment compiler needs (decompositions and the like).
+        backend_options: settings for the capture backend that the segment compiler needs (decompositions and the like).
     """
 
     target: Target
@@ -272,9 +272,10 @@ class CompiledModel:
         )
 
     def request(self) -> Request:
-        """What a plan made now is for: the budgets that other models leave, the layout once there is one.
+        """Return the request for a plan made now.
 
-        A layout that was made without norms may leave no room for them: then a plan goes over to them later, or not.
+        The budgets are those that other models leave. The layout is the model's once there is one. A layout that was
+        made without norms may leave no room for them: then a plan goes over to them later, or not.
         """
         settings, accounting, layout = self.settings, self.runtime.accounting, self.runtime.layout
         if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
@@ -343,7 +344,7 @@ class CompiledModel:
 
 
 def compiled_of(model: nn.Module) -> CompiledModel:
-    """What stands behind a module that ``chunkc.compile`` gave back.
+    """Return the compiled model behind a module that ``chunkc.compile`` gave back.
 
     Raises:
         ChunkcError: for any other module.

@@ -1,9 +1,10 @@
-"""The debug ladder ``CHUNKC_DEBUG=1..5``: each rung shows what the one below shows, and more. See docs/env_vars.md.
+"""The debug ladder ``CHUNKC_DEBUG=1..5``: each rung shows what the one below shows, and more.
 
     1 summary    2 table    3 stages (what each pass did)    4 plan text    5 generated code
 
 All of it goes through ``logging.getLogger("chunkc")`` at INFO, from rank 0. Whoever sets the variable wants to see it:
 where logging is not configured for that, a handler on standard error stands in while the report is written.
+See docs/env_vars.md.
 """
 
 from __future__ import annotations
@@ -70,7 +71,10 @@ def _texts(plan: Plan, stages: Sequence[StageRecord], code: Mapping[str, str], l
 
 @contextmanager
 def visible(logger: logging.Logger) -> Iterator[None]:
-    """Let INFO of ``logger`` reach someone: without a handler in the program, standard error. Undone on exit."""
+    """Make INFO messages of ``logger`` visible within the block.
+
+    Without a handler in the program, one on standard error is added. Level and handler are undone on exit.
+    """
     level = logger.level
     handler = None if logger.hasHandlers() else logging.StreamHandler()
     if not logger.isEnabledFor(logging.INFO):

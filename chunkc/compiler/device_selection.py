@@ -51,7 +51,10 @@ MakeApi = Callable[[int], CudaApi]
 
 
 class SharedEmulated(EmulatedDevice):
-    """An emulated device that remembers the ``Hardware`` object it belongs to, so that the object's id stays taken."""
+    """An emulated device that remembers the ``Hardware`` object it belongs to.
+
+    The id of the ``Hardware`` object therefore stays taken.
+    """
 
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
         law, memory = Throttle(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
@@ -144,10 +147,11 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
 
 
 def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ranks: Ranks) -> Hardware:
-    """``machine`` with the cores and the PCIe link that this machine has, where its GPU is the one here. Collective.
+    """Return ``machine`` with the cores and the PCIe link that this machine has.
 
-    All ranks get the same figures, the least of any rank: ranks that plan by different rates would make different
-    plans. A log line says what is assumed. What `chunkc calibrate` measured stays as it is.
+    Where the GPU of ``machine`` is not the one here, ``machine`` is returned as it is. The call is collective. All
+    ranks get the same figures, the least of any rank: ranks that plan by different rates would make different plans. A
+    log line says what is assumed. What `chunkc calibrate` measured stays as it is.
 
     Args:
         cores: of this rank; None: all that the process may use.
@@ -172,7 +176,7 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
 
 
 def count_libraries(device: SharedDevice) -> None:
-    """What libraries have taken of a GPU since the device was made is not in its budget."""
+    """Subtract from the budget of a GPU what libraries have taken of it since the device was made."""
     if isinstance(device, SharedCuda):
         device.count_libraries()
 

@@ -1,4 +1,4 @@
-"""Forwards without gradients: forward-only programs in the layout of training, and the gathered path for the rest.
+"""Forwards without gradients: forward-only programs, and the gathered path for the rest.
 
     call                                                      path
     of shapes seen before                                     program: planned, verified, within the budget
@@ -9,9 +9,10 @@
     while gradients lie over parameters (no step yet)         gathered, the gradients stay
     not captured as one graph, or too large for the budget    gathered, with the reason
 
-On the gathered path the plain forward runs and every parameter gathers itself for the operator that reads it: exact,
-slow, outside of the plan. Both paths leave parameters, gradients and optimizer states as they were. A program that
-runs between a forward and its backward takes its memory beside the activations that wait.
+Programs stand in the layout of training. On the gathered path the plain forward runs and every parameter gathers itself
+for the operator that reads it: exact, slow, outside of the plan. Both paths leave parameters, gradients and optimizer
+states as they were. A program that runs between a forward and its backward takes its memory beside the activations that
+wait.
 """
 
 from __future__ import annotations
@@ -61,12 +62,12 @@ _LIMIT = "as many programs are made as a model may have"
 
 
 class Owner(Protocol):
-    """What an evaluator needs of the compiled model that it belongs to."""
+    """The parts of a compiled model that its evaluator needs."""
 
     runtime: ModelRuntime
 
     def request(self) -> Request:
-        """What a plan made now is for."""
+        """Return the request for a plan made now."""
         ...
 
 
@@ -219,7 +220,10 @@ class _Memory:
 def _callable(
     plan: Plan, graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRuntime, held_nbytes: int
 ) -> BoxedCallable:
-    """What stands in for the graph. It lives in Dynamo's tables, so it must not hold on to the model's memory."""
+    """Return the callable that stands in for the graph.
+
+    Dynamo's tables keep the callable, so the callable must not hold on to the model's memory.
+    """
     runtime_of, key = weakref.ref(runtime), object()
 
     def evaluate(args: list[Any]) -> list[Any]:
@@ -236,7 +240,10 @@ def _callable(
 
 
 def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-    """Run an evaluation between joined streams, from cold to cold; a backward that waits resumes from there."""
+    """Run an evaluation between joined streams, from cold to cold.
+
+    A backward that waits resumes from cold.
+    """
     executor.agree(Kind.EVALUATE, "evaluate")
     with runtime.ranks.committed("an evaluation", runtime.device.synchronize):
         runtime.settle()
@@ -260,7 +267,10 @@ def _refuse_training(captured: Captured) -> Compiled:
 
 
 def _cause(error: Exception) -> str:
-    """What stood in the way, in one piece; of a graph break, what breaks it and the source line."""
+    """Return the cause of ``error`` as one text.
+
+    Of a graph break, the text says what breaks the graph, and the source line.
+    """
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, ChunkcError) or isinstance(error, ChunkcError):
         return str(inner or error)

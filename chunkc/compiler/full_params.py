@@ -18,7 +18,10 @@ from chunkc.runtime.model.model import ModelRuntime
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A plain parameter that stands for a managed one inside ``full_params``; ``version`` is that one's at entry."""
+    """A plain parameter that stands for a managed one inside ``full_params``.
+
+    ``version`` is that of the managed parameter at entry.
+    """
 
     index: int
     real: nn.Parameter
@@ -27,11 +30,11 @@ class _Opened:
 
 @contextmanager
 def full_params(model: nn.Module) -> Iterator[nn.Module]:
-    """Within the block the module holds plain parameters with real memory, to read or to write; blocks may nest.
+    """Give the module plain parameters with real memory within the block, to read or to write.
 
-    They are in the dtype that the model was handed over in; those from the meta device that were never given a value
-    are NaN. What was written is kept when the block ends, also by an exception. The whole model stands in host memory a
-    second time meanwhile.
+    Blocks may nest. Plain parameters are in the dtype that the model was handed over in; those from the meta device
+    that were never given a value are NaN. What was written is kept when the block ends, also by an exception. The whole
+    model stands in host memory a second time meanwhile.
 
     Raises:
         ChunkcError: when the block ends, for what cannot be kept: parameters that were replaced or converted, gradients

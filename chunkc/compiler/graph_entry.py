@@ -56,7 +56,10 @@ def slot_of(captured: Captured) -> GraphSlot:
 
 
 def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
-    """Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class."""
+    """Check that compiled code runs on the parameters of the model that it was compiled for.
+
+    Where Dynamo may compile no more, Dynamo runs any code whose guards hold, also that of another model of the class.
+    """
     for position, index in slot.params:
         if args[position] is not inner_of(runtime.params[index]):
             raise ChunkcError(
@@ -67,8 +70,11 @@ def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
 
 
 def _measure(runtime: ModelRuntime, slot: GraphSlot) -> None:
-    """Let a slot run by a plan that measures gradients where somebody asks for their norm and there is room for what
-    that takes; nothing else differs."""
+    """Let a slot run by a plan that measures gradients.
+
+    The slot does so where somebody asks for the norm of gradients and there is room for what measuring takes. Nothing
+    else differs.
+    """
     if runtime.measures and slot.measuring is not None:
         plan, slot.measuring = slot.measuring(), None
         if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
@@ -96,7 +102,7 @@ def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
 
 
 def callables(slot: GraphSlot, runtime: ModelRuntime) -> Compiled:
-    """What runs the graphs of ``slot``, planned or not."""
+    """Return the callables that run the graphs of ``slot``, planned or not."""
     runtime_of = weakref.ref(runtime)
 
     def alive() -> ModelRuntime:
@@ -126,7 +132,7 @@ def callables(slot: GraphSlot, runtime: ModelRuntime) -> Compiled:
 
 
 def frozen_callable(graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRuntime) -> BoxedCallable:
-    """What runs a graph without a backward: operator by operator, outside the plan."""
+    """Return a callable that runs a graph without a backward, operator by operator, outside the plan."""
     runtime_of, unplanned = weakref.ref(runtime), UnplannedGraph(graphs)
 
     def forward(args: list[Any]) -> list[Any]:

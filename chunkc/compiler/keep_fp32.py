@@ -1,4 +1,4 @@
-"""Parameters that stay in fp32 in a model computed in 16 bits: which, and how their modules meet the others.
+"""Parameters that stay in fp32 in a model computed in 16 bits.
 
 Sums of squares in normalisations, and the logits by which routers choose, lose in 16 bits what matters. A pattern of
 ``keep_fp32`` names parameters; the modules that own them then compute in fp32: floating-point inputs are cast on the
@@ -41,10 +41,10 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
 
 
 class _Cast:
-    """A hook of one module that casts floating-point tensors to ``dtype``; to None it leaves them as they are.
+    """A hook of one module that casts floating-point tensors to ``dtype``.
 
-    So it does in a copy of the model (``copy.deepcopy``, pickle), whose parameters all have the dtypes in which they
-    were handed over.
+    With None as ``dtype`` the hook leaves tensors as they are. In a copy of the model (``copy.deepcopy``, pickle)
+    ``dtype`` is None: the copy's parameters all have the dtypes in which they were handed over.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -130,7 +130,9 @@ class Fp32Modules:
 
 
 def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype | None) -> Fp32Modules:
-    """The parameters that match ``patterns`` and their modules, beside others in ``dtype``; None: in what they have.
+    """Return the parameters that match ``patterns``, and the modules that own them.
+
+    The other parameters are computed in ``dtype``; with None, in the dtype that they have.
 
     Raises:
         ChunkcError: when a pattern matches nothing, a module has kept parameters and others, or the others have several
@@ -147,7 +149,9 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype |
 
 
 def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
-    """The outermost modules that own parameters of ``kept``, in which all must be kept; without those of ``ignored``.
+    """Return the outermost modules that own parameters of ``kept``.
+
+    All parameters of such a module must be kept. Parameters of ``ignored`` do not count.
 
     Raises:
         ChunkcError: when such a module has other parameters too, of its own or of modules inside it.

@@ -1,10 +1,10 @@
-"""Planning ahead: capture one iteration of a model on fake tensors, and plan it for a machine that need not be there.
+"""Planning ahead: one iteration of a model is captured on fake tensors and planned.
 
-The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the same backend and passes), so the plan is the one that a
-run makes; a run with Inductor then corrects it by what compiled segments take. Only the tensors differ: every
-parameter, buffer and input is replaced by a fake CPU tensor of the same shape, strides, storage and dtype, wherever the
-model was built, on the meta device too. Nothing of it takes memory, and the capture ends as soon as both graphs are
-known, before anything runs.
+The machine that the plan is for need not be there. The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the
+same backend and passes), so the plan is the one that a run makes; a run with Inductor then corrects it by what compiled
+segments take. Only the tensors differ: every parameter, buffer and input is replaced by a fake CPU tensor of the same
+shape, strides, storage and dtype, wherever the model was built, on the meta device too. Nothing of it takes memory, and
+the capture ends as soon as both graphs are known, before anything runs.
 """
 
 from __future__ import annotations
@@ -59,10 +59,11 @@ def plan_ahead(
     in_fp32: Fp32Modules | None = None,
     is_for_gpu: bool = False,
 ) -> Plan:
-    """The verified plan of one iteration of ``model``, with what capture and verifier took among its stages.
+    """Return the verified plan of one iteration of ``model``.
 
-    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
-    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
+    The stages of the plan say what capture and verifier took, too. Nothing is compiled, so where ``backend`` fuses
+    operators the non-model bytes are a bound: those of the operators one by one. ``compile`` may then plan fewer moves,
+    and fit where this does not.
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
@@ -79,8 +80,11 @@ def plan_ahead(
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without Python's cyclic garbage collector: among millions of objects of graphs, all in use, it finds nothing, and
-    walking them again and again takes a quarter of the time."""
+    """Switch off Python's cyclic garbage collector within the block.
+
+    Among millions of objects of graphs, all in use, the collector finds nothing. Walking the objects again and again
+    takes a quarter of the time.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -118,8 +122,10 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """The verified plan of one iteration that is captured already; ``stages`` say how, and stand first among the
-    plan's. Others as for ``plan_ahead``.
+    """Return the verified plan of one iteration that is captured already.
+
+    ``stages`` say how the iteration was captured, and stand first among those of the plan. The other arguments are as
+    for ``plan_ahead``.
 
     Raises:
         BudgetError: when it does not fit ``target``.
@@ -229,7 +235,10 @@ class _Fakes:
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """With the same strides over as many bytes; the same tensor twice, and views of one storage, stay that."""
+        """Return a fake of ``value`` with the same strides over as many bytes.
+
+        The same tensor has the same fake. Fakes of views of one storage are views of one storage.
+        """
         if id(value) not in self._made:
             storage = value.untyped_storage()
             if storage._cdata not in self._storages:
@@ -252,7 +261,10 @@ class _Fakes:
 def swapped_tensors(
     model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
 ) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Within the block, ``model`` holds ``make(t)`` instead of every parameter (and buffer) ``t``; ties are kept."""
+    """Replace every parameter (and buffer) ``t`` of ``model`` by ``make(t)`` within the block.
+
+    Ties are kept.
+    """
     made: dict[torch.Tensor, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:

@@ -47,7 +47,10 @@ def compile_inductor(segment: LoweredSegment) -> SegmentCallable:
 
 
 def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
-    """What a segment that Inductor compiled takes; where that cannot be told, what its operators take one by one."""
+    """Return the footprint of a segment that Inductor compiled.
+
+    Where that cannot be told, the footprint is what the segment's operators take one by one.
+    """
     generated = inductor_code(compiled)
     reason = "it has no generated code"
     if generated is not None:
@@ -108,7 +111,10 @@ class SegmentCompiler:
         return [self._compiled[segment.key] for segment in graph.segments]
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
-        """When every segment of ``graph`` takes and lets go of memory, in order; those of a compiler that fuses."""
+        """Return when every segment of ``graph`` takes and lets go of memory, in order.
+
+        With a compiler that fuses, the footprints are those of the compiled segments.
+        """
         for segment, compiled in zip(graph.segments, self.compile(graph), strict=True):
             if segment.key not in self._footprints:
                 read = self._read_footprint or (lambda s, _: graph_footprint(s.module))

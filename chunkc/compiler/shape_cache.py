@@ -1,9 +1,9 @@
-"""The shapes that one model meets: a table from the signature of a call to an entry with a code object of its own.
+"""The shapes that one model meets: a table from the signature of a call to an entry.
 
-Dynamo counts its recompile limit per code object and, where it is exceeded, gives up. With an entry for each signature
-an entry sees few guards fail, so that the bound on programs is ours, per model, and no process-wide setting is touched.
-Dynamo's guards stay in charge inside an entry: what a signature does not know of (attributes of the model, contents of
-arguments of other kinds) makes a further program there.
+Each entry has a code object of its own. Dynamo counts its recompile limit per code object and, where it is exceeded,
+gives up. With an entry for each signature an entry sees few guards fail, so that the bound on programs is ours, per
+model, and no process-wide setting is touched. Dynamo's guards stay in charge inside an entry: what a signature does not
+know of (attributes of the model, contents of arguments of other kinds) makes a further program there.
 
 A signature holds no tensor and no object of the user's, only what describes them. How tensors overlap in memory is part
 of it: a graph that changes an input in place is made for inputs that lie so.
@@ -36,7 +36,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What tells two calls apart.
+    """The facts of a call that tell it apart from other calls.
 
     Attributes:
         key: equal for calls that may share a program.
@@ -105,8 +105,10 @@ class _Reader:
         self.sizes.append((shape, tensor.stride()))
 
     def _overlaps(self, tensor: torch.Tensor, number: int) -> tuple[tuple[int, int], ...]:
-        """Earlier tensors that reach into the bytes from the first to the last of ``tensor``, and how far behind their
-        start it begins."""
+        """Return the earlier tensors that reach into the bytes from the first to the last of ``tensor``.
+
+        Each comes with the bytes by which ``tensor`` begins behind the start of the earlier tensor.
+        """
         storage, numel = storage_address(tensor), tensor.numel()
         if not storage or not numel:
             return ()
@@ -139,9 +141,9 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 def entry_maker(
     model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True
 ) -> Callable[[], Callable[..., Any]]:
-    """A function that makes entries to ``model``'s forward by torch.compile, each over a code object of its own.
+    """Return a function that makes entries to ``model``'s forward by torch.compile.
 
-    What was compiled for the entries goes when that function does.
+    Each entry is over a code object of its own. What was compiled for the entries goes when that function does.
     """
     releasable = ReleasableBackend(backend)
 

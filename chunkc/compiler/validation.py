@@ -1,4 +1,4 @@
-"""What ``compile`` and ``plan`` accept, and in which dtype each parameter is computed.
+"""Checks of what ``compile`` and ``plan`` accept, and the dtype in which each parameter is computed.
 
 Everything here is checked before anything changes.
 """
@@ -24,7 +24,10 @@ _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
 
 
 def buffer_test(model: nn.Module) -> Callable[[Any], bool]:
-    """Says whether a tensor is a buffer of ``model`` now; does not keep the model alive, as Dynamo keeps backends."""
+    """Return a test of whether a tensor is a buffer of ``model`` now.
+
+    The test does not keep the model alive, as Dynamo keeps backends.
+    """
     reference = weakref.ref(model)
 
     def is_buffer(value: Any) -> bool:
@@ -106,8 +109,10 @@ def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> No
 
 
 def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]]) -> None:
-    """A parameter and another tensor over the same bytes would come apart silently; tied parameters are one with two
-    names."""
+    """Refuse a parameter that has bytes in common with another tensor.
+
+    The two would come apart silently. Tied parameters are one parameter with two names.
+    """
     spans: dict[int, list[tuple[int, int, str]]] = {}
     named: list[tuple[torch.Tensor, str]] = [(p, f"parameter {names[0]}") for p, names in params.items()]
     named += [(b, f"buffer {name}") for name, b in model.named_buffers() if b.layout is torch.strided and not b.is_meta]
@@ -165,13 +170,18 @@ def reduction_nbytes(reduce_dtype: torch.dtype | None, hw: Hardware, num_ranks: 
 
 
 def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
-    """Whether some parameter is computed in another dtype than it has; floating-point inputs are then cast too."""
+    """Return whether some parameter is computed in another dtype than it has.
+
+    Floating-point inputs are then cast too.
+    """
     return dtype is not None and any(p.dtype is not dtype for p in params)
 
 
 def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
-    """Whether a model is trained that computes in fp16 with some parameter, trained or frozen: a loss scale keeps the
-    small gradients that pass there representable."""
+    """Return whether a model is trained that computes in fp16 with some parameter, trained or frozen.
+
+    A loss scale keeps the small gradients that pass there representable.
+    """
     return any(info.trainable for info in infos) and any(info.dtype == "float16" for info in infos)
 
 

@@ -1,4 +1,4 @@
-"""What a plan costs in time: rates of a machine, the time of an action, and a simulation of the steady iteration."""
+"""Times of a plan: rates of a machine, the time of an action, and a simulated steady iteration."""
 
 from __future__ import annotations
 

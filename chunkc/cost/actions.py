@@ -184,7 +184,7 @@ class ActionCosts:
 
 
 def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
-    """What an action on ``stream`` demands at full speed, latencies included as if they moved bytes too.
+    """Demand of an action on ``stream`` at full speed, with latencies as if they moved bytes too.
 
     ``dtype`` is that of the payload that a host update writes.
     """
@@ -221,7 +221,10 @@ def memory_ms(nbytes: int, rates: CostRates) -> float:
 
 
 def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
-    """Milliseconds in which every rank has ``nbytes`` of each; a reduce-scatter moves the same the other way."""
+    """Milliseconds of an all-gather of ``nbytes`` from every rank.
+
+    A reduce-scatter moves the same the other way.
+    """
     in_node = (world_size - 1) * nbytes / links.gpu_gb_per_s * 1e-6
     num_outside = max(0, world_size - links.gpus_per_node)
     between = 0.0 if links.node_gb_per_s is None else num_outside * nbytes / links.node_gb_per_s * 1e-6

@@ -1,4 +1,6 @@
-"""An event-driven simulation of streams: queues that carry out their tasks in order, after waits, at changing speeds.
+"""An event-driven simulation of streams.
+
+Streams are queues that carry out their tasks in order, after waits, at changing speeds.
 
 A *host* issues tasks in order, each at a cost of its own time; a task can start once it is issued, its stream is free,
 and the tasks that it waits for are complete (a little later where they are on another stream). Between two events, a

@@ -1,4 +1,6 @@
-"""The rates of one rank of a machine, as the simulator needs them: from a calibrated profile, else from the catalogue.
+"""The rates of one rank of a machine, as the simulator needs them.
+
+They come from a calibrated profile, else from the catalogue.
 
 All ranks of a node do the same at the same time, so each has an equal share of the host's memory bandwidth and cores.
 Figures of a data sheet are multiplied by the assumed efficiency; measured ones are taken as they are. A measured device
@@ -35,7 +37,9 @@ class CopyLaw:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What ranks exchange chunks over: 1e9 bytes per second and direction that collectives reach.
+    """Links over which ranks exchange chunks.
+
+    Rates are those that collectives reach, in 1e9 bytes per second and direction.
 
     Attributes:
         gpu_gb_per_s: one device to the others of its node.
@@ -87,7 +91,9 @@ class CostRates:
     sharing: Sharing = Alone()  # noqa: RUF009 - frozen
 
     def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
-        """The entry for ``dtype``; for 16 bits that of the other kind if only that is there; else that of fp32.
+        """The entry of ``table`` for ``dtype``; without one, that of another dtype.
+
+        For 16 bits that is the other 16-bit kind if only that is there. Else it is fp32.
 
         Raises:
             HardwareError: when none of these was measured.
@@ -180,7 +186,9 @@ def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
 
 
 def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
-    """Measured rates; of a GPU's links between ranks and kernel launches, which are not measured, the catalogue's.
+    """Measured rates, completed from the catalogue.
+
+    The rates of a GPU's links between ranks and of its kernel launches are not measured: they are the catalogue's.
 
     What was measured is one device with the whole host: ranks of a node share the cores and the memory of its updates.
     """

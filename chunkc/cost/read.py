@@ -84,7 +84,10 @@ def critical_path(engine: Engine, tasks: Sequence[Task], length_ms: float, count
 
 
 def walk_back(engine: Engine, task: Task, from_ms: float, to_ms: float) -> Iterator[tuple[str, float, float]]:
-    """The critical path from ``from_ms``, when ``task`` runs, ends or starts, to ``to_ms``: (stream, start, end)."""
+    """The critical path from ``from_ms`` back to ``to_ms``: (stream, start, end).
+
+    At ``from_ms``, ``task`` runs, ends or starts.
+    """
     now_ms, current = from_ms, task
     while now_ms > to_ms:
         if current.worked_ms < now_ms:  # done, but the host had not launched all of it

@@ -1,4 +1,4 @@
-"""How fast actions go that run together: as fast as alone, or slower where they share memory or a link.
+"""Speeds of actions that run together: as fast as alone, or slower where memory or a link is shared.
 
 Speeds change whenever an action starts or ends, and depend on nothing but what runs. No speed is above 1, and one more
 action never makes another faster.
@@ -21,7 +21,7 @@ MEASURED_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What an action takes while it runs at full speed: its stream, and of shared resources 1e9 bytes per second."""
+    """Demands of an action at full speed: its stream, and shared resources in 1e9 bytes per second."""
 
     stream: Stream
     demands: tuple[tuple[str, float], ...] = ()

@@ -1,4 +1,6 @@
-"""The simulator: what a plan's iterations take when they repeat, from nothing but the plan and rates of a machine.
+"""The simulator: times of a plan's iterations when they repeat.
+
+It needs nothing but the plan and rates of a machine.
 
 Forward, backward and step are replayed one after another as the executor launches them: each stream is a queue, waits
 are those of the plan, a label means its latest run, and programs do not join, so that updates and copies run beside the
@@ -41,7 +43,9 @@ _PRICED_MICRO_BATCHES: Final = 3
 
 
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
-    """Simulate the steady iteration of ``plan``: all forwards and backwards of a step and the step, or an evaluation.
+    """Simulate the steady iteration of ``plan``.
+
+    The iteration is all forwards and backwards of a step and the step, or an evaluation.
 
     Args:
         plan: as planned or loaded; nothing else of the model is needed.
@@ -83,7 +87,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a timeline says that timing does not find; as in `Timeline`."""
+    """Fields of a `Timeline` that do not come from timing; as in `Timeline`."""
 
     plan_digest: str
     model: str
@@ -127,8 +131,11 @@ def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a comparison of plans needs of a `Timeline`: its step time and bound, what the actions of the compute stream
-    take alone, and how many actions were simulated."""
+    """Figures of a `Timeline` that a comparison of plans needs.
+
+    They are its step time and bound, what the actions of the compute stream take alone, and how many actions were
+    simulated.
+    """
 
     step_ms: float
     compute_ms: float

@@ -1,4 +1,4 @@
-"""What a simulation found: one steady iteration on its streams, and what can be read off it.
+"""Results of a simulation: one steady iteration on its streams, and what can be read off it.
 
 Terms. The *step time* is the period of the steady iteration. A stream is *busy* while one of its actions runs, at
 whatever speed. A *stall* is time in which the compute stream has nothing to do before an action. The *critical path*
@@ -21,8 +21,11 @@ PATRICKSTAR_FACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One action of the steady iteration. Times are from the iteration's first start; ``alone_ms``: with nothing beside
-    it. An action that ends after ``step_ms`` runs beside the next iteration's first ones."""
+    """One action of the steady iteration.
+
+    Times are from the iteration's first start. ``alone_ms`` is the time with nothing beside the action. An action that
+    ends after ``step_ms`` runs beside the next iteration's first ones.
+    """
 
     label: str
     program: str
@@ -189,9 +192,10 @@ class Timeline:
         return data | {name: getattr(self, name) for name in (*derived, "bound", "next_bound")}
 
     def trace(self) -> dict[str, Any]:
-        """Two steady iterations as Chrome trace events, for ``json.dumps``; Perfetto and chrome://tracing show them.
+        """Two steady iterations as Chrome trace events, for ``json.dumps``.
 
-        One track a stream; an event's name is the action's text, times are in microseconds.
+        Perfetto and chrome://tracing show them. One track a stream; an event's name is the action's text, times are in
+        microseconds.
         """
         tracks = {stream: number for number, stream in enumerate(Stream, start=1)}
         used = {s.stream for s in self.slices}

@@ -1,1 +1,1 @@
-"""The ranks of a job: what they agree on, what they exchange, and what they tell each other when one fails."""
+"""The ranks of a job: their agreements, their exchanges, and their reports of where they failed."""

@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """What ``work`` returns on every rank, in their order; on this one it is the object itself.
+    """Do ``work`` on every rank and return all results, in the order of the ranks.
+
+    This rank's own result is the object itself.
 
     Raises:
         Exception: what ``work`` raised here; else, where it failed on another rank, an error that names it.
@@ -45,7 +47,7 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
 
 
 def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What ``work`` returns here, once every rank has done its own.
+    """Do ``work`` on every rank and return this rank's result, once all ranks have finished.
 
     Raises:
         Exception: as `exchange`.
@@ -56,17 +58,20 @@ def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
 
 
 def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """What ``work`` returns on rank 0, which alone does it.
+    """Do ``work`` on rank 0 alone and return its result on every rank.
 
     Raises:
-        Exception: what it raised there, on all ranks.
+        Exception: what ``work`` raised there, on all ranks.
     """
     found: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
     return found[0]  # type: ignore[return-value]
 
 
 def of_first_rank(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
-    """``value`` as rank 0 has it, in host memory, so that what is written is the same whichever rank keeps it."""
+    """Return ``value`` as rank 0 has it, in host memory; with one rank, ``value`` itself.
+
+    What is written is then the same, whichever rank keeps it.
+    """
     if ranks.size == 1:
         return value
     with torch.inference_mode(False), torch.no_grad():
@@ -76,7 +81,10 @@ def of_first_rank(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
-    """The mean of ``value`` over all ranks, added up in float32, in host memory; ``value`` itself of one rank."""
+    """Return the mean of ``value`` over all ranks, in host memory; with one rank, ``value`` itself.
+
+    The values are added up in float32, those of float64 in float64.
+    """
     if ranks.size == 1:
         return value
     exact = torch.promote_types(value.dtype, torch.float32)

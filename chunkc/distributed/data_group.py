@@ -1,4 +1,6 @@
-"""A process group over which programs exchange payloads: among ranks that share chunks, or among those of one chunk.
+"""A process group over which programs exchange payloads.
+
+Its ranks share chunks, or own the same chunk in different replicas.
 
 Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`gloo`); else the
 backend's collectives run, which add up in the dtype of the payload. Where float32 is asked for there, ranks send each
@@ -49,8 +51,10 @@ class DataGroup:
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def warm_up(self, device: torch.device) -> None:
-        """Exchange a few numbers in every way that programs do, together with all ranks: at the first of each kind
-        NCCL takes memory of the device."""
+        """Exchange a few numbers in every way that programs do, together with all ranks.
+
+        NCCL takes memory of the device at the first exchange of each kind.
+        """
         if self._direct is not None:
             return
         rows, other, own = (torch.zeros(*shape, device=device) for shape in ((self._size, 64), (self._size, 64), (64,)))

@@ -1,4 +1,4 @@
-"""What ranks tell each other, through the job's store, when exchanges fail: where each of them stopped."""
+"""Reports of the ranks, through the job's store, on where each of them stopped when exchanges failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter between hosts by direct sends: each rank hands every other one just what it needs.
+"""All-gather and reduce-scatter between hosts by direct sends of just what each rank needs.
 
 torch's gloo backend gathers through a second copy of the whole group, and its reduce-scatter sends what an all-reduce
 sends (twice the payload). Here each rank sends its part to all others, or each of the others' parts to its owner, from
@@ -23,7 +23,9 @@ _NUM_RECEIVED: Final = 2
 
 
 class DirectExchange:
-    """The collectives of one rank over ``group``; one thread uses it. Buffers are made at the first use of their size.
+    """The collectives of one rank over ``group``.
+
+    One thread uses the object. The buffer is made at its first use, and made anew where a larger one is needed.
 
     Args:
         group: a gloo group of all ranks.
@@ -59,8 +61,11 @@ class DirectExchange:
         own.copy_(total.div_(self._size) if mean else total)
 
     def all_reduce(self, whole: torch.Tensor, *, mean: bool) -> None:
-        """Replace ``whole`` (1-D) by its sum or mean over all ranks: each makes a part of it for all, so that all have
-        the same bits. Parts differ by an element where there are not as many for each."""
+        """Replace ``whole`` (1-D) by its sum or mean over all ranks.
+
+        Each rank makes one part of it for all ranks, so that all have the same bits. The sizes of the parts differ by
+        one element where ``whole`` cannot be divided evenly.
+        """
         own = whole.tensor_split(self._size)[self._rank]
         self.reduce_scatter(own, whole, mean=mean)
         self.all_gather(whole, own)

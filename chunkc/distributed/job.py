@@ -55,8 +55,9 @@ def rank() -> int:
 
 
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """The ranks of a model on ``device``, of which every ``num_sharing`` share chunks; all ranks make theirs at the
-    same time, in the same order of models.
+    """Make the ranks of a model on ``device``.
+
+    Every ``num_sharing`` ranks share chunks. All ranks make theirs at the same time, in the same order of models.
 
     Args:
         allocate: uint8 host memory of so many bytes, for exchanges between hosts.

@@ -1,12 +1,10 @@
-"""The ranks that train one model together: what they exchange, and how they notice that they do different things.
+"""The ranks that train one model together: their exchanges, and the check that all do the same.
 
 Every model has its own process groups, so that nothing of the script's own exchanges can come between:
 
-    data      collectives of the plan, issued by the device's ``comm`` stream in plan order; payloads and sums of norms:
-              among the ranks that share groups of chunks, and among those that own the same chunk where there are
-              replicas
-    control   everything the host does between programs, among all ranks: agreements, whole parameters, checkpoints'
-              decisions
+    data      collectives of the plan, issued by the device's ``comm`` stream in plan order: payloads and sums of norms,
+              among ranks that share groups of chunks, and, with replicas, among those that own the same chunk
+    control   the host's work between programs, among all ranks: agreements, whole parameters, checkpoints' decisions
 
 **Agreement.** Before the ranks do anything together (a program, reading a parameter, a checkpoint) each says what it
 is about to do: a kind, a digest of it, and a number. All exchange these few bytes, and where they differ every rank
@@ -50,7 +48,7 @@ Lines = Callable[[], Sequence[str]]
 
 
 class Kind(StrEnum):
-    """What ranks are about to do together."""
+    """A kind of operation that the ranks are about to do together."""
 
     COMPILE = "compile"
     PLAN = "plan"
@@ -73,7 +71,7 @@ _ON_THE_WAY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENT
 
 
 class Ranks:
-    """One rank alone. All methods are collective where there are several: every rank calls them in the same order.
+    """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
     Attributes:
         rank: of this process, from 0.
@@ -117,7 +115,7 @@ class Ranks:
         """Give the elements of ``tensor`` (host memory, contiguous) on rank ``source`` to all."""
 
     def combine(self, tensor: torch.Tensor) -> None:
-        """Give all ranks every element of ``tensor`` (host memory, contiguous), which one has and the others have 0."""
+        """Give all ranks every element of ``tensor`` (host memory, contiguous): one has it, the others 0."""
 
     def mean(self, tensor: torch.Tensor) -> None:
         """Replace ``tensor`` (host memory, contiguous, floating) by the mean over all ranks."""
@@ -127,23 +125,22 @@ class Ranks:
         return [data]
 
     def gather(self, whole: torch.Tensor, own: torch.Tensor, place: str) -> None:
-        """Fill ``whole`` with the ``own`` of all ranks that share it, in their order; ``own`` stands in it already."""
+        """Fill ``whole`` with the ``own`` of all its ranks, in their order; ``own`` stands in it already."""
 
     def average(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
         """Into ``own``, this rank's part of ``whole``, the mean of that part over all ranks."""
 
     def add_up(self, own: torch.Tensor, whole: torch.Tensor, place: str) -> None:
-        """Into ``own``, this rank's part of ``whole``, the sum of that part over the ranks that share it; where there
-        are replicas, the mean of their sums."""
+        """As `average`, but the sum over the ranks that share ``whole``; the mean of the replicas' sums."""
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
         """Replace ``tensor`` by the sum over the ranks that share chunks; the same bits in all replicas."""
 
     @contextmanager
     def committed(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
-        """Within the block, after an agreement, the others count on this rank: what it raises ends them as well.
+        """End the others as well when the block raises, where after an agreement they count on this rank.
 
-        They hear of it now, and not when their patience ends. Before that ``settle()`` waits until nobody is exchanging
+        They hear of it now, and not at their timeout. Before that ``settle()`` waits until nobody is exchanging
         anything on this rank: what has been launched here has been launched everywhere.
         """
         yield
@@ -166,7 +163,7 @@ def digest_lines(lines: Sequence[str]) -> int:
 
 
 class JobRanks(Ranks):
-    """The ranks of a torch.distributed job, all of which make one at the same time; no program runs before `connect`.
+    """The ranks of a torch.distributed job. All make one at once; no program runs before `connect`.
 
     Args:
         timeout: of every exchange.
@@ -275,8 +272,11 @@ class JobRanks(Ranks):
     def connect(
         self, backend: str, device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool
     ) -> None:
-        """Make the data groups for payloads on ``device``: of every ``num_sharing`` ranks that follow each other, and,
-        where there are several such sets, of the ranks that have the same place in each. All ranks call it together."""
+        """Make the data groups for payloads on ``device``; all ranks call this together.
+
+        Every ``num_sharing`` ranks that follow each other are a group. Where there are several such sets, the ranks
+        that have the same place in each set are a group too.
+        """
         sets = [range(first, first + num_sharing) for first in range(0, self.size, num_sharing)]
 
         def made(of: Sequence[Sequence[int]]) -> DataGroup:

@@ -1,4 +1,6 @@
-"""Advice for ranks that do different things with one model; errors of `chunkc.distributed.process_group` end with it.
+"""Advice for ranks that do different things with one model.
+
+Errors of `chunkc.distributed.process_group` end with this advice.
 
 A backward pass runs the graphs of a forward that the loss reaches, the last one first. Ranks exchange gradients graph
 by graph, so where a forward breaks into several graphs all losses must reach the same of them. Within one graph losses
@@ -22,17 +24,20 @@ _BACKWARD: Final = "the backward goes on with graph "
 
 
 def advice_on_calls(has_backward: bool) -> str:
-    """What to do where ranks call different things, one of them a backward pass or none."""
+    """Advise ranks that call different things; ``has_backward``: one of the calls is a backward pass."""
     return f"{_SAME_CALLS}. {_SAME_GRAPHS}" if has_backward else _SAME_CALLS
 
 
 def advice_on_programs(is_broken_backward: bool) -> str:
-    """What to do where ranks call the same with different programs; of a broken forward's backward pass or not."""
+    """Advise ranks that call the same with different programs.
+
+    ``is_broken_backward``: the call is the backward pass of a forward that breaks into several graphs.
+    """
     return _SAME_GRAPHS if is_broken_backward else _SAME_INPUTS
 
 
 def backward_line(position: int, num_graphs: int) -> str:
-    """What a rank says of the backward pass of one graph out of several."""
+    """Return the line by which a rank describes the backward pass of one graph out of several."""
     return f"{_BACKWARD}{position + 1} of the {num_graphs} graphs of the forward"
 
 

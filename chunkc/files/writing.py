@@ -106,7 +106,7 @@ def _own_descriptor(path: Path) -> int | None:
 
 
 def _mode(path: Path) -> int | None:
-    """What ``path`` is, through links; None where nothing is."""
+    """Mode (``st_mode``) of what ``path`` names, through links; None where nothing is."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

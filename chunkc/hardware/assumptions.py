@@ -72,7 +72,7 @@ class Host:
 
 @cache
 def assumed(gpu: str) -> Assumed:
-    """What is assumed of ``gpu``, a name of the catalogue; of any other, the defaults."""
+    """Return the assumptions for ``gpu``, a name of the catalogue; the defaults for any other name."""
     table = read_catalogue()["assumed"]
     return Assumed(**{**table["default"], **table.get(gpu, {})})
 

@@ -1,4 +1,4 @@
-"""The catalogue ``hardware.toml`` as typed rows: GPUs with their rates, and the machines of the papers by name."""
+"""The catalogue ``hardware.toml`` as typed rows: GPUs with rates, and the papers' machines by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _VENDOR_PREFIX = re.compile(r"^((NVIDIA|Tesla|GeForce) )*")
 
 @dataclass(frozen=True, slots=True)
 class Tflops:
-    """Dense matrix rates of one GPU in 1e12 operations per second, by dtype; 0.0 where the hardware lacks it."""
+    """Dense matrix rates of one GPU in 1e12 operations per second, by dtype; 0.0 where it lacks one."""
 
     fp32: float
     tf32: float = 0.0
@@ -36,7 +36,10 @@ class Tflops:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One GPU of the catalogue. Rates in GB/s (links: per direction); `memory` is (bytes, GB/s), smallest first."""
+    """One GPU of the catalogue.
+
+    Bandwidths are in GB/s, those of links per direction. `memory` is (bytes, GB/s), smallest first.
+    """
 
     gpu: str
     compute_capability: tuple[int, int]
@@ -92,7 +95,10 @@ def gpu_spellings() -> Mapping[str, str]:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse a rate that is no number from `MIN_RATE` to `MAX_RATE`; times that follow from others overflow."""
+    """Refuse a rate that is no number from `MIN_RATE` to `MAX_RATE`.
+
+    Times that follow from other rates overflow.
+    """
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
         raise HardwareError(f"{name} must be a positive finite number, found {rate!r}")
     if not MIN_RATE <= rate <= MAX_RATE:

@@ -1,7 +1,8 @@
-"""How much host memory this process may still take: the machine's free memory within the limits of its cgroups.
+"""The host memory that this process may still take.
 
-In a container the machine's figure is not the limit; its cgroup's is, and a process that passes it is killed without an
-error. A cgroup's usage counts file pages that the kernel drops when memory is short, so they count as free here.
+It is the machine's free memory within the limits of the process's cgroups. In a container the machine's figure is not
+the limit. The cgroup's figure is, and a process that passes it is killed without an error. A cgroup's usage counts file
+pages that the kernel drops when memory is short, so they count as free here.
 
 Some virtual machines are given memory as they use it, so that the kernel knows less than there is: `HOST_MEMORY` says
 what there is. Nothing else can: what ``hw`` names may be another machine, which this one must hold if it is to run.
@@ -28,7 +29,9 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 
 
 def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes of host memory that can be taken now without swapping or passing a cgroup limit; never negative.
+    """Return the bytes of host memory that can be taken now; never negative.
+
+    Taking them neither swaps nor passes a cgroup limit.
 
     Args:
         root: where ``proc`` and ``sys`` lie; another one in tests.
@@ -45,10 +48,10 @@ def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.env
 
 
 def stated_host_nbytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What `HOST_MEMORY` says that this machine has; None where it is not set.
+    """Return this machine's host memory in bytes as `HOST_MEMORY` states it; None where it is not set.
 
     Raises:
-        HardwareError: when it is no size.
+        HardwareError: when `HOST_MEMORY` is no size.
     """
     text = environ.get(HOST_MEMORY, "")
     if not text:

@@ -1,4 +1,4 @@
-"""The machine a plan is made for: how much memory it has, how fast it is, and how to write that in a few characters.
+"""The machine a plan is made for: its memory, its rates, and its spelling in a few characters.
 
 An ``hw`` string names a machine without needing one::
 
@@ -148,7 +148,9 @@ class Hardware:
         return per_node, num_ranks // per_node
 
     def job_sharding(self, shard: str) -> tuple[int, int]:
-        """`sharding` of the running job, whose nodes must be those of this machine where they divide model data.
+        """Return the `sharding` of the running job.
+
+        Where model data is divided within nodes, the job's nodes must be those of this machine.
 
         Raises:
             HardwareError: as `sharding` does, and for GPUs on other nodes than the job has.
@@ -195,19 +197,22 @@ class Hardware:
 
     @property
     def host_link_gb_per_s(self) -> float | None:
-        """What copies between one device and the host, per direction: NVLink-C2C where there is one, else PCIe."""
+        """Bandwidth between one device and the host, per direction: of NVLink-C2C if any, else of PCIe."""
         return self.pcie_gb_per_s if self.c2c_gb_per_s is None else self.c2c_gb_per_s
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What mixed precision computes in: bfloat16 from sm_80 on and on emulated devices, float16 below."""
+        """Mixed precision's compute dtype: bfloat16 from sm_80 on and on emulated devices, float16 below."""
         if self.compute_capability is not None and self.compute_capability < (8, 0):
             return torch.float16
         return torch.bfloat16
 
     @classmethod
     def of(cls, hw: Hardware | str | os.PathLike[str]) -> Hardware:
-        """What every ``hw=`` takes: a `Hardware`, a spelling, or a profile's path (`Path`, or text in ``.json``)."""
+        """Return the machine that ``hw=`` names: a `Hardware`, a spelling, or the path of a profile.
+
+        The path is a `Path`, or text that ends in ``.json``.
+        """
         if isinstance(hw, Hardware):
             return hw
         if isinstance(hw, str) and not hw.strip().lower().endswith(".json"):
@@ -236,7 +241,9 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> Hardware:
-        """This machine, as the ranks of this job use it: the ranks that torch.distributed or torchrun says, else one.
+        """Return this machine, as the ranks of this job use it.
+
+        The ranks are those that torch.distributed or torchrun names, else one.
 
         With CUDA: model and whole memory of this rank's device, the bandwidth of the PCIe link that it and its slot
         agreed on, where the driver says it, and the host memory that is free. Without: an emulated

@@ -19,7 +19,10 @@ __all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value: the median of the rounds, and how far from it another calibration may be, in the same unit."""
+    """A measured value: the median of the rounds, and its spread in the same unit.
+
+    The spread says how far from the median another calibration may be.
+    """
 
     median: float
     spread: float
@@ -75,7 +78,10 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What the rounds measured: `size` in bytes, elements, rows or tokens, as `name` implies; 0 where there is none."""
+    """One measurement: its figure, and its value in each of the rounds.
+
+    `size` is in bytes, elements, rows or tokens, as `name` implies; 0 where there is none.
+    """
 
     name: str
     size: int
@@ -94,7 +100,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What one device and its host do per second, alone and together.
+    """The rates of one device and its host per second, alone and together.
 
     Attributes:
         h2d, d2h: copies from host to device and back.

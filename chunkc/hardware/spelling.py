@@ -1,4 +1,4 @@
-"""The grammar of ``hw`` strings: read one into its parts, write the parts back, say precisely what is wrong with one.
+"""The grammar of ``hw`` strings: reading into parts, writing the parts back, precise errors.
 
     [[<nodes>x]<gpus>x]<gpu>[-<gpu_memory>]-<host_memory>          sizes <number>(k|m|g), powers of 1024
 

@@ -54,7 +54,7 @@ class UsableMemory:
 
 
 def slack_nbytes(gpu_nbytes: int) -> int:
-    """What of a GPU's memory is left to fragments of the allocator and to kernels that are loaded late.
+    """Return the bytes of a GPU's memory left to the allocator's fragments and to kernels loaded late.
 
     One part in 64, and 128 MiB at least, which is more below 8 GiB.
     """
@@ -62,7 +62,7 @@ def slack_nbytes(gpu_nbytes: int) -> int:
 
 
 def least_gpu_nbytes(needed_nbytes: int) -> int:
-    """The least memory of a GPU of which ``needed_nbytes`` are left without the slack; 0 where none are needed."""
+    """Return the least GPU memory with ``needed_nbytes`` left beside the slack; 0 where none are needed."""
     if not needed_nbytes:
         return 0
     return needed_nbytes + max(_LEAST_SLACK_NBYTES, (needed_nbytes - 1) // (_SLACK_PARTS - 1))

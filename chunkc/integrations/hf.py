@@ -1,4 +1,6 @@
-"""transformers' Trainer over a compiled model: its loop, arguments and callbacks, with chunkc below them.
+"""transformers' Trainer over a compiled model.
+
+Loop, arguments and callbacks are Trainer's, with chunkc below them.
 
     trainer = ChunkcTrainer(model, args, train_dataset=..., eval_dataset=..., hw="v100-240g")
     trainer.train(resume_from_checkpoint=True)
@@ -139,8 +141,11 @@ class ChunkcTrainer(Trainer):
         """Nothing: it is where it should be."""
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """``model``, without the hook by which reentrant checkpoints get gradients through frozen embeddings: compiled
-        ones need none, and it would break the forward into two graphs."""
+        """Return ``model`` without the hook for gradients through frozen embeddings.
+
+        Reentrant checkpoints get these gradients by the hook. Compiled ones need none, and the hook would break the
+        forward into two graphs.
+        """
         unhook = getattr(model, "disable_input_require_grads", None)
         if unhook is not None:
             unhook()
@@ -215,7 +220,10 @@ class ChunkcTrainer(Trainer):
         save_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler, keep=1)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing where optimizer and scheduler bring the parameters: masters are more exact than saved weights."""
+        """Do nothing where optimizer and scheduler bring the parameters.
+
+        Masters are more exact than saved weights.
+        """
         if model is not None or not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -237,7 +245,10 @@ class ChunkcTrainer(Trainer):
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):
-    """An optimizer as accelerate wraps it, which leaves states where they are and knows of steps that fp16 skipped."""
+    """An optimizer as accelerate wraps it, which leaves optimizer states where they are.
+
+    The wrapper knows of steps that fp16 skipped.
+    """
 
     _is_accelerate_prepared = True
 

@@ -1,4 +1,7 @@
-"""What `chunkc.integrations.hf` refuses: a Trainer, arguments and models with which it would train otherwise."""
+"""Checks of `chunkc.integrations.hf`: the Trainer, arguments and models that it refuses.
+
+With them it would train otherwise.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +75,7 @@ def check_dtype(runtime: ModelRuntime, args: TrainingArguments) -> None:
 
 
 def wanted_dtype(model: nn.Module, args: TrainingArguments) -> torch.dtype | str:
-    """What to compute in: as Trainer would, with fp32 masters in 16 bits; a 16-bit model keeps its dtype."""
+    """Compute dtype as Trainer chooses it, with fp32 masters in 16 bits; a 16-bit model keeps its dtype."""
     if args.bf16 or args.fp16:
         return torch.bfloat16 if args.bf16 else torch.float16
     is_fp32 = all(p.dtype is torch.float32 for p in model.parameters())

@@ -21,7 +21,7 @@ OS_NBYTES_PER_ELEMENT = 12
 
 
 class ChunkList(StrEnum):
-    """What the parameters of a chunk have in common.
+    """The common property of the parameters of a chunk.
 
     TRAINED: backward makes a gradient; there is an OS triple. FROZEN: read, never updated. UNUSED: no graph reads them
     (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner`` beside its parameters, which a later

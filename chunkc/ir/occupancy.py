@@ -21,7 +21,7 @@ from chunkc.ir.plan import Plan, Program
 
 @dataclass(slots=True)
 class Occupancy:
-    """What stands in the arena at one moment.
+    """The targets in the arena at one moment.
 
     Attributes:
         layout: of the plan.
@@ -67,8 +67,11 @@ class Occupancy:
         return ()
 
     def gathered_slots(self, group: int) -> dict[str, int]:
-        """The slots that other ranks' chunks of ``group`` take: it stands in adjacent slots, in the order of its ranks,
-        so those follow from the slot of this rank's chunk."""
+        """Return the slots that other ranks' chunks of ``group`` take.
+
+        The group stands in adjacent slots, in the order of its ranks. So these slots follow from the slot of this
+        rank's chunk.
+        """
         own = self.layout.groups[group].first_chunk + self.layout.rank
         return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in self.layout.remote_of(group)}
 

@@ -128,7 +128,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:
-    """What one pass did: its name, milliseconds, and a line for people."""
+    """The record of one pass: its name, milliseconds, and a line for people."""
 
     name: str
     elapsed_ms: float

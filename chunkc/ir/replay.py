@@ -52,7 +52,7 @@ class Payload:
 
 
 class Facts:
-    """What follows from a plan's layout and segments, computed once.
+    """Facts that follow from a plan's layout and segments, computed once.
 
     Attributes:
         params: per chunk, the parameters in it (for a gradient chunk those of its partner).
@@ -118,7 +118,7 @@ def _overlaps(layout: Layout) -> dict[int, tuple[int, ...]]:
 
 @dataclass(slots=True)
 class Iteration:
-    """What has been done in the running iteration.
+    """The progress of the running iteration.
 
     Attributes:
         next_segment: position of the next segment of the running graph.
@@ -257,7 +257,7 @@ class Machine:
         return self.home[chunk]
 
     def resident_pairs(self) -> frozenset[tuple[str, int]]:
-        """What stands in which slot, as a program's state lists it."""
+        """Return every resident target with its slot, as a program's state lists them."""
         return frozenset(self.slot_of.items())
 
     def is_grad(self, chunk: int) -> bool:

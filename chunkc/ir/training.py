@@ -260,7 +260,10 @@ def _discard(machine: Machine, grad_chunk: int) -> None:
 
 
 def finish(machine: Machine, program: Program) -> str | None:
-    """What ``program`` has left undone at its end, if anything; starts the bookkeeping of the next one."""
+    """Return what ``program`` has left undone at its end, if anything.
+
+    The call also starts the bookkeeping of the next program.
+    """
     iteration, facts = machine.iteration, machine.facts
     refuse_unlanded(machine)
     graph = ROLE_GRAPH.get(program.role)

@@ -14,7 +14,7 @@ from chunkc.ir.schedule import Operator
 
 
 class Kind(StrEnum):
-    """What bounds an operator: matrix products (convolutions too), fused attention, or memory."""
+    """The bound of an operator: matrix products (convolutions too), fused attention, or memory."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"

@@ -25,7 +25,7 @@ _SHORTEST_WAIT = 1e-9
 
 
 class Work(StrEnum):
-    """What a bar does, as the legend names it."""
+    """Kinds of work that a bar stands for, as the legend names them."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -89,7 +89,10 @@ def _cells(stall: Stall) -> tuple[str, str, str, str]:
 
 
 def _data(plan: Plan, timeline: Timeline | None) -> dict[str, Any]:
-    """What the script draws. Times are whole ticks, each list's as differences, to keep the page small."""
+    """Data that the script draws.
+
+    Times are whole ticks, each list's as differences, to keep the page small.
+    """
     frame, curve = frame_of(plan, timeline), memory_curve(plan, timeline)
     unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
     return {

@@ -29,7 +29,7 @@ _SLACK = 1e-6
 
 
 class Kind(StrEnum):
-    """What holds device bytes, in the order in which pictures stack them."""
+    """Kinds of content of device memory, in the order in which pictures stack them."""
 
     STATES = "optimizer states"
     PARAMETERS = "parameters"
@@ -154,7 +154,7 @@ class _Replay:
             self.found.append(_Held(kind, nbytes, since, end))
 
     def _turn(self, target: str, now: float) -> None:
-        """What stands in a slot becomes something else."""
+        """Record that what stands in a slot becomes something else at ``now``."""
         if target in self.standing and self.standing[target][0] is not Kind.GROUPS:
             self._leave(target, now)
             self.standing[target] = (*self._facts(target), now)

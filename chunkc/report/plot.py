@@ -195,7 +195,7 @@ class _Drawing:
             base = above
 
     def _names(self, axes: Any, lane: Lane, row: int) -> None:
-        """What a bar acts on, inside it where there is room."""
+        """Write what a bar acts on inside it, where there is room."""
         for block in lane.blocks:
             name = "" if block.bar is None else _target(block.bar)
             if name and block.width / self.letter_unit >= 8.0 * len(name) + 8.0:
@@ -259,7 +259,7 @@ class _Drawing:
 
 
 def facts_of(plan: Plan, timeline: Timeline | None) -> Iterator[str]:
-    """What the head of a picture says of a plan."""
+    """Facts of a plan for the head of a picture."""
     if timeline is None:
         yield "step time unknown"
     else:

@@ -134,7 +134,7 @@ def _in_slots(run: list[tuple[str, int, int]]) -> str:
 
 
 def _moment(plan: Plan, moment: Moment, unit: Unit) -> Iterator[str]:
-    """What is resident before a segment, and the bytes while it runs."""
+    """Lines on what is resident before a segment, and on the bytes while it runs."""
     segment, budget = moment.segment, unit.of(plan.memory.device_budget_nbytes)
     reads = ranges("c", plan.layout.chunks_of(segment.reads)) or "no chunk"
     gathered = f"; gathered {' '.join(moment.gathered)}" if moment.gathered else ""

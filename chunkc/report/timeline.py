@@ -85,7 +85,7 @@ def _header(timeline: cost.Timeline) -> Iterator[str]:
 
 
 def bounds(timeline: cost.Timeline) -> Iterator[str]:
-    """What bounds the step, in words, and what would bound it next."""
+    """Lines on what bounds the step, in words, and on what would bound it next."""
     critical = {str(s.stream): s.critical_ms for s in timeline.streams} | {OVERHEAD: timeline.overhead_ms}
     bound = timeline.bound
     yield f"{_MEANINGS[bound]} ({percent(critical[bound], timeline.step_ms)} of the critical path)"

@@ -53,12 +53,12 @@ def unit_of(plan: Plan) -> Unit:
 
 
 def repeated(plan: Plan) -> str:
-    """What the programs of ``plan`` make up, over and over."""
+    """The word for what the programs of ``plan`` repeat: ``step`` or ``evaluation``."""
     return "evaluation" if plan.is_evaluation else "step"
 
 
 def replicas_of(layout: Layout) -> str:
-    """What to say behind a layout's ranks where several nodes have as many; else nothing."""
+    """Text behind a layout's ranks where several nodes have as many; else empty."""
     return "" if layout.num_replicas == 1 else f" on each of {layout.num_replicas} nodes"
 
 

@@ -1,1 +1,1 @@
-"""The runtime: devices, chunk storage, managed parameters, the executor and the optimizers. It decides nothing."""
+"""The runtime, which carries out plans: devices, storage, parameters, executor and optimizers."""

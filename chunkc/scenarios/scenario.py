@@ -1,4 +1,4 @@
-"""Questions of the form "what if this model ran on that machine": plans and simulations of models given as data.
+"""Answers to "what if this model ran on that machine": plans and simulations of models given as data.
 
 A `Scenario` says everything that a plan depends on; `Scenarios` answers them and keeps captures, which cost most, for
 the next question. Where all layers of a model are alike, its schedule follows from captures of few of them
@@ -102,7 +102,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a scenario.
+    """The outcome of a scenario.
 
     Attributes:
         scenario: as planned: ``recompute`` is decided. None for a model that is no data.
@@ -172,7 +172,9 @@ class Scenarios:
         return found
 
     def captured(self, scenario: Scenario) -> CapturedAhead:
-        """One iteration of the scenario's model. Of the machine, its compute dtype and whether it is a GPU matter.
+        """Return the capture of one iteration of the scenario's model.
+
+        Of the machine, the compute dtype and whether it is a GPU matter.
 
         Raises:
             ChunkcError: when the model cannot be built or captured.
@@ -188,7 +190,7 @@ class Scenarios:
 
 
 def _key(scenario: Scenario) -> tuple[object, ...]:
-    """What a capture depends on."""
+    """Return the facts that a capture depends on."""
     hw = scenario.hw
     facts = (scenario.batch, scenario.sequence, scenario.dtype, hw.compute_dtype, hw.emulated, scenario.backend)
     return (repr(scenario.model), scenario.recompute, *facts)

@@ -1,4 +1,4 @@
-"""Checkpoints whose tensors are not the model's: names that changed, experts that transformers keeps fused.
+"""Checkpoints whose tensors are not the model's: changed names, experts fused by transformers.
 
 For each architecture transformers describes how names of a checkpoint become names of the model, and how several
 tensors become one (``transformers.conversion_mapping``); its ``from_pretrained`` applies that. Here the same is applied
@@ -35,7 +35,10 @@ class Converted:
     model: nn.Module
 
     def convert(self, value_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of the model by name, from those of the checkpoint (on the meta device too: shapes only)."""
+        """Convert tensors of the checkpoint into tensors of the model, by name.
+
+        Tensors on the meta device are converted too, for shapes only.
+        """
         converter = deepcopy(self.converter)
         for name, pattern in self.parts:
             converter.add_tensor(self.key, name, pattern, value_of(name))
@@ -46,7 +49,7 @@ class Converted:
 def resolve(
     model: nn.Module, stored: Sequence[str], known: Container[str]
 ) -> tuple[dict[str, str], tuple[Converted, ...]]:
-    """What each stored name stands for.
+    """Map stored names to names of the model, or to conversions.
 
     Args:
         stored: names in the checkpoint.

@@ -28,9 +28,10 @@ _ON_INSTANCES = ("_apply", "_compiled_call_impl", "save_pretrained")
 
 
 def initial_values(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """The values in host memory that initialisation gives to the parameters and buffers named in ``wanted``.
+    """Values that initialisation gives to the parameters and buffers named in ``wanted``.
 
-    Modules are initialised in transformers' order (children first), so that the same seed draws the same numbers.
+    The values are in host memory. Modules are initialised in transformers' order (children first), so that the same
+    seed draws the same numbers.
 
     Args:
         wanted: dtypes of the values by name in ``model``.
@@ -54,7 +55,9 @@ def initial_values(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> dict[
 
 
 def buffer_values(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Values in host memory for all buffers of ``model`` that are on the meta device; random numbers stay unused.
+    """Values in host memory for all buffers of ``model`` that are on the meta device.
+
+    Random numbers stay unused.
 
     Raises:
         ChunkcError: naming those whose values cannot be known.
@@ -75,7 +78,7 @@ def buffer_values(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
 
 
 class _Wanted:
-    """A tensor in host memory whose elements are marked, so that one can tell whether it was written as a whole.
+    """A tensor in host memory whose elements are marked, to tell whether all of it was written.
 
     NaN marks floating-point numbers and the lowest value marks signed integers. Where every value is a likely one
     (bool, unsigned integers), any write counts as one of the whole.
@@ -134,7 +137,7 @@ class _Doubles:
         return self._modules[module]
 
     def wanted_of(self, module: nn.Module) -> list[_Wanted]:
-        """What the double ``module`` itself holds of it."""
+        """Wanted tensors that the double ``module`` itself holds."""
         own = (*module._parameters.values(), *module._buffers.values())
         return [self._marked[t] for t in own if t is not None and t in self._marked]
 
@@ -169,9 +172,10 @@ def _library_initialisers(
 
 
 def _run(initialise: Callable[[], Any], wanted: Sequence[_Wanted], *, keep: bool = False) -> None:
-    """Run an initialisation. One that reads tensors on the meta device fails, and nothing that it wrote counts then.
+    """Run an initialisation.
 
-    With ``keep`` it has no effect on what has its value already.
+    An initialisation that reads tensors on the meta device fails, and nothing that it wrote counts then. With ``keep``
+    the initialisation has no effect on what has its value already.
     """
     if not wanted:
         return

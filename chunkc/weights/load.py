@@ -34,7 +34,7 @@ Write = Callable[[Entry, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What `load_pretrained` did.
+    """Report of `load_pretrained`: names that were loaded, tied, missing, unexpected or initialised.
 
     Attributes:
         loaded_keys: names in the model that took their value from the files, tied ones once.
@@ -87,7 +87,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """What rank 0 found in the files: names in the model, or in the files for ``unexpected``."""
+    """Names that rank 0 found: in the model, or in the files for ``unexpected``."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...]

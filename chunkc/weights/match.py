@@ -134,7 +134,10 @@ def _reported(model: nn.Module, tensors: ModelTensors, names: Sequence[str]) -> 
 
 
 def _ending(name: str) -> str:
-    """The last two parts of a name; checkpoints from before a buffer was computed have it, maybe in another place."""
+    """The last two parts of a name.
+
+    Checkpoints from before a buffer was computed have the buffer under this ending, maybe in another place.
+    """
     return ".".join(name.split(".")[-2:])
 
 

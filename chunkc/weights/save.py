@@ -1,8 +1,9 @@
-"""Weights of a compiled model as safetensors, in the layout of Hugging Face: one file, or shards and an index.
+"""Weights of a compiled model as safetensors, in the layout of Hugging Face.
 
-``safetensors.torch.save_file`` wants all tensors of a file at once. Its format allows better: a header with the names,
-dtypes, shapes and byte ranges of all tensors, known before any value is, then the values one behind the other. So each
-value is gathered, written and forgotten, and saving takes the memory of one tensor.
+The layout is one file, or shards and an index. ``safetensors.torch.save_file`` wants all tensors of a file at once. Its
+format allows better: a header with the names, dtypes, shapes and byte ranges of all tensors, known before any value is,
+then the values one behind the other. So each value is gathered, written and forgotten, and saving takes the memory of
+one tensor.
 
 The format: 8 bytes with the length of the header (little-endian), the header as JSON padded with spaces to a multiple
 of 8 bytes, and the data without gaps; wider dtypes come first, so that every tensor is aligned. (The safetensors
@@ -42,7 +43,7 @@ _OUR_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.js
 
 @dataclass(slots=True)
 class Shard:
-    """What one file holds: entries, by the name that each is saved under."""
+    """Entries of one file, by the name that each is saved under."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
 
@@ -143,7 +144,10 @@ def check_values(tensors: ModelTensors, entries: Mapping[str, Entry]) -> None:
 
 
 def saved_name(model: nn.Module, entry: Entry) -> str:
-    """The name of a tied parameter that is not tied *to* another in the eyes of transformers; else the first."""
+    """The name that ``entry`` is saved under.
+
+    Of a tied parameter, that is the name that is not tied *to* another in the eyes of transformers; else the first.
+    """
     targets = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in entry.names if name not in targets), entry.name)
 
@@ -230,8 +234,10 @@ def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
 
 
 def _remove_others(folder: Path, names: Sequence[str]) -> None:
-    """Files of an earlier save that this one did not replace would be loaded instead, or take room for nothing; so
-    would what a save that was killed has left."""
+    """Remove files of an earlier save that this save did not replace.
+
+    They would be loaded instead, or take room for nothing. So would what a killed save has left, which is removed too.
+    """
     for path in list(folder.iterdir()):
         is_ours = _OUR_NAME.fullmatch(path.name.removeprefix(".").removesuffix(_PARTIAL)) is not None
         if is_ours and path.name not in names:

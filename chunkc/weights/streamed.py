@@ -44,13 +44,16 @@ _SHAPES: Final = frozenset(
 
 
 class StreamedTensor(torch.Tensor):
-    """A value that is gathered anew by every operator that needs it; until then a tensor on the meta device."""
+    """A value that is gathered anew by every operator that needs it.
+
+    Until an operator needs the value, it is a tensor on the meta device.
+    """
 
     _gather: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(gather: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> StreamedTensor:
-        """What ``gather`` returns, when it is needed."""
+        """A tensor whose value ``gather`` returns when it is needed."""
         made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(StreamedTensor)
         made._gather = gather
         return made
@@ -70,7 +73,10 @@ class StreamedTensor(torch.Tensor):
 def streamed_state(
     model: nn.Module, tensors: ModelTensors, read: Callable[[Entry], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The state of a compiled model with parameters that ``read`` gathers when they are needed; tied ones once."""
+    """State of a compiled model, with parameters that ``read`` gathers when they are needed.
+
+    Tied parameters appear once.
+    """
     held = model.state_dict(keep_vars=True)
     extra = {name: held[name] for name in tensors.others if isinstance(held[name], torch.Tensor)}
     return extra | {
@@ -131,7 +137,7 @@ class SavePretrained:
 
 
 def stream_saves(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of ``model`` and of the transformers models in it gather one shard at a time."""
+    """Let ``save_pretrained`` of ``model`` and transformers models in it gather one shard at a time."""
     modeling: Any = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         for module in model.modules():
@@ -144,6 +150,6 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """What ``model.dtype`` would be of the values that are saved."""
+    """The dtype that ``model.dtype`` would have for the values that are saved."""
     found = ModelTensors(model).entries
     return next((e.dtype for e in found if e.param is not None and e.dtype.is_floating_point), torch.float32)

@@ -183,7 +183,7 @@ class ModelTensors:
 
 
 def memory_of(model: nn.Module) -> ModelMemory:
-    """What holds the values of a compiled model, or of the compiled model that ``model`` is a part of.
+    """Memory of the values of a compiled model, or of the compiled model that ``model`` is a part of.
 
     Raises:
         ChunkcError: when there is none, or several.

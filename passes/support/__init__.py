@@ -1,1 +1,1 @@
-"""What passes share: the facts that they hand on, budgets, the arena, Belady's rule, the order of updates."""
+"""Shared parts of passes: facts that they hand on, budgets, arena, Belady's rule, order of updates."""

@@ -1,4 +1,6 @@
-"""What the slots of the arena are for, where payloads come and go in it and some triples stand or pass through.
+"""Slots of the arena and their purposes.
+
+In the arena payloads come and go, and some triples stand or pass through.
 
     payload slots   all of one size and adjacent, from byte 0 on; forward and backward fetch into them
     static slots    one for each payload that stays on the device, behind the payload slots
@@ -26,8 +28,10 @@ MAX_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Slots of a payload and a triple that are updated together and share no bytes; ``gradient``: of the gradient
-    chunk, where there is one."""
+    """Slots of a payload and a triple that are updated together and share no bytes.
+
+    ``gradient``: the slot of the gradient chunk, where there is one.
+    """
 
     payload: int
     triple: int
@@ -75,13 +79,19 @@ def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
 
 
 def lead_slots(layout: Layout) -> int:
-    """Payload slots that one update on the device takes: one more where gradients have chunks of their own."""
+    """Return how many payload slots one update on the device takes.
+
+    An update takes one slot, and one more where gradients have chunks of their own.
+    """
     return 2 if layout.grad_chunks() else 1
 
 
 def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
-    """Slots of payload and gradient chunk (None where it overlays) for updates whose triples stay on the device: the
-    last ones beside the buffers, where there are such."""
+    """Return slots of payload and gradient chunk for updates whose triples stay on the device.
+
+    The gradient chunk's slot is None where the gradient overlays the payload. The slots are the last ones beside the
+    buffers, where there are such slots.
+    """
     buffers, count, lead = buffers_of(layout), num_payload_slots(layout), lead_slots(layout)
     end = min((b.payload for b in buffers), default=count)
     end = end if end >= lead else count
@@ -121,7 +131,10 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
 
 
 def _num_fitting(num_slots: int, width: int, spare: int) -> int:
-    """Buffers of ``width`` slots beside ``spare`` ones, which share the bytes of the only buffer if they must."""
+    """Return how many buffers of ``width`` slots fit beside ``spare`` slots.
+
+    The spare slots share the bytes of the only buffer if they must.
+    """
     return max((num_slots - spare) // width, min(1, num_slots // width))
 
 

@@ -1,4 +1,4 @@
-"""Which unit leaves when another needs its place: the one whose next use lies furthest ahead (Belady 1966).
+"""Belady's rule (1966): the unit whose next use lies furthest ahead gives its place to another.
 
 The order of uses is static, so the future is known. Each step needs a set of units at once. A clean victim is dropped
 for nothing; a dirty one costs a write. Where dirty units are read again later, choosing well is NP-hard (Beckmann,
@@ -66,7 +66,10 @@ def belady(
 def _runs(
     steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares
 ) -> Iterator[tuple[Stay, ...]]:
-    """The stays of the plain rule, and by the other weights where it writes units back that are needed again."""
+    """Yield the stays by the plain rule, and by the other weights.
+
+    The other weights follow while the stays write units back that are needed again.
+    """
     for weight in DIRTY_WEIGHTS:
         try:
             stays = _Places(steps, dirties, shares, weight).run()
@@ -79,8 +82,11 @@ def _runs(
 
 @dataclass(frozen=True, slots=True)
 class _Shares:
-    """The places of one run: blocks stand in the first ``room`` of them, singles elsewhere first, or, where they are
-    ``separate``, only there. ``starts``: the range of each block, where it has one for good."""
+    """The places of one run, shared between blocks and singles.
+
+    Blocks stand in the first ``room`` places. Singles stand elsewhere first, or, where they are ``separate``, only
+    elsewhere. ``starts``: the range of each block, where it has one for good.
+    """
 
     num_places: int
     widths: Sequence[int]
@@ -92,8 +98,11 @@ class _Shares:
 def _shares(
     steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool
 ) -> tuple[_Shares, ...]:
-    """Places for blocks and singles in proportion, of each as many as some step needs; and as many as possible for the
-    blocks, or for the singles."""
+    """Return the ways to share the places between blocks and singles.
+
+    One way is in proportion, with at least as many places of each as some step needs. The others give as many as
+    possible to the blocks, or to the singles.
+    """
     num_singles, most_singles = sum(1 for w in widths if w == 1), _most_singles(steps, widths)
     least_room = _end_of_ranges(_tight_ranges(steps, widths), widths)
     if not least_room:
@@ -120,9 +129,10 @@ def _writes_early(stays: Sequence[Stay]) -> bool:
 
 
 def _idlest_places(stays: Sequence[Stay], shares: _Shares) -> tuple[Stay, ...]:
-    """The same stays, each where nobody has stood for longest; as they are where a block then finds no range.
+    """Move each stay to the place where nobody has stood for longest.
 
-    Which units stay is decided; a unit that does not stay until its next use may leave right after its last.
+    Stays remain as they are where a block then finds no range. Which units stay is decided; a unit that does not stay
+    until its next use may leave right after its last.
     """
     until = [-1] * shares.num_places
     found = list[Stay]()
@@ -191,9 +201,10 @@ class _Places:
                 self._enter(unit, self._take_place(step), step)
 
     def _range(self, step: int, unit: int, needed: Collection[int]) -> int:
-        """The start of the range whose units are needed last; of those that nobody needs any more, the longest idle.
+        """Return the start of the range whose units are needed last.
 
-        Ranges start or end where another unit does: between them, room for one more is lost.
+        Of the ranges that nobody needs any more, the longest idle is taken. Ranges start or end where another unit
+        does: between them, room for one more is lost.
         """
         width, best = self.widths[unit], None
         for start in self._edges(width):
@@ -307,7 +318,10 @@ def _end_of_ranges(starts: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def _tight_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
-    """First place of each block (0 for singles): ranges of blocks needed together are disjoint, others may overlap."""
+    """Return the first place of each block (0 for singles).
+
+    Ranges of blocks needed together are disjoint, others may overlap.
+    """
     blocks = [u for u, w in enumerate(widths) if w > 1]
     conflicts = _conflicts(steps, widths)
     starts = [0] * len(widths)

@@ -63,7 +63,7 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
 
 
 def _moving(units: Units, steps: Sequence[BaseSegment], kept: Sequence[int]) -> tuple[Units, tuple[BaseSegment, ...]]:
-    """What is left of ``units`` and ``steps`` where only the units ``kept`` ever move."""
+    """Reduce ``units`` and ``steps`` to the units ``kept``, the only ones that ever move."""
     number = {unit: new for new, unit in enumerate(kept)}
 
     def left(found: Sequence[int]) -> tuple[int, ...]:
@@ -93,7 +93,10 @@ def chunk_nbytes(layout: Layout) -> int:
 
 
 def with_homes(layout: Layout, home: Home) -> Layout:
-    """``layout`` with the homes of payloads and triples at ``home``; unused parameters always stay on the host."""
+    """Set the homes of payloads and triples of ``layout`` to ``home``.
+
+    Unused parameters always stay on the host.
+    """
     chunks = tuple(
         replace(
             c,
@@ -106,7 +109,10 @@ def with_homes(layout: Layout, home: Home) -> Layout:
 
 
 def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layout:
-    """``layout`` with ``num`` of this rank's triples on the device, and those of the same groups on other ranks."""
+    """Place ``num`` of this rank's triples of ``layout`` on the device.
+
+    Triples of the same groups on other ranks are placed there too.
+    """
     groups = {layout.group_of(c).index for c in residence_order(layout, liveness)[:num]}
     chunks = (replace(c, os_home=Home.DEVICE) if layout.group_of(c.index).index in groups else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
@@ -115,8 +121,10 @@ def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layou
 def with_residents(
     layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: Options, num: int
 ) -> tuple[Layout, Demand]:
-    """``layout`` with ``num`` triples on the device, their payloads too as ``options`` wish and room allows; and what
-    then asks for places."""
+    """Place ``num`` triples of ``layout`` on the device, and return what then asks for places.
+
+    Their payloads stay there too as ``options`` wish and room allows.
+    """
     layout = with_resident_triples(layout, liveness, num)
     if not options.keeps_payloads or layout.world_size > 1:
         return layout, demand
@@ -161,15 +169,21 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
 
 
 def resident_triples(sizes: Sizes, target: Target, options: Options) -> int | None:
-    """How many triples stand on the device when payloads are at home on the host: as many as ``options`` wish, or the
-    least number that leaves the host enough room; None where no number does."""
+    """Return how many triples stand on the device when payloads are at home on the host.
+
+    The number is the one that ``options`` wish, or the least that leaves the host enough room, whichever is larger. The
+    result is None where no number leaves the host enough room.
+    """
     missing_nbytes = sizes.evicted_host_nbytes - target.host_budget_nbytes
     found = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
     return found if found < len(sizes.triples_nbytes) else None
 
 
 def most_within(sizes_nbytes: Sequence[int], margin_nbytes: int) -> int:
-    """How many triples fit into ``margin_nbytes``, given the bytes of the first k of them; 0 for a negative margin."""
+    """Return how many triples fit into ``margin_nbytes``; 0 for a negative margin.
+
+    ``sizes_nbytes``: the bytes of the first k triples.
+    """
     return max(0, bisect_right(sizes_nbytes, margin_nbytes) - 1)
 
 
@@ -194,7 +208,10 @@ def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
 
 
 def most_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
-    """Places of the largest arena that the budget allows beside the peak of non-model bytes and resident triples."""
+    """Return the number of places of the largest arena that the budget allows.
+
+    The arena stands beside the peak of non-model bytes and resident triples.
+    """
     static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
@@ -244,7 +261,10 @@ def refuse(
 
 
 def too_small(plan: Plan, target: Target, options: Options) -> BudgetError:
-    """The error for a plan that takes more device memory than ``target`` has, and less than others that are known."""
+    """Make the error for a plan that takes more device memory than ``target`` has.
+
+    Other plans that are known take more.
+    """
     memory, layout = plan.memory, plan.layout
     missing_nbytes = memory.device_peak_nbytes - target.device_budget_nbytes
     worst = plan.segment(memory.nonmodel_segment)

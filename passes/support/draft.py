@@ -1,4 +1,4 @@
-"""What passes hand on: frozen facts about one model on one target, decided one after another.
+"""Frozen facts about one model on one target that passes hand on, decided one after another.
 
 Words used by all passes:
 
@@ -26,13 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the plan is made for: budgets are bytes of one rank.
+    """The model, the hardware and the ranks that the plan is made for.
 
-    Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other models, CUDA's context), nor
-    is a GPU's slack where ``leaves_slack``; of the host's, ``reserved_host_nbytes`` are not. ``rates`` are the
-    machine's where they are known; without them decisions go by bytes. ``world_size`` ranks divide the model data, and
-    ``num_replicas`` times as many train it, as in a `Layout`. ``runs_inline``: the device computes on the thread that
-    launches, which launches nothing of a step before backward has ended.
+    Budgets are bytes of one rank. Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other
+    models, CUDA's context), nor is a GPU's slack where ``leaves_slack``; of the host's, ``reserved_host_nbytes`` are
+    not. ``rates`` are the machine's where they are known; without them decisions go by bytes. ``world_size`` ranks
+    divide the model data, and ``num_replicas`` times as many train it, as in a `Layout`. ``runs_inline``: the device
+    computes on the thread that launches, which launches nothing of a step before backward has ended.
     """
 
     model: str
@@ -164,8 +164,10 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class BaseSegment:
-    """Operators ``first_op:end_op`` of a graph that need the same ``units``; ``lands``: parameters landing in it, of
-    ``landed_nbytes`` bytes together."""
+    """Operators ``first_op:end_op`` of a graph that need the same ``units``.
+
+    ``lands``: parameters landing in the segment, of ``landed_nbytes`` bytes together.
+    """
 
     graph: GraphKind
     first_op: int
@@ -183,7 +185,10 @@ class BaseSegment:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """One residence of ``unit`` from place ``place`` on; ``dirty``: gradients landed, so it ends with a write-back."""
+    """One residence of ``unit`` from place ``place`` on.
+
+    ``dirty``: gradients landed, so the stay ends with a write-back.
+    """
 
     unit: int
     place: int
@@ -194,7 +199,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a layout asks for: its units and the base segments of forward and backward."""
+    """The demand of a layout: its units and the base segments of forward and backward."""
 
     units: Units
     steps: tuple[BaseSegment, ...]
@@ -214,7 +219,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An action without waits, and the resources that it reads and writes (``d3`` slot, ``c7`` home, ``o7`` triple)."""
+    """An action without waits, and the resources that it reads and writes.
+
+    Names of resources: ``d3`` slot, ``h7`` home, ``o7`` triple.
+    """
 
     action: Action
     reads: tuple[str, ...]
@@ -251,8 +259,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """The proof that grad16 of ``param`` may take the bytes of param16: it lands at ``landing_op`` of backward, when
-    its only producer ``final_op`` and its last reader ``last_read_op`` have run."""
+    """The proof that grad16 of ``param`` may take the bytes of param16.
+
+    The gradient lands at ``landing_op`` of backward, when its only producer ``final_op`` and the parameter's last
+    reader ``last_read_op`` have run.
+    """
 
     param: int
     final_op: int

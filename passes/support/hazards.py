@@ -123,9 +123,10 @@ def synchronise(
     *,
     accumulates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of ``forward``, ``backward``, ``step`` and ``abandon`` with their waits, in a repeated iteration.
+    """Add waits to the actions of ``forward``, ``backward``, ``step`` and ``abandon``.
 
-    ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one micro-batch or more.
+    The waits are those of a repeated iteration. ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one
+    micro-batch or more.
     """
     analysis = Analysis(overlaps)
     items: dict[Role, Sequence[Item]] = {"forward": forward, "backward": backward, "step": step}

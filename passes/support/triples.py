@@ -1,9 +1,10 @@
-"""Which OS triples stay on the device, and which pass through it in the step; both in order of update, evenly spread.
+"""Choice of OS triples that stay on the device, and of those that pass through it in the step.
 
-A triple that fits in the device's margin beside payload slots and activations never moves (*resident*: PatrickStar,
-Fang et al. 2021, section 8.2, device-aware operator placement). Of the others a share is *streamed*: copied to the
-device in the step, updated there and copied home, while the host updates the rest (Deep Optimizer States, Maurya et al.
-2024, who stream every n-th for a whole n; the share is any fraction here).
+Both stand in order of update, evenly spread. A triple that fits in the device's margin beside payload slots and
+activations never moves (*resident*: PatrickStar, Fang et al. 2021, section 8.2, device-aware operator placement). Of
+the others a share is *streamed*: copied to the device in the step, updated there and copied home, while the host
+updates the rest (Deep Optimizer States, Maurya et al. 2024, who stream every n-th for a whole n; the share is any
+fraction here).
 
 Chunks are chosen by communication group, so that all ranks choose alike and their arenas have one shape.
 """
@@ -17,9 +18,10 @@ from chunkc.passes.support.draft import Liveness
 
 
 def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """This rank's chunk of every group that has triples, in the order in which forward first uses the groups.
+    """Return this rank's chunk of every group that has triples, in order of first use.
 
-    Groups that only other graphs use come last. A chunk of padding alone stands for its group too.
+    The order is that in which forward first uses the groups. Groups that only other graphs use come last. A chunk of
+    padding alone stands for its group too.
     """
     size = layout.world_size
     used: dict[int, None] = {}
@@ -30,10 +32,11 @@ def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def residence_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """The chunks of `triple_order` in the order in which their triples become resident as there is room for more.
+    """Order the chunks of `triple_order` as their triples become resident.
 
-    Positions come by their reversed bits (the sequence of van der Corput, 1935): the first of them, however many, are
-    spread evenly over the step, and room for one more moves none of the others.
+    Triples become resident in this order as there is room for more. Positions come by their reversed bits (the sequence
+    of van der Corput, 1935): the first of them, however many, are spread evenly over the step, and room for one more
+    moves none of the others.
     """
     order = triple_order(layout, liveness)
     num_bits = max(1, (len(order) - 1).bit_length())
@@ -46,11 +49,17 @@ def triples_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def spread(count: int, chosen: int) -> tuple[int, ...]:
-    """``chosen`` of ``count`` positions, each in the middle of its part: a stride of ``count / chosen``, fractional."""
+    """Choose ``chosen`` of ``count`` positions, each in the middle of its part.
+
+    The stride is ``count / chosen``, fractional.
+    """
     return tuple((2 * i + 1) * count // (2 * chosen) for i in range(chosen))
 
 
 def streamed_chunks(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """The nearest whole number to ``share`` of the chunks whose triples are at home on the host, in order of update."""
+    """Return the chunks whose triples are streamed, in order of update.
+
+    Their number is the nearest whole number to ``share`` of the chunks whose triples are at home on the host.
+    """
     at_home = [c for c in triple_order(layout, liveness) if layout.chunks[c].os_home is Home.HOST]
     return tuple(at_home[i] for i in spread(len(at_home), int(share * len(at_home) + 0.5)))

@@ -1,4 +1,4 @@
-"""The order in which the host updates chunks: the earliest deadline first among those that are released.
+"""Order in which the host updates chunks: the earliest deadline first among those released.
 
 An update is *released* when its gradient is at home, and it is *due* when the next forward fetches the chunk. Backward
 lands gradients in about the opposite order of the next forward's uses. A worker that updates in the order of the
@@ -61,7 +61,7 @@ def by_first_use(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
-    """``chunks``, which stand in the order of their deadlines, in the order in which the host updates them."""
+    """Put ``chunks``, given in order of their deadlines, in the order in which the host updates them."""
     layout, target = decided(draft.layout, "layout"), draft.target
     if draft.options.measures or target.runs_inline:
         return tuple(chunks)
@@ -91,8 +91,11 @@ class _Milliseconds:
 
 
 class _Positions:
-    """How long things take where the rates are not known: an operator one unit, a copy nothing, and all updates
-    together as many units as there are operators."""
+    """Durations of actions where the rates are not known.
+
+    An operator takes one unit, a copy takes nothing, and all updates together take as many units as there are
+    operators.
+    """
 
     def __init__(self, segments: Sequence[Segment], layout: Layout, chunks: Sequence[int]) -> None:
         self._segments = {s.name: float(s.end_op - s.first_op) for s in segments}
@@ -110,8 +113,10 @@ class _Positions:
 
 
 def _released(backward: Sequence[Item], layout: Layout, pace: _Milliseconds | _Positions) -> dict[int, float]:
-    """When the gradient of each chunk is at home, from the begin of backward; computing and copies never wait for what
-    comes to the device."""
+    """Return when the gradient of each chunk is at home, from the begin of backward.
+
+    Computing and copies never wait for what comes to the device.
+    """
     computed = copied = 0.0
     found: dict[int, float] = {}
     for action in (item.action for item in backward):

@@ -1,11 +1,11 @@
-"""The actions of a step: which chunk is updated where, in which order, and the copies around updates on the device.
+"""Actions of a step: the updates of chunks, and the copies around updates on the device.
 
-Updates on the device come in the order in which the next forward first uses the chunks, so that it can start before
-the last update has ended; those on the host as `update_order` says. A chunk is updated where its triple
-is: on the host at home, on the device in its static slot or, if the triple is streamed, in a buffer. On the device the
-payload, which holds the gradient, is fetched and goes home again.
-Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update writes it
-whole.
+The module says which chunk is updated where, and in which order. Updates on the device come in the order in which the
+next forward first uses the chunks, so that it can start before the last update has ended; those on the host as
+`update_order` says. A chunk is updated where its triple is: on the host at home, on the device in its static slot or,
+if the triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home
+again. Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update
+writes it whole.
 
 Every stream has a queue of its own, so only the order within each matters to a GPU. But where the thread that launches
 also computes, what stands behind an update is not launched until that is done: so the copies for an update are written
@@ -30,8 +30,11 @@ from chunkc.passes.support.update_order import by_first_use
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An update on the device whose copies in are written: slots of payload, triple and gradient chunk (None where it
-    overlays); ``moves``: the triple goes home afterwards."""
+    """An update on the device whose copies in are written.
+
+    ``payload``, ``triple`` and ``gradient`` are slots. ``gradient`` is None where the gradient overlays the payload.
+    ``moves``: the triple goes home afterwards.
+    """
 
     chunk: int
     payload: int
@@ -82,15 +85,20 @@ class StepWriter:
 
 
 def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """The chunks that the host updates, in the order in which the next forward first uses them; ``share`` of the
-    triples at home on the host is streamed, if the arena has buffers."""
+    """Return the chunks that the host updates, in the order in which the next forward first uses them.
+
+    ``share`` of the triples at home on the host is streamed, if the arena has buffers.
+    """
     elsewhere = {*static_triples(layout), *_streamed(layout, liveness, share)}
     return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
 
 def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[Item, ...]:
-    """The updates of one step in a layout with its arena: those of the chunks ``host`` on the host, in this order, and
-    all others on the device. On a device that computes on the launching thread, the host has its work first."""
+    """Write the updates of one step in a layout with its arena.
+
+    The chunks ``host`` are updated on the host, in this order, and all others on the device. On a device that computes
+    on the launching thread, the host has its work first.
+    """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
     step = StepWriter(Writer(layout), shared_bytes(layout))

@@ -1,1 +1,1 @@
-"""Non-model memory of compiled segments: what each takes as it will run, and what the iteration holds around it."""
+"""Non-model memory of each compiled segment as it will run, and of the iteration around it."""

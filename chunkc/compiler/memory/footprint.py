@@ -24,7 +24,7 @@ NO_STORAGE = -1
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One statement: storages that it allocates, those it releases when done, what its kernel takes meanwhile."""
+    """One statement: storages it allocates, those it releases when done, what its kernel takes meanwhile."""
 
     allocates: tuple[int, ...]
     releases: tuple[int, ...]
@@ -115,7 +115,7 @@ class Recorder:
         return [n for n in numbers if n != NO_STORAGE]
 
     def footprint(self, outputs: Iterable[Any], *, is_exact: bool) -> Footprint:
-        """What was recorded."""
+        """Return the footprint that was recorded."""
         found = [self.storages(value) for value in outputs]
         return Footprint(
             num_inputs=len(self.inputs),
@@ -160,8 +160,10 @@ def graph_footprint(module: GraphModule) -> Footprint:
 
 
 def _own_storages(module: GraphModule) -> dict[Node, list[torch.Tensor]]:
-    """A stand-in for every tensor of every node's value, sharing storage with those of the inputs that it shares memory
-    with."""
+    """Make a stand-in for every tensor of every node's value.
+
+    A stand-in shares storage with the stand-ins of those inputs with which its tensor shares memory.
+    """
     made: dict[Node, list[torch.Tensor]] = {}
     for node in module.graph.nodes:
         known: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""The footprint of a segment that Inductor compiled, read from the Python code that Inductor generated for it.
+"""The footprint of a segment compiled by Inductor, read from the Python code that Inductor generated.
 
 That code is a straight line: it takes buffers (``empty_strided_cpu``), hands one buffer's memory to the next
 (``buf3 = buf2; del buf2``), calls fused kernels, which take no memory, and operators of PyTorch (into a buffer by
@@ -224,7 +224,10 @@ class _Walk:
 
 
 def _check(function: str, args: Sequence[Any]) -> None:
-    """What the code asserts of one tensor or (torch 2.15) of several: sizes and strides; of alignment nothing here."""
+    """Check the sizes and strides that the code asserts of one tensor or (torch 2.15) of several.
+
+    Alignment is not checked here.
+    """
     if function == "assert_size_stride":
         groups = [args[:3]]
     elif function == "assert_size_stride_grouped":

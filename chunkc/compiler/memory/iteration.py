@@ -1,9 +1,9 @@
-"""The non-model bytes of one iteration as its compiled segments will run: a replay of what the executor does.
+"""The non-model bytes of one iteration as its compiled segments will run.
 
-The executor keeps values by name, hands a segment those that it takes, drops its own name for those that die there, and
-drops a gradient when it has landed. The replay does the same with storages and counts who holds each. The user holds
-inputs, buffers and outputs all the while, and during a forward the outputs of the forward before it; autograd holds
-what backward will read until backward lets go of it.
+The bytes come from a replay of what the executor does. The executor keeps values by name, hands a segment those that it
+takes, drops its own name for those that die there, and drops a gradient when it has landed. The replay does the same
+with storages and counts who holds each. The user holds inputs, buffers and outputs all the while, and during a forward
+the outputs of the forward before it; autograd holds what backward will read until backward lets go of it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class SegmentBytes:
 
     @property
     def workspace_nbytes(self) -> int:
-        """What kernels take the peak above what is alive."""
+        """Bytes by which kernels raise the peak above what is alive."""
         return self.peak_nbytes - self.live_nbytes
 
 
 class CapturedIteration(Protocol):
-    """What is needed of a captured iteration (see ``chunkc.capture.graphs``)."""
+    """The parts of a captured iteration that the replay needs (see ``chunkc.capture.graphs``)."""
 
     @property
     def forward(self) -> CapturedGraph: ...
@@ -180,10 +180,10 @@ def _backward_bytes(
 def _placeholders(
     graph: CapturedGraph, heap: _Heap, known: Mapping[str, int | None], *, scales: bool = False
 ) -> dict[str, int | None]:
-    """What each input of a graph holds: a storage of ``known``, a new one, or None for model data and numbers.
+    """Return the storage that each input of a graph holds: one of ``known``, a new one, or None.
 
-    Inputs that share memory share a storage. Where a loss scale multiplies tangents, each stands for itself and the
-    product.
+    None is for model data and numbers. Inputs that share memory share a storage. Where a loss scale multiplies
+    tangents, each stands for itself and the product.
     """
     names: dict[str, int | None] = {}
     shared: dict[int, int | None] = {}

@@ -1,4 +1,6 @@
-"""Which cores of a machine a rank's updates run on: the ranks of one machine divide them, and stay near their memory.
+"""The cores of a machine that a rank's updates run on.
+
+The ranks of one machine divide its cores, and stay near their memory.
 
 torchrun gives every rank one OpenMP thread, and where nothing is said every rank takes all cores at once: either way
 the updates of several ranks would not use a machine well. So the ranks tell each other where they run, and those of
@@ -75,7 +77,9 @@ class HostCores:
 
 
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:
-    """This rank's cores; None where no other rank is on its machine, which leaves everything as it is. Collective.
+    """Return this rank's cores, or None where no other rank is on its machine.
+
+    None leaves everything as it is. The call is collective.
 
     Args:
         ranks: of the job.
@@ -98,7 +102,7 @@ def usable_cores() -> list[int]:
 
 
 def numa_nodes(usable: Sequence[int], root: Path = Path("/")) -> list[tuple[int, ...]]:
-    """``usable`` by NUMA node, in the order of the nodes; those without one come last, as a node of their own."""
+    """Group ``usable`` by NUMA node, in order; cores without one come last, as a node of their own."""
     files = list((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
     files.sort(key=lambda file: int(file.parent.name.removeprefix("node")))
     found = [_parse(file.read_text(encoding="ascii")) for file in files]
@@ -129,13 +133,13 @@ def _cut(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
 
 
 def _parse(cpulist: str) -> set[int]:
-    """The cores of a list as the kernel writes it, for example ``0-3,8``; it is empty for a node of memory only."""
+    """Parse a core list of the kernel, for example ``0-3,8``; a node of memory only has an empty one."""
     ranges = [part.split("-") for part in cpulist.strip().split(",") if part]
     return {core for ends in ranges for core in range(int(ends[0]), int(ends[-1]) + 1)}
 
 
 def _machine(root: Path) -> str:
-    """What all processes on this machine have in common, in whichever container, and others have not."""
+    """Return an identifier that all processes on this machine share, in any container, and no others."""
     try:
         return (root / "proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""The CUDA device: memory under a budget, streams, homes in pinned memory, updates by kernels or on the host.
+"""The CUDA device: memory under a budget, streams, pinned homes, updates by kernels or on the host.
 
 **Memory.** The arena is one block of torch's caching allocator, activations are the user's and torch's own blocks
 beside it: one allocator, so that either can use what the other gave back. Its settings are the user's, and chunkc
@@ -119,7 +119,7 @@ class CudaDevice:
         return self._streams.num_synchronizes + self._streams.failures.num_host_waits
 
     def stalled_s(self) -> dict[Stream, float]:
-        """Seconds that the caller has waited for updates on the host, so far; waits of the device are not seen."""
+        """Return the seconds the caller has waited for host updates so far; device waits are not seen."""
         return {Stream.CPU: self._streams.worker_waits_s}
 
     def recorder(self) -> None:
@@ -263,7 +263,10 @@ class CudaDevice:
         return self._kernels
 
     def use_cores(self, cores: HostCores) -> None:
-        """Updates of the worker run on ``cores``, and homes that are allocated from here on are touched there first."""
+        """Run updates of the worker on ``cores``.
+
+        Homes that are allocated from here on are touched first on ``cores``.
+        """
         self._homes.cores = cores
         self._streams.launch(Stream.CPU, "use cores", (), cores.take)
 
@@ -290,7 +293,10 @@ class CudaDevice:
         self._streams.check_usable()
 
     def freed(self, memory: torch.Tensor) -> None:
-        """``memory`` holds nothing from here on: NaN in every floating dtype, when the settings ask for poison."""
+        """Note that ``memory`` holds nothing from here on.
+
+        Where the settings ask for poison, ``memory`` is filled with NaN in every floating dtype.
+        """
         if self.settings.poison:
             memory.fill_(_POISON)
 
@@ -303,7 +309,7 @@ class CudaDevice:
         return partial(self._api.run, self._api.current_stream(), work)
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which may wait for streams: here, or in a thread of its own where the worker calls this."""
+        """Call ``work``, which may wait for streams: here, or in a new thread where the worker calls this."""
         self._streams.call_from_host(work)
 
     def start_reading(self) -> None:
@@ -311,7 +317,7 @@ class CudaDevice:
         self._reading.start()
 
     def pause_reading(self) -> None:
-        """What the process takes from here to `resume_reading` is no non-model data."""
+        """Exclude what the process takes from here to `resume_reading` from non-model data."""
         self._reading.pause()
 
     def resume_reading(self) -> None:
@@ -336,7 +342,7 @@ class CudaDevice:
         return self._reading.peak_nbytes()
 
     def memory_text(self) -> str:
-        """What stands in the allocator and on the GPU now, in bytes, for messages."""
+        """Return the bytes that stand in the allocator and on the GPU now, as text for messages."""
         kinds = ("requested", "allocated", "reserved")
         requested, allocated, reserved = (self._api.allocator_nbytes(kind, "current") for kind in kinds)
         free, total = self._api.memory_info()
@@ -346,7 +352,10 @@ class CudaDevice:
         )
 
     def allocator_peaks(self) -> dict[str, int]:
-        """What torch's allocator had at most since the last reading began, in blocks, of the whole process."""
+        """Return peak bytes of torch's allocator since the last reading began.
+
+        They are bytes of blocks, of the whole process.
+        """
         return {f"{kind}_peak_nbytes": self._api.allocator_nbytes(kind, "peak") for kind in ("allocated", "reserved")}
 
     def enqueue_exchanges(self) -> None:

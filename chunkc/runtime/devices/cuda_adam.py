@@ -1,10 +1,10 @@
-"""The update of a chunk on a CUDA device: one kernel launch on the compute stream, tables uploaded once in a step.
+"""The update of a chunk on a CUDA device: one kernel launch on the compute stream.
 
-What changes from step to step goes to the device as three small tables (`update_inputs`). The first chunk
-that a step updates there uploads them, the others find them: all updates of a step get the same inputs. The copies
-come from pinned memory that torch's pinned allocator keeps until they have finished, so that nothing waits, however
-far the host is ahead. They follow the updates of the step before on the compute stream, so the tables stay where they
-are from step to step, and a launch that was made ready once serves all steps.
+Tables are uploaded once in a step. What changes from step to step goes to the device as three small tables
+(`update_inputs`). The first chunk that a step updates there uploads them, the others find them: all updates of a step
+get the same inputs. The copies come from pinned memory that torch's pinned allocator keeps until they have finished, so
+that nothing waits, however far the host is ahead. They follow the updates of the step before on the compute stream, so
+the tables stay where they are from step to step, and a launch that was made ready once serves all steps.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the CUDA device takes from CUDA and from torch's allocator, as one protocol, and its implementation by torch.
+"""The CUDA device's calls to CUDA and to torch's allocator: one protocol, implemented by torch.
 
 Everything above this file is ordinary Python that a recording double can drive on a machine without a GPU.
 """
@@ -24,7 +24,10 @@ KernelLaunch = Callable[[], None]
 
 
 class ChunkKernels(Protocol):
-    """The kernels of chunks, checked and made ready once; see ``chunkc.triton_kernels`` for shapes and dtypes."""
+    """The kernels of chunks, checked and made ready once.
+
+    See ``chunkc.triton_kernels`` for shapes and dtypes.
+    """
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         """The table of tiles of a chunk that an update takes."""
@@ -62,11 +65,11 @@ class CudaApi(Protocol):
         ...
 
     def current_stream(self) -> Any:
-        """The calling thread's stream of this device; the same object as the call before where that is the same."""
+        """Return the calling thread's stream of this device; the same object while the stream is the same."""
         ...
 
     def key(self, stream: Any) -> int:
-        """What tells streams apart."""
+        """Return a number that tells streams apart."""
         ...
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
@@ -82,7 +85,7 @@ class CudaApi(Protocol):
         ...
 
     def wait_event(self, stream: Any, event: Any) -> None:
-        """What is enqueued on ``stream`` from here on runs after ``event``."""
+        """Make what is enqueued on ``stream`` from here on run after ``event``."""
         ...
 
     def is_done(self, event: Any) -> bool:
@@ -110,8 +113,11 @@ class CudaApi(Protocol):
         ...
 
     def allocator_nbytes(self, kind: str, moment: str) -> int:
-        """A statistic of torch's allocator in bytes, ``current`` or ``peak``: what tensors asked for (``requested``),
-        blocks that hold them (``allocated``), all that it has of the device (``reserved``)."""
+        """Return a statistic of torch's allocator in bytes, ``current`` or ``peak``.
+
+        ``kind`` is ``requested`` (what tensors asked for), ``allocated`` (blocks that hold them) or ``reserved`` (all
+        that the allocator has of the device).
+        """
         ...
 
     def reset_peaks(self) -> None:

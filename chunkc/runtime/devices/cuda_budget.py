@@ -1,4 +1,4 @@
-"""What one GPU gives to the models of a process, and what their iterations take of it beside their chunks."""
+"""Memory that one GPU gives to models of a process, and what iterations take of it beside chunks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkc.runtime.devices.cuda_api import CudaApi
 
 
 class MemoryLedger:
-    """What one GPU gives to all models of this process, and what they have set aside of it.
+    """Memory that one GPU gives to all models of this process, and what they have set aside of it.
 
     Attributes:
         context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
@@ -32,7 +32,7 @@ class MemoryLedger:
         self.lock = threading.Lock()
 
     def count_libraries(self, api: CudaApi) -> None:
-        """What libraries have taken of the GPU since then (NCCL for its exchanges) can be had no more."""
+        """Deduct what libraries have taken of the GPU since the last count (NCCL for its exchanges)."""
         api.synchronize()
         free, total = api.memory_info()
         taken = max(0, total - free - api.allocator_nbytes("reserved", "current") - self.context_nbytes)
@@ -41,12 +41,12 @@ class MemoryLedger:
 
     @property
     def overhead_nbytes(self) -> int:
-        """What a GPU of any size cannot give to models: taken outside of the allocator, or of it before."""
+        """Bytes that a GPU of any size cannot give to models: outside the allocator, or taken of it before."""
         return self.context_nbytes + self.base_nbytes
 
     @property
     def free_nbytes(self) -> int:
-        """What no model has set aside."""
+        """Bytes that no model has set aside."""
         return self.capacity_nbytes - self.reserved_nbytes
 
 
@@ -71,7 +71,7 @@ class AllocatorReading:
         self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
 
     def pause(self) -> None:
-        """What is taken from here to `resume` counts neither now nor later."""
+        """Count what is taken from here to `resume` neither now nor later."""
         self._peak_nbytes = self.peak_nbytes()
         self._paused_nbytes = self._api.allocator_nbytes("requested", "current")
 

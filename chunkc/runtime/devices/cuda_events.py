@@ -55,7 +55,10 @@ class CudaEvent:
             self._enqueue(self)
 
     def join(self) -> Failure | None:
-        """Block a worker until the work, which is not held back, has finished; a failure there has been before it."""
+        """Block a worker until the work has finished, and return a failure that has been before it.
+
+        The work is not held back.
+        """
         try:
             self._api.wait_on_host(self.handle)
         except RuntimeError as error:
@@ -89,9 +92,10 @@ class Held:
 
 
 class UsedEvents:
-    """The API's events that stand for launches, or have: at most twice as many as were ever held at a time, or a few.
+    """The API's events that stand for launches, or have stood for launches.
 
-    No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
+    They are at most twice as many as were ever held at a time, or a few. No finalizer tells that one is free, since
+    Dynamo may trace finalizers: all are looked through now and then.
     """
 
     def __init__(self) -> None:

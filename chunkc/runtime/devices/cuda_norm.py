@@ -1,4 +1,7 @@
-"""Measuring a chunk on a CUDA device: the kernels of ``chunkc.triton_kernels.grad_norm`` on the compute stream."""
+"""Measurement of a chunk on a CUDA device, by kernels of ``chunkc.triton_kernels.grad_norm``.
+
+The kernels run on the compute stream.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ class NormScratch:
         return self.memory[: 2 * num_tiles].view(2, num_tiles)
 
     def found(self) -> torch.Tensor:
-        """What the latest norm found, float32 [2]."""
+        """Return the result of the latest norm, float32 [2]."""
         return self.memory[-2:]
 
 

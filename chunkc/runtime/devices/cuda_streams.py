@@ -1,4 +1,4 @@
-"""Streams of the CUDA device: the caller's thread launches everything, and the device never waits for the host.
+"""Streams of the CUDA device: the caller's thread launches all; the device never waits for the host.
 
     stream    carried by
     compute   the CUDA stream that is current when the caller launches: kernels of the model see theirs as always
@@ -75,7 +75,10 @@ _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
 
 
 class _OfThread(threading.local):
-    """``followed``: the latest ``synchronize`` after which this thread has put the side streams behind its own."""
+    """State of one launching thread.
+
+    ``followed`` is the latest ``synchronize`` after which this thread has put the side streams behind its own.
+    """
 
     followed: object | None = None
 
@@ -118,7 +121,9 @@ class CudaStreams:
         self._pid = os.getpid()
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
-        """As `chunkc.runtime.devices.protocol.Device.launch`; raises an earlier failure that the host was not told.
+        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
+
+        An earlier failure that the host was not told is raised.
 
         Raises:
             ChunkcError: after `close`, in a forked child, and for events of another device.
@@ -136,8 +141,10 @@ class CudaStreams:
         return event
 
     def follow(self) -> None:
-        """Order all side streams behind what is on the current stream now, and what the caller puts there until the
-        next launch."""
+        """Order all side streams behind the work on the current stream.
+
+        That is what is there now, and what the caller puts there until the next launch.
+        """
         with self._lock:
             self._put_sides_behind(self._current())
             self._latest_synchronize = object()
@@ -182,7 +189,10 @@ class CudaStreams:
             )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was launched, wait for the device, and stop the worker; idempotent, nothing in a forked child."""
+        """Finish what was launched, wait for the device, and stop the worker.
+
+        The call is idempotent, and does nothing in a forked child.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -238,7 +248,7 @@ class CudaStreams:
             raise ChunkcError(f"{self._name} was closed, or interrupted, before what is waited for was enqueued")
 
     def _enqueue_held(self, key: int, until: CudaEvent | None = None, *, only_ready: bool = False) -> None:
-        """Enqueue what is held back on a stream, in order: all, as far as ``until``, or as far as nothing waits."""
+        """Enqueue held-back work of a stream in order: all, as far as ``until``, or as far as nothing waits."""
         with self._lock:
             held = self._held[key]
             while held and not self._is_enqueuing and (until is None or until.handle is None):
@@ -297,7 +307,7 @@ class CudaStreams:
         return current
 
     def _order(self, target: Any, key: int, event: CudaEvent | HostCompletion) -> None:
-        """What is enqueued on ``target`` from here on runs after ``event``; host work has ended already."""
+        """Make what is enqueued on ``target`` from here on run after ``event``; host work has ended already."""
         if isinstance(event, CudaEvent) and event.key != key:
             self._api.wait_event(target, event.handle)
 

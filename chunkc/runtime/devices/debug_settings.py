@@ -36,7 +36,9 @@ class DebugSettings:
 
     @classmethod
     def from_env(cls, text: str, variable: str = "CHUNKC_EMULATED") -> DebugSettings:
-        """Settings from an environment variable's words: ``poison``, ``delay=MS``, ``seed=N``, ``sync``, ``throttle``.
+        """Read settings from the words of an environment variable.
+
+        The words are ``poison``, ``delay=MS``, ``seed=N``, ``sync`` and ``throttle``.
 
         Raises:
             ChunkcError: for another word or a value that is no number.

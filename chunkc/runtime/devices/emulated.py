@@ -1,4 +1,4 @@
-"""The emulated device: host memory behind hard byte budgets, with real copies, real concurrency and real events.
+"""The emulated device: host memory behind hard byte budgets, with real copies, concurrency and events.
 
 It runs the same plans through the same executor as a GPU, so that everything but speed is proved without one. Streams
 are threads (`worker_streams`), arena and homes are slabs (`host_slab`), non-model bytes are what
@@ -124,7 +124,7 @@ class EmulatedDevice:
         return dict(self._streams.stalled_s)
 
     def recorder(self) -> Timekeeper:
-        """What can record when actions run."""
+        """Return the timekeeper, which can record when actions run."""
         return self.timekeeper
 
     def free_device_nbytes(self) -> int:
@@ -272,7 +272,10 @@ class EmulatedDevice:
         return self._streams.launch(stream, label, waits, work)
 
     def paced_launch(self, plan: Plan) -> Launch | None:
-        """`launch` for the actions of ``plan`` by their text, each in the time that the law says; None without one."""
+        """Return `launch` for the actions of ``plan`` by their text, or None without a law.
+
+        Each action takes the time that the law says.
+        """
         if self._law is None:
             return None
         paces, streams = self._law.paces(plan), self._streams
@@ -287,7 +290,7 @@ class EmulatedDevice:
         return {}
 
     def memory_text(self) -> str:
-        """What stands on the device now, in bytes, for messages."""
+        """Return the bytes that stand on the device now, as text for messages."""
         return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"
 
     def check_usable(self) -> None:
@@ -295,7 +298,10 @@ class EmulatedDevice:
         self._streams.check_usable()
 
     def freed(self, memory: torch.Tensor) -> None:
-        """``memory`` holds nothing from here on: NaN in every floating dtype, when the settings ask for poison."""
+        """Note that ``memory`` holds nothing from here on.
+
+        Where the settings ask for poison, ``memory`` is filled with NaN in every floating dtype.
+        """
         if self.settings.poison:
             memory.fill_(_POISON)
 
@@ -311,11 +317,11 @@ class EmulatedDevice:
         return work
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which may wait for streams: here, or in a thread of its own where a worker calls this."""
+        """Call ``work``, which may wait for streams: here, or in a new thread where a worker calls this."""
         self._streams.call_from_host(work)
 
     def start_reading(self) -> None:
-        """From here on non-model bytes are read against this moment's level; a warning where they cannot be read."""
+        """Read non-model bytes against this moment's level from here on; warn where they cannot be read."""
         if not self.meter.available:
             _LOGGER.warning(
                 "%s cannot read non-model bytes on this system (needs glibc's malloc): 0 is shown", self.name
@@ -323,7 +329,7 @@ class EmulatedDevice:
         self.meter.start()
 
     def pause_reading(self) -> None:
-        """What the process takes from here to `resume_reading` is no non-model data."""
+        """Exclude what the process takes from here to `resume_reading` from non-model data."""
         self.meter.pause()
 
     def resume_reading(self) -> None:

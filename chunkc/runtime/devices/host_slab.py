@@ -1,4 +1,4 @@
-"""Slabs: large pieces of host memory with their own mapping, given back to the system the moment they are freed.
+"""Slabs: large pieces of host memory with their own mapping, given back to the system once freed.
 
 A slab is one private anonymous mapping, seen as a uint8 tensor. Three properties make it worth having instead of
 ``torch.empty``:
@@ -66,7 +66,9 @@ def allocate_slab(
 
 
 def map_private(nbytes: int) -> torch.Tensor:
-    """Zeroed host memory with a mapping of its own, as uint8; forks inherit it, and it goes with its last view.
+    """Return zeroed host memory with a mapping of its own, as uint8.
+
+    Forks inherit the memory, and the memory goes with its last view.
 
     Raises:
         OSError: when the system refuses the mapping.
@@ -78,10 +80,11 @@ def map_private(nbytes: int) -> torch.Tensor:
 
 
 def return_freed_pages() -> None:
-    """Make malloc give pages that it has only kept for later back to the system; without glibc nothing happens.
+    """Make malloc give pages that it has only kept for later back to the system.
 
-    glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed, unless they lie at its end
-    (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved elsewhere stay resident.
+    Without glibc nothing happens. glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed,
+    unless they lie at its end (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved
+    elsewhere stay resident.
     """
     trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
     if trim is not None:
@@ -152,7 +155,7 @@ def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
 
 
 def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ubyte]:
-    """A private anonymous mapping that forks do not inherit, unmapped when the returned buffer is collected."""
+    """Map private anonymous pages that forks do not inherit; collecting the returned buffer unmaps them."""
     map_pages = _libc().mmap
     map_pages.restype = ctypes.c_void_p
     map_pages.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]

@@ -44,10 +44,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_reader() -> Reader | None:
-    """A function that reads the bytes malloc has handed out in this process; None where that cannot be known.
+    """Return a function that reads the bytes malloc has handed out in this process, or None.
 
-    None without glibc 2.33 or later, and where another allocator (jemalloc, tcmalloc by LD_PRELOAD) serves torch: a
-    block that torch allocates must show in the reading.
+    None means that the bytes cannot be known: without glibc 2.33 or later, and where another allocator (jemalloc,
+    tcmalloc by LD_PRELOAD) serves torch. A block that torch allocates must show in the reading.
     """
     if sys.platform != "linux" or not hasattr(ctypes.PyDLL(None), "mallinfo2"):
         return None
@@ -105,11 +105,11 @@ class NonModelMeter:
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes in the reading that are not non-model ones: the caller's word, subtracted from every later sample.
+        """Bytes in the reading that are not non-model ones, subtracted from every later sample.
 
-        For what is malloc'ed after `start` and belongs to the model or the user, for example a staging store. Set it
-        right after such memory is taken and right before it is given back, then it hides nothing else. Negative
-        after memory that was there at `start` has gone.
+        The caller sets them for what is malloc'ed after `start` and belongs to the model or the user, for example a
+        staging store. Set them right after such memory is taken and right before it is given back, then they hide
+        nothing else. They are negative after memory that was there at `start` has gone.
         """
         return self._level.held_nbytes
 
@@ -126,9 +126,9 @@ class NonModelMeter:
         self._level.resume()
 
     def long_work(self) -> LongWork:
-        """``with meter.long_work():`` samples at both ends and, by the thread, in between; may nest and overlap.
+        """Return a context that samples at both ends and, by the thread, in between.
 
-        Does nothing before `start` and after `stop`.
+        ``with meter.long_work():`` may nest and overlap, and does nothing before `start` and after `stop`.
         """
         return self._section
 
@@ -138,7 +138,7 @@ class NonModelMeter:
 
 
 class _Level:
-    """Baseline, held bytes and peak; apart from the meter, so that the sampling thread does not keep that alive."""
+    """Baseline, held bytes and peak; apart from the meter, which the sampling thread must not keep alive."""
 
     def __init__(self, read: Reader | None) -> None:
         self.read = read

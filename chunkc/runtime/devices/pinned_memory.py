@@ -93,7 +93,9 @@ class HostHomes:
             return sum(home.slab.nbytes for home in self._homes.values())
 
     def allocate(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
-        """``nbytes`` of zeroed, page-aligned host memory as uint8, pinned; otherwise `touch` and `pin` are to follow.
+        """Allocate ``nbytes`` of zeroed, page-aligned host memory as uint8, pinned by default.
+
+        With ``is_pinned`` False, `touch` and `pin` are to follow.
 
         Raises:
             HardwareError: when the system or CUDA refuses; nothing is held then.
@@ -176,7 +178,10 @@ class HostHomes:
 
 
 def touch(memory: torch.Tensor, cores: HostCores | None = None) -> None:
-    """Make the system give every page of a zeroed tensor, from several threads, on ``cores`` where they are bound."""
+    """Make the system give all pages of a zeroed tensor, from several threads.
+
+    The threads run on ``cores`` where these are bound.
+    """
     parts = torch.split(memory, _TOUCHED_NBYTES)
     if len(parts) == 1 and (cores is None or not cores.is_bound):
         memory.zero_()

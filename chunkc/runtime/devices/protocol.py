@@ -1,4 +1,4 @@
-"""What the executor needs of a computing device: memory under a budget, streams, events, and honest readings.
+"""The device protocol of the executor: memory under a budget, streams, events and honest readings.
 
 Two implementations: CUDA, and an emulated device that runs the same plans with real copies, real concurrency and hard
 budgets on a machine without an accelerator. The executor knows only this protocol.
@@ -99,10 +99,11 @@ class Device(Protocol):
         ...
 
     def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
-        """``nbytes`` of host memory as uint8, zeroed, aligned, not inherited by forks, fast to copy from and to.
+        """Allocate ``nbytes`` of host memory as uint8.
 
-        With ``is_pinned`` False the system gives it as it is filled: ``touch_home`` comes before the first write to a
-        part, and ``pin_home`` before the first launch that copies.
+        The memory is zeroed, aligned, not inherited by forks, and fast to copy from and to. With ``is_pinned`` False
+        the system gives the memory as it is filled: ``touch_home`` comes before the first write to a part, and
+        ``pin_home`` before the first launch that copies.
 
         Raises:
             HardwareError: when the host budget does not hold them.
@@ -130,7 +131,10 @@ class Device(Protocol):
         ...
 
     def num_host_syncs(self) -> int:
-        """How often the host has waited for launched work so far: calls of ``synchronize`` and waits of events."""
+        """Return how often the host has waited for launched work so far.
+
+        Calls of ``synchronize`` and waits of events count.
+        """
         ...
 
     def stalled_s(self) -> Mapping[Stream, float]:
@@ -141,7 +145,7 @@ class Device(Protocol):
         ...
 
     def recorder(self) -> Timekeeper | None:
-        """What can record when actions run; None on a device where only torch's profiler can tell."""
+        """Return the recorder of when actions run; None on a device where only torch's profiler can tell."""
         ...
 
     def make_update(
@@ -168,7 +172,7 @@ class Device(Protocol):
         ...
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> Norm:
-        """What measures the gradients of a chunk on the device.
+        """Make the callable that measures the gradients of a chunk on the device.
 
         Args:
             gradient: device memory, contiguous, one dimension.
@@ -179,9 +183,10 @@ class Device(Protocol):
         ...
 
     def use_cores(self, cores: HostCores) -> None:
-        """From here on updates on the CPU stream run on ``cores``, and homes are touched first by threads there.
+        """Run updates on the CPU stream on ``cores`` from here on.
 
-        Called before the first work on that stream. Other threads of the process stay as they are.
+        Homes are touched first by threads on ``cores``. The call comes before the first work on that stream. Other
+        threads of the process stay as they are.
         """
         ...
 
@@ -194,11 +199,11 @@ class Device(Protocol):
         ...
 
     def paced_launch(self, plan: Plan) -> Launch | None:
-        """`launch` for the actions of ``plan`` by their text, on a device that is throttled; None on any other."""
+        """Return `launch` for the actions of ``plan`` by their text, or None on a device without throttle."""
         ...
 
     def memory_text(self) -> str:
-        """What stands on the device now, in bytes, for messages."""
+        """Return the bytes that stand on the device now, as text for messages."""
         ...
 
     def check_usable(self) -> None:
@@ -221,11 +226,11 @@ class Device(Protocol):
         ...
 
     def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What another thread calls so that operators of ``work`` go where the calling thread's go now."""
+        """Wrap ``work`` for another thread: its operators go where those of the calling thread go now."""
         ...
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which may wait for streams: here, or in a thread of its own where a stream calls this.
+        """Call ``work``, which may wait for streams: here, or in a new thread where a stream calls this.
 
         For finalizers: the garbage collector runs on any thread, and a stream must not wait for itself.
         """
@@ -236,7 +241,7 @@ class Device(Protocol):
         ...
 
     def pause_reading(self) -> None:
-        """What the process takes from here to ``resume_reading`` is no non-model data."""
+        """Exclude what the process takes from here to ``resume_reading`` from non-model data."""
         ...
 
     def resume_reading(self) -> None:
@@ -252,8 +257,10 @@ class Device(Protocol):
         ...
 
     def allocator_peaks(self) -> Mapping[str, int]:
-        """Highest bytes that a caching allocator has taken since ``start_reading``, by the name of the metric; nothing
-        where there is no such allocator."""
+        """Return the highest bytes that a caching allocator has taken since ``start_reading``.
+
+        The keys are the names of the metrics. The mapping is empty where there is no such allocator.
+        """
         ...
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class RequestedGradients:
         return frozenset(i for i in graded if i in reached and self._params[i].requires_grad)
 
     def frozen(self, graded: Collection[int]) -> list[str]:
-        """What all ranks must have alike, line by line: which of ``graded`` are frozen now."""
+        """List which of ``graded`` are frozen now, line by line; all ranks must have the list alike."""
         return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
 
     def number(self, own: Collection[int]) -> int:
@@ -48,7 +48,10 @@ class RequestedGradients:
         return digest_lines([str(i) for i in sorted(own)]) if self._ranks.size > 1 else 0
 
     def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
-        """What some rank asks for: ``own`` where the ``numbers`` of all are equal, else the union, said once."""
+        """Return the gradients that some rank asks for.
+
+        They are ``own`` where the ``numbers`` of all are equal. Else they are the union, which a warning says once.
+        """
         if len(set(numbers)) == 1:
             return own
         texts = self._ranks.collect(",".join(map(str, sorted(own))).encode())

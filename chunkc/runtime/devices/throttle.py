@@ -1,4 +1,6 @@
-"""When actions of an emulated device happen: a throttled device takes the time of a profile, and any can keep a record.
+"""The times at which actions of an emulated device happen.
+
+A throttled device takes the time of a profile, and any device can keep a record.
 
 A throttled device does the real work of every action and then waits until the action is due, so that a run in real time
 has the rates of the profile. What orders actions stays what it always is: queues and events. A law from above
@@ -89,7 +91,7 @@ class Span:
 
 
 class _Fluid:
-    """What is under way on all streams, and when each of it is due."""
+    """The actions under way on all streams, and when each of them is due."""
 
     def __init__(self, speeds: Callable[[tuple[Any, ...]], tuple[float, ...]], clock: Clock) -> None:
         self._speeds = speeds

@@ -1,8 +1,9 @@
-"""Streams and events of the emulated device: the caller's thread computes, one worker thread serves each other stream.
+"""Streams and events of the emulated device.
 
-Nothing polls: a worker blocks on its queue, then on the events its work waits for, and an event is a latch that opens
-when its work has finished. Workers know their queue and the shared `Failures`, never the device, so that a device
-that nobody uses any more can be collected and its workers stopped.
+The caller's thread computes, and one worker thread serves each other stream. Nothing polls: a worker blocks on its
+queue, then on the events its work waits for, and an event is a latch that opens when its work has finished. Workers
+know their queue and the shared `Failures`, never the device, so that a device that nobody uses any more can be
+collected and its workers stopped.
 
 **Failures.** What ``work`` raises fails its event; whatever waits for that event does not run and fails likewise. The
 host is told once: by the next launch or `Streams.synchronize`, or by waiting for a failed event, whichever comes
@@ -37,7 +38,7 @@ _LOGGER = logging.getLogger("chunkc")
 
 
 class Failure:
-    """An exception on its way to the host: which of the host's tellings, counted from 1, was about it (0: none)."""
+    """An exception on its way to the host, and the host's telling about it, counted from 1 (0: none)."""
 
     __slots__ = ("error", "telling")
 
@@ -47,7 +48,7 @@ class Failure:
 
 
 class Failures:
-    """What the workers of a device have raised and the host has not been told.
+    """Failures that the workers of a device have raised and the host has not been told.
 
     Attributes:
         num_tellings: how often the host was told; work remembers the count at its launch.
@@ -82,18 +83,18 @@ class Failures:
 
     @property
     def untold(self) -> Failure | None:
-        """What the host has not been told yet."""
+        """The failure that the host has not been told yet."""
         return self._untold
 
     def take_untold(self) -> Failure | None:
-        """What nobody will be told any more."""
+        """Take the failure that nobody will be told any more."""
         with self._lock:
             failure, self._untold = self._untold, None
             return failure
 
 
 class Awaited(Protocol):
-    """What a worker can wait for."""
+    """Something that a worker can wait for."""
 
     def join(self) -> Failure | None:
         """Block until it has happened; how it failed."""
@@ -101,8 +102,10 @@ class Awaited(Protocol):
 
 
 class Completion:
-    """Event of one piece of work on ``stream``, if any; done from the start when made with ``is_done``. ``span``: where
-    time is kept."""
+    """Event of one piece of work on ``stream``, if any.
+
+    The event is done from the start when made with ``is_done``. ``span`` is there where time is kept.
+    """
 
     __slots__ = ("_failure", "_failures", "_latch", "span", "stream")
 
@@ -175,7 +178,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the work of one stream runs in: pauses before and after, a context around it, and its time kept."""
+    """Surroundings of one stream's work: pauses before and after, a context, and the keeping of its time."""
 
     delays: Delays
     long_work: AbstractContextManager[None]
@@ -275,9 +278,9 @@ class Streams:
         work: Callable[[], None],
         pace: Pace | None = None,
     ) -> Completion:
-        """As `chunkc.runtime.devices.protocol.Device.launch`; raises an earlier failure that the host was not told.
+        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
 
-        ``pace``: what it takes on a throttled device.
+        An earlier failure that the host was not told is raised. ``pace`` is what the work takes on a throttled device.
 
         Raises:
             ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
@@ -296,7 +299,7 @@ class Streams:
         return completion
 
     def synchronize(self) -> None:
-        """Wait for everything launched; raise the first failure the host was not told, after which all is clear."""
+        """Wait for everything launched, and raise the first failure the host was not told; then all is clear."""
         self.check_usable()
         self.num_synchronizes += 1
         marks = []

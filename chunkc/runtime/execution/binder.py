@@ -105,7 +105,10 @@ class Binder:
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Callable[[], None]:
-        """What the slot holds until it is written is nobody's; gradients that ranks add up begin at 0."""
+        """Open a slot: gradients that ranks add up begin at 0.
+
+        What any other slot holds until it is written is nobody's.
+        """
         if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
             memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
@@ -227,8 +230,10 @@ class Binder:
         return work
 
     def _stash(self, action: Action) -> Callable[[], None]:
-        """The elements in this chunk of gradients of the segment land, and no others: only this chunk's fetch has been
-        waited for, and only its slot is kept until the stash has run."""
+        """Land the elements in this chunk of gradients of the segment, and no others.
+
+        Only this chunk's fetch has been waited for, and only its slot is kept until the stash has run.
+        """
         segment = self.plan.segment(action.source or "")
         compiled, chunk = self.graphs["backward"], self._chunk(action)
         names = {param: name for name, param in compiled.gradients.items()}
@@ -263,16 +268,20 @@ class Binder:
         return stash
 
     def _share(self, chunk: Chunk) -> float:
-        """By what gradients are multiplied as they land: ranks that share chunks add up those of micro-batches, and
-        average others."""
+        """Return the factor by which gradients are multiplied as they land.
+
+        Ranks that share chunks add up the gradients of micro-batches, and average others.
+        """
         adds_up = chunk.partner is not None and self.plan.accumulate > 1
         return 1.0 / self.plan.layout.world_size if adds_up else 1.0
 
     def _landing(
         self, param: int, chunk: Chunk, mapped: int
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Where the elements of a gradient that belong in ``chunk`` go, and what takes them out of it; ``mapped`` is
-        the chunk in which the parameter's own elements are."""
+        """Return where the elements of a gradient in ``chunk`` go, and the function that takes them out.
+
+        ``mapped`` is the chunk in which the parameter's own elements are.
+        """
         slot = self._slot_of(chunk.index)
         if self.plan.layout.placements[param].num_chunks == 1:
             return self.store.param_in_slot(param, slot), _whole

@@ -1,4 +1,4 @@
-"""What programs are bound to: compiled graphs, values that change from run to run, and actions ready to be launched."""
+"""Parts of bound programs: compiled graphs, values that change per run, actions ready to be launched."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SegmentCallable = Callable[[list[Any]], Sequence[Any]]
 
 
 class GraphSegment(Protocol):
-    """What is needed of a lowered segment (see ``chunkc.passes.lower``)."""
+    """Attributes of a lowered segment that execution needs (see ``chunkc.passes.lower``)."""
 
     @property
     def inputs(self) -> tuple[str, ...]: ...
@@ -28,7 +28,7 @@ class GraphSegment(Protocol):
 
 
 class Graph(Protocol):
-    """What is needed of a lowered graph."""
+    """Attributes of a lowered graph that execution needs."""
 
     @property
     def inputs(self) -> tuple[str, ...]: ...
@@ -42,7 +42,7 @@ class Graph(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CompiledGraph:
-    """A lowered graph with a callable per segment, and the parameters whose gradients it makes by value name."""
+    """A lowered graph, a callable per segment, and by value name the parameters whose gradients it makes."""
 
     graph: Graph
     segments: Sequence[SegmentCallable]
@@ -51,7 +51,7 @@ class CompiledGraph:
 
 @dataclass(slots=True)
 class Frame:
-    """What changes while programs run: values by name, and the bytes that the latest run of each program moved.
+    """State that changes while programs run: values by name, and bytes moved by each program's latest run.
 
     ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
     ``withheld``: parameters whose gradient nobody asked for: zeros land in its place.
@@ -65,8 +65,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """An action with what it does. ``update`` stands in for ``work`` where hyperparameters are needed; ``is_sum``: what
-    norms found stands once it has happened."""
+    """An action with the function that does it.
+
+    ``update`` stands in for ``work`` where hyperparameters are needed. ``is_sum``: the findings of norms stand once the
+    action has happened.
+    """
 
     label: str
     text: str

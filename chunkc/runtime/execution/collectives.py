@@ -1,4 +1,4 @@
-"""What ``gather``, ``reduce`` and ``sum`` do: exchanges of a plan as functions over the memory of the chunks.
+"""Exchanges of a plan (``gather``, ``reduce``, ``sum``) as functions over the memory of the chunks.
 
 A group's chunks stand one behind the other in the arena, so it is one tensor, of which this rank's chunk is a part:
 both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others, and of
@@ -46,8 +46,10 @@ class Exchanges:
         return gather
 
     def reduce(self, group: int, first_slot: int, text: str) -> Work:
-        """Into the own chunk the mean of it over all ranks; gradient chunks to which micro-batches add take the sum of
-        contributions that were divided as they landed."""
+        """Put the mean of the own chunk over all ranks into that chunk.
+
+        Gradient chunks to which micro-batches add take the sum of contributions that were divided as they landed.
+        """
         whole, own = self._parts(group, first_slot)
         place, layout = self._place(text), self.plan.layout
         count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
@@ -61,7 +63,7 @@ class Exchanges:
         return reduce
 
     def sum(self, gauge: Gauge, text: str) -> Work:
-        """What the norms of this rank found, added up over all."""
+        """Add up over all ranks the findings of this rank's norms."""
         place, ranks = self._place(text), self.ranks
 
         def add_up() -> None:

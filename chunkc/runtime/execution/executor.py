@@ -1,8 +1,8 @@
-"""The executor: carries out the programs of one plan, action by action, on a device. It decides nothing.
+"""The executor, which carries out the programs of one plan, action by action, on a device.
 
-All actions are bound to memory when it is made, so that a step allocates nothing and looks nothing up. Running a
-program is: launch each action on its stream with the events of the labels it waits for. Values of the graphs live in an
-environment by name and leave it at their last use.
+The executor decides nothing. All actions are bound to memory when it is made, so that a step allocates nothing and
+looks nothing up. Running a program is: launch each action on its stream with the events of the labels it waits for.
+Values of the graphs live in an environment by name and leave it at their last use.
 """
 
 from __future__ import annotations
@@ -81,20 +81,24 @@ class Executor:
             self._counted.clear()
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation; with several
-        micro-batches, in all programs since the latest step was entered."""
+        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation.
+
+        With several micro-batches: in all programs since the latest step was entered.
+        """
         names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
         return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
 
     def exchanges(self, program: str) -> list[str]:
-        """What all ranks must have alike in a program: its collectives in order, and the gradients that land."""
+        """List what all ranks must have alike in a program: collectives in order, and gradients that land."""
         lines = [str(replace(a, waits=())) for a in self.plan.program(program).actions if a.stream is Stream.COMM]
         if self.plan.program(program).role == "backward":
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
         return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
 
     def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
-        """All ranks are about to run ``program``; ``state``: what else they must have alike. ``number`` of every rank.
+        """Agree with all ranks that they are about to run ``program``; return ``number`` of every rank.
+
+        ``state``: what else the ranks must have alike.
 
         Raises:
             RankError: when they do other things, or exchange other chunks.
@@ -241,8 +245,10 @@ class Executor:
         self.num_actions += len(self._programs[name])
 
     def _count_from_zero(self, name: str) -> None:
-        """Forget the bytes that a program moved, unless it runs again for the same step. Copies of the step before may
-        still be under way, but none of a program that is about to run."""
+        """Forget the bytes that a program moved, unless it runs again for the same step.
+
+        Copies of the step before may still be under way, but none of a program that is about to run.
+        """
         if self.plan.accumulate == 1 or name not in self._counted:
             moved = self._frame.moved_nbytes
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})

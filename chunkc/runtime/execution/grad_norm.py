@@ -1,4 +1,4 @@
-"""What a plan that measures gradients finds, and the decision on it that updates wait for.
+"""Findings of a plan that measures gradients, and the decision on them that updates wait for.
 
 Norm actions write one row for each chunk as its gradients become final; ``decide`` turns rows and requests into what
 every update reads: a factor for gradients, and whether to leave parameters as they are. All of it stays on the device,

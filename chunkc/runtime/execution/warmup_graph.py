@@ -1,4 +1,4 @@
-"""A graph without a plan: its operators run one after another, each with just the parameters that it reads.
+"""A graph without a plan: operators run one after another, each with just the parameters it reads.
 
 This is how the first iteration runs when a forward breaks into several graphs, since the layout is made once all of
 them are known. On the device stand the values of the graph and the parameters of one operator, no arena.

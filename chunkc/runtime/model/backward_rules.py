@@ -1,4 +1,4 @@
-"""Calls that are refused: backwards that nobody declared, reads of lost gradients, any call after a broken step."""
+"""Calls that are refused: undeclared backwards, reads of lost gradients, any call after a broken step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from chunkc.runtime.params.gradients import Gradients
 
 
 class Undeclared(NamedTuple):
-    """Why a backward is refused; ``loses_gradients``: it is part of one that has landed gradients, which go."""
+    """The reason why a backward is refused.
+
+    ``loses_gradients``: the call is part of a backward that has landed gradients; those gradients go.
+    """
 
     text: str
     loses_gradients: bool = False
 
 
 class Trained(Protocol):
-    """What is needed of the model."""
+    """The attributes and methods of a model that the rules need."""
 
     accumulate: int
     gradients: Gradients
@@ -50,7 +53,10 @@ def refuse_undeclared(model: Trained, graded: Sequence[int], *, is_under_way: bo
 
 
 def refuse_more(model: Trained, graded: Sequence[int], *, is_under_way: bool) -> Undeclared | None:
-    """Why it may not run where several are declared: it is one more than that, or adds to what was stepped."""
+    """Return why a backward may not run where several are declared, or None.
+
+    Reasons: the backward is one more than declared, or adds to gradients that were stepped.
+    """
     gradients = model.gradients
     gradients.drop_removed()
     stale = [i for i in graded if hasattr(model.params[i].grad, "_chunkc_index")]
@@ -101,7 +107,9 @@ def refuse_unplanned(model: Trained, stepped: Sequence[int]) -> NoReturn:
 
 
 def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_consumed: bool) -> None:
-    """Refuse to read or write a gradient that no memory holds any more; one that was zeroed is known without.
+    """Refuse to read or write a gradient that no memory holds any more.
+
+    A gradient that was zeroed is known without memory.
 
     Args:
         index: of the parameter, which is called ``name``.

@@ -58,7 +58,10 @@ class ScaledGradients(ModelMemory):
         return None if self.is_scaled_outside else self.loss_scale
 
     def _note_landed(self, gauge: Gauge | None, graded: frozenset[int], scale: LossScale | None) -> None:
-        """The gradients of ``graded`` have landed, multiplied by ``scale``; keep what was measured if these are all."""
+        """Note that the gradients of ``graded`` have landed, multiplied by ``scale``.
+
+        Keep what was measured if these gradients are all.
+        """
         gradients = self.gradients
         if scale is not None:
             gradients.factor = gradients.unscaling = scale.inverse()
@@ -114,7 +117,10 @@ class ScaledGradients(ModelMemory):
         return frozenset(present)
 
     def _is_foreign_step(self, discarded: Collection[int]) -> bool:
-        """Whether another optimizer has stepped parameters whose gradients are ``discarded``; the first is logged."""
+        """Tell whether another optimizer has stepped parameters whose gradients are ``discarded``.
+
+        The first such step is logged.
+        """
         found = self.foreign.found(discarded)
         self.foreign.forget()
         if found:
@@ -122,12 +128,14 @@ class ScaledGradients(ModelMemory):
         return bool(found)
 
     def _is_unscaled(self) -> bool:
-        """Whether nothing is to be done to gradients in chunks but to undo the loss scale, if it is applied here."""
+        """Tell whether gradients in chunks need nothing but the loss scale undone, if it is applied here."""
         return self.gradients.factor is (None if self.own_scale is None else self.gradients.unscaling)
 
     def _prepare_to_add(self) -> None:
-        """Bring gradients in chunks to what one more micro-batch adds its own to: all that was asked for is done to
-        them, and they are multiplied by the loss scale, if it is applied here."""
+        """Bring gradients in chunks to the form to which one more micro-batch adds its own.
+
+        All that was asked for is done to the gradients. They are multiplied by the loss scale, if it is applied here.
+        """
         gradients, scale = self.gradients, self.own_scale
         if gradients.num_micro_batches == 0 or self._is_unscaled():
             return
@@ -156,8 +164,11 @@ class ScaledGradients(ModelMemory):
         return norm
 
     def unscale(self, inverse: torch.Tensor, scaler: Lines) -> torch.Tensor | None:
-        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite; 1 then, else 0.
-        None where there are no gradients. ``scaler`` describes what all ranks must scale by alike."""
+        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite.
+
+        Return 1 where one is not finite, else 0; None where there are no gradients. ``scaler`` describes what all ranks
+        must scale by alike.
+        """
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
@@ -198,7 +209,7 @@ class ScaledGradients(ModelMemory):
         return torch.tensor(float(not is_finite), dtype=torch.float32, device=self.device.torch_device)
 
     def _measured(self, present: frozenset[int]) -> Gauge | None:
-        """What tells of the gradients of ``present``; None where they are not what the latest backward measured."""
+        """Gauge of the gradients of ``present``; None unless they are what the latest backward measured."""
         is_all = present == self.gradients.measured and all(self.gradients.is_handle(index) for index in present)
         return self._gauge if is_all else None
 
@@ -233,7 +244,7 @@ class ScaledGradients(ModelMemory):
                 yield whole if gradients.factor is None else multiply(whole, gradients.factor)
 
     def _on_compute(self, read: Callable[[], torch.Tensor], waits: Sequence[Event]) -> torch.Tensor:
-        """What ``read()`` gives on the compute stream, behind what has been launched there and ``waits``."""
+        """Return ``read()`` on the compute stream, behind what has been launched there and ``waits``."""
         found = list[torch.Tensor]()
         self.device.launch(Stream.COMPUTE, "read the gauge", waits, lambda: found.append(read()))
         return found[0]

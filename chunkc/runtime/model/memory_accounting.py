@@ -1,4 +1,4 @@
-"""What one model takes of a device that others may share, and what was measured of it."""
+"""Reservation of one model on a device that others may share, and what was measured of it."""
 
 from __future__ import annotations
 

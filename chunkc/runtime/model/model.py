@@ -63,8 +63,7 @@ class ModelRuntime(Transitions):
         self.measures = False
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved by the latest executor; where micro-batches add up, by all executors
-        that ran forward for the same step."""
+        """Bytes copied on ``stream`` by the latest executor; with micro-batches, by all executors of its step."""
         latest = self._running()
         executors = self.executors.values() if self.accumulate > 1 else (latest,)
         return sum(e.moved_nbytes(stream) for e in executors if e.step_number == latest.step_number)
@@ -108,8 +107,9 @@ class ModelRuntime(Transitions):
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-        """Run a forward program from wherever the last call left the model; ``held_nbytes`` of inputs and buffers are
-        alive before it begins, and count as non-model data.
+        """Run a forward program from wherever the last call left the model.
+
+        ``held_nbytes`` of inputs and buffers are alive before the program begins, and count as non-model data.
 
         Raises:
             RankError: when the ranks do other things, or exchange other chunks.
@@ -163,8 +163,9 @@ class ModelRuntime(Transitions):
     # Backward.
 
     def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
-        """Run a backward program; afterwards the ``grad`` of every trained parameter that the loss has ``reached`` is
-        its landed gradient.
+        """Run a backward program and hand out the gradients that land.
+
+        Afterwards the ``grad`` of every trained parameter that the loss has ``reached`` is its landed gradient.
 
         Raises:
             RankError: when the ranks do other things, or make gradients of other parameters.
@@ -197,7 +198,7 @@ class ModelRuntime(Transitions):
             return self._guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
-        """Also on what lies over parameters, and on gradients to which it does not add although it does to others.
+        """Agree on ``program``, on gradients over parameters, and on gradients that begin anew beside others.
 
         Returns:
             The parameters whose gradients any rank asks for; ``own`` are this rank's.
@@ -226,7 +227,7 @@ class ModelRuntime(Transitions):
         return [backward_line(self.ran.index(graph), len(self.ran))] if is_broken else []
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
-        """Run the backward of a graph that had no plan when it ran forward; its gradients stay apart from chunks."""
+        """Run the backward of a graph whose forward ran without a plan; gradients stay apart from chunks."""
         with self.ranks.joining():
             self.settle()
             self._refuse_scaling_parts()
@@ -381,7 +382,7 @@ class ModelRuntime(Transitions):
         self.transactions.call_from_host(partial(self.device.call_from_host, self.close))
 
     def close(self) -> None:
-        """Give all memory back. What autograd holds, where the garbage collector cannot look, is let go by hand."""
+        """Give all memory back; let go by hand of what autograd holds outside the garbage collector's view."""
         try:
             self.drain()
         finally:

@@ -1,11 +1,10 @@
-"""What the parameters, gradients and optimizer states of one model are, wherever they stand now.
+"""Parameters, gradients and optimizer states of one model, wherever they stand now.
 
 Before the first plan parameters stand in a staging store, afterwards in chunks. Managed parameters and optimizers read
 and write through here; every observation drains pending updates first. ``model`` adds what runs over this memory.
 
-To the user a parameter stands on the model's device, and so do the values and gradients that its operators gather, one
-at a time. What is handed out of the whole model at once (state dicts, optimizer states) stands in host memory, because
-the device need not hold the model.
+The user finds a parameter on the model's device, and the values and gradients that its operators gather, one at a time.
+What the whole model hands out at once (state dicts, optimizer states) is in host memory: the device need not hold it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from chunkc.runtime.update.loss_scale import multiply
 
 
 class ModelMemory:
-    """Values of one model; see the module docstring.
+    """Values of one model; see the module docstring. Whoever uses it from outside calls ``settle`` first.
 
     Attributes:
         infos: all parameters by index, in compute dtype.
@@ -69,7 +68,7 @@ class ModelMemory:
         accumulate: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
-        """``params`` become managed: the same objects afterwards, in compute dtype, with values in a staging store."""
+        """Make ``params`` managed: the same objects afterwards, in compute dtype, values in a staging store."""
         self.infos = tuple(infos)
         self.accumulate = accumulate
         self.owners: dict[int, object] = {}
@@ -119,8 +118,7 @@ class ModelMemory:
         return self._store
 
     def settle(self) -> None:
-        """Wait for a transaction that its caller has left, and undo what else an exception interrupted; what runs over
-        this memory knows how. Whoever uses the model from outside calls it first."""
+        """Wait for a transaction that its caller has left; subclasses undo what else an exception interrupted."""
         self.transactions.finish()
 
     def drain(self) -> None:
@@ -139,11 +137,13 @@ class ModelMemory:
             self.device.synchronize()
 
     def to_cold(self) -> None:
-        """Bring every payload home before it is written; what runs over this memory knows how. All ranks call it."""
+        """Bring every payload home before it is written; subclasses know how. All ranks call it."""
 
     def reduce_gradients(self) -> bool:
-        """Bring together what ranks have made of gradients, and whether there was anything to do; what runs over this
-        memory knows how. All ranks call it, behind an agreement on what needs it."""
+        """Bring together what ranks have made of gradients; return whether there was anything to do.
+
+        Subclasses know how. All ranks call it, behind an agreement on what needs it.
+        """
         return False
 
     # Parameters.
@@ -179,7 +179,7 @@ class ModelMemory:
         return self._read(index).to(self.params[index].dtype).to(self.device.torch_device)
 
     def read_exact(self, index: int) -> torch.Tensor:
-        """A copy in host memory in the dtype that the parameter was handed over in: of param32 where there is one."""
+        """Copy in host memory in the dtype that the parameter was handed over in; of param32 if there is one."""
         return self._read(index).to("cpu")
 
     def _together(self, what: str, index: int) -> None:
@@ -232,8 +232,10 @@ class ModelMemory:
         return frozenset(self.gradients.landed if self.accumulate > 1 else ())
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
-        """A copy of the gradient of backward number ``stamp``, which must be the last one, on the model's device; zeros
-        where it was zeroed and no backward has added to it."""
+        """A copy of the gradient of backward number ``stamp``, on the model's device.
+
+        That backward must be the last one. A gradient that was zeroed, and to which no backward has added, is zeros.
+        """
         self._require_gradient(index, stamp)
         self.foreign.read_gradient(index)
         self._together("the gradient", index)
@@ -281,7 +283,7 @@ class ModelMemory:
         refuse_lost(self.gradients, index, stamp, self.name_of(index), is_consumed=self._consumed)
 
     def _apply_factor(self) -> None:
-        """Multiply the gradients themselves by what clipping asks for, where the step can not: it must be drained."""
+        """Multiply the gradients themselves by the factor, where the step can not; the model must be drained."""
         gradients = self.gradients
         factor, gradients.factor = gradients.factor, None
         if factor is None:
@@ -297,7 +299,7 @@ class ModelMemory:
         return mean_of_ranks(self.ranks, gradient)
 
     def _move_apart(self, indexes: Iterable[int]) -> None:
-        """Free the payloads of these parameters from their gradients, which go on in host memory unless withheld."""
+        """Free payloads of these parameters from gradients, which go on in host memory unless withheld."""
         values, indexes = self._chunk_values(), list(indexes)
         handed_out = self.gradients.handed_out(indexes)
         for index in indexes:
@@ -373,8 +375,7 @@ class ModelMemory:
         return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """This rank's chunks as they are now, to be read while training goes on, until ``end_snapshot``; None before
-        there are chunks.
+        """This rank's chunks as they are now, to read in training until ``end_snapshot``; None without chunks.
 
         ``max_copied_nbytes`` bounds what is copied aside; see `chunkc.runtime.storage.snapshot`.
         """

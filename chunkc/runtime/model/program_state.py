@@ -24,7 +24,7 @@ from chunkc.runtime.model.grad_clipping import ScaledGradients
 
 
 class AtStake(IntEnum):
-    """What an exception would cost, besides the activations: what stands on the device, or the gradients as well."""
+    """Cost of an exception besides the activations: what stands on the device, or the gradients as well."""
 
     NOTHING = 0
     DEVICE = 1
@@ -130,7 +130,9 @@ class Transitions(ScaledGradients):
             raise
 
     def reduce_gradients(self) -> bool:
-        """Gradients are those of all ranks from here on, whatever micro-batches left to the last one of their step.
+        """Reduce what micro-batches have left to the last one of their step.
+
+        From here on gradients are those of all ranks.
 
         Raises:
             RankError: when other ranks would reduce other groups.

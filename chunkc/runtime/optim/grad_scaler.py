@@ -1,9 +1,9 @@
-"""``chunkc.GradScaler``: loss scaling managed by a script, with the public behaviour of ``torch.amp.GradScaler``.
+"""``chunkc.GradScaler``: loss scaling managed by a script.
 
-A model compiled in fp16 scales by itself; scripts that were written for torch's scaler keep their calls. ``scale``
-finds the compiled models behind a loss by its autograd graph and tells them that somebody else scales. Nothing but
-``get_scale`` and ``state_dict`` reads a value from the device: whether a step overflowed is decided there
-(``chunkc.runtime.execution.grad_norm``), and the scale follows it.
+Its public behaviour is that of ``torch.amp.GradScaler``. A model compiled in fp16 scales by itself; scripts that were
+written for torch's scaler keep their calls. ``scale`` finds the compiled models behind a loss by its autograd graph and
+tells them that somebody else scales. Nothing but ``get_scale`` and ``state_dict`` reads a value from the device:
+whether a step overflowed is decided there (``chunkc.runtime.execution.grad_norm``), and the scale follows it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Looked(NamedTuple):
-    """Of one optimizer's gradients: their model, and 1 where one of them was not finite, else 0 (float32 [])."""
+    """Model of one optimizer's gradients, and 1 where one of them was not finite, else 0 (float32 [])."""
 
     runtime: OptimizerRuntime
     found: torch.Tensor
@@ -159,7 +159,7 @@ class GradScaler:
         return float(self._scale.scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """What the scale is multiplied by after enough steps without overflow."""
+        """Return the factor by which the scale is multiplied after enough steps without overflow."""
         return self._scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
@@ -168,7 +168,7 @@ class GradScaler:
         self._is_agreed = False
 
     def get_backoff_factor(self) -> float:
-        """What the scale is multiplied by after an overflow."""
+        """Return the factor by which the scale is multiplied after an overflow."""
         return self._scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
@@ -205,7 +205,7 @@ class GradScaler:
         self._is_agreed = False
 
     def _to_agree_on(self) -> list[str]:
-        """What all ranks must have alike, once; afterwards decisions of all of them change it alike."""
+        """List what all ranks must have alike, once; afterwards decisions of all ranks change it alike."""
         return ["a GradScaler as agreed on" if self._is_agreed else f"a GradScaler with {self.state_dict()}"]
 
     def _move_to(self, device: torch.device) -> None:

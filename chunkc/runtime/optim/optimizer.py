@@ -1,4 +1,4 @@
-"""``chunkc.AdamW`` and ``chunkc.Adam``: torch's optimizers, whose work the compiled model's step program does.
+"""``chunkc.AdamW`` and ``chunkc.Adam``: torch's optimizers, run by the compiled model's step program.
 
 The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
 moments stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
@@ -42,7 +42,7 @@ __all__ = ["Adam", "AdamW", "ChunkOptimizer", "OptimizerRuntime", "find_runtime"
 
 
 class ChunkOptimizer(torch.optim.Optimizer):
-    """What Adam and AdamW share; they differ in where weight decay goes."""
+    """The common base of Adam and AdamW, which differ in where weight decay goes."""
 
     _decoupled: bool
 
@@ -184,7 +184,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """What torch calls ``optimizer.state``: a mapping from each parameter that was ever stepped to its state.
+        """Mapping from each parameter that was ever stepped to its state: torch's ``optimizer.state``.
 
         ``state[param]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, in 16-bit modes, ``master_param``. They show the
         state as it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
@@ -232,7 +232,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._counts.runtime
 
     def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerRuntime | None:
-        """The runtime of the group's parameters, which is that of the groups before; None while there are none."""
+        """Runtime of the group's parameters, the same as of the groups before; None while there are none."""
         runtime = self._counts.runtime
         names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
         for param, name in zip(group["params"], names, strict=True):

@@ -1,4 +1,4 @@
-"""How an optimizer's states are exchanged: the protocol of a compiled model towards its optimizers, and torch's layout.
+"""Exchange of optimizer states: a compiled model's protocol towards optimizers, and torch's layout.
 
 In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives ``step``,
 ``exp_avg`` and ``exp_avg_sq`` for the id of each parameter that was ever stepped. In 16-bit modes ``master_param`` is
@@ -38,7 +38,9 @@ UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
 
 
 class OptimizerRuntime(Protocol):
-    """What the optimizers need of a compiled model. Parameters are named by their index in the layout.
+    """Protocol of a compiled model towards its optimizers.
+
+    Parameters are named by their index in the layout.
 
     Attributes:
         ranks: with which the model is trained; they step together.
@@ -94,7 +96,7 @@ class OptimizerRuntime(Protocol):
         ...
 
     def unscale(self, inverse: Tensor, scaler: Lines) -> Tensor | None:
-        """Multiply all gradients by ``inverse`` in the next step, which is skipped where one is infinite or NaN.
+        """Multiply all gradients by ``inverse`` in the next step; skip the step if one is infinite or NaN.
 
         Args:
             scaler: what all ranks must scale by alike, line by line.
@@ -108,9 +110,9 @@ class OptimizerRuntime(Protocol):
         ...
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
-        """Launch the step program for the parameters in ``hypers``; a parameter's step 1 starts from zero moments.
+        """Launch the step program for the parameters in ``hypers``.
 
-        Called in a transaction.
+        A parameter's step 1 starts from zero moments. Called in a transaction.
 
         Returns:
             What becomes of it, where it may be skipped because a gradient is infinite or NaN.
@@ -118,12 +120,14 @@ class OptimizerRuntime(Protocol):
         ...
 
     def read_state(self, param: int, names: Sequence[str] = ...) -> tuple[Tensor, ...]:
-        """Copies of ``names``, parameter-shaped, after draining pending updates; of all by default: ``exp_avg``,
-        ``exp_avg_sq`` and ``param32``."""
+        """Copies of ``names``, parameter-shaped, after draining pending updates.
+
+        By default of all: ``exp_avg``, ``exp_avg_sq`` and ``param32``.
+        """
         ...
 
     def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
-        """Replace the moments and, unless it is None, param32 and with it param16; of a parameter that is trained."""
+        """Replace the moments of a trained parameter and, unless it is None, param32 and with it param16."""
         ...
 
 
@@ -225,7 +229,9 @@ def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
 
 
 def check_state(runtime: OptimizerRuntime, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
-    """The step count of ``state``, which must be an Adam state of ``param``; 0 only beside moments of zeros.
+    """Return the step count of ``state``, which must be an Adam state of ``param``.
+
+    The count is 0 only beside moments of zeros.
 
     Raises:
         ChunkcError: when it is not, does not fit, or has a step count that no optimizer makes.

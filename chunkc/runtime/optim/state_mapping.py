@@ -45,7 +45,7 @@ _STORED_AS: Final = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_p
 
 
 class _DictLike(MutableMapping[K, V]):
-    """What dicts do and abstract mappings do not."""
+    """A mapping with the methods that dicts have and abstract mappings do not."""
 
     def copy(self) -> dict[K, V]:
         """A dict of the same values."""

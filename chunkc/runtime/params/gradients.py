@@ -1,4 +1,4 @@
-"""Where the gradients of one model are between its backward and the step, and what ``param.grad`` shows of them.
+"""Places of one model's gradients between backward and step, and what ``param.grad`` shows of them.
 
     landed   in the chunk, over the parameter's payload or in a gradient chunk, where the backward program put it
     apart    a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
@@ -69,7 +69,7 @@ class Gradients:
         return grad is not None and grad is self._handles.get(index)
 
     def is_kept(self, index: int) -> bool:
-        """Whether the parameter's gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
+        """Tell whether a gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
         return (index in self.landed and index in self._live) or index in self.apart
 
     def handed_out(self, indexes: Iterable[int]) -> frozenset[int]:
@@ -85,7 +85,7 @@ class Gradients:
         return self._stamps.get(index, self.stamp)
 
     def drop_removed(self) -> None:
-        """Forget gradients that ``param.grad`` shows no more; count micro-batches anew where none is left of them."""
+        """Forget gradients that ``param.grad`` shows no more; count micro-batches anew where none is left."""
         for index in [i for i in (*self.landed, *self.apart) if not self.is_handle(i)]:
             self.landed.discard(index)
             self.apart.pop(index, None)
@@ -102,7 +102,7 @@ class Gradients:
         return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
 
     def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
-        """Whether ``graph``, which ran forward in ``call``, goes on with the latest micro-batch of ``backward``.
+        """Tell whether ``graph``, run forward in ``call``, goes on with ``backward``'s latest micro-batch.
 
         ``num_forwards``: how often it ran there, as a frame does that a forward comes to more than once.
         """
@@ -132,7 +132,9 @@ class Gradients:
         self.apart[index] = part if before is None else before + part
 
     def hand_out(self, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None) -> None:
-        """``graph`` has run backward: set ``param.grad``. All its gradients are multiplied by ``scale``, if it has one.
+        """Set ``param.grad`` after ``graph`` has run backward.
+
+        All gradients of ``graph`` are multiplied by ``scale``, if it has one.
 
         A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
         for the case that this backward fails.

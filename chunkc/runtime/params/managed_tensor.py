@@ -1,4 +1,4 @@
-"""Managed parameters: what the user's module holds in place of tensors whose payload moves between devices.
+"""Managed parameters: stand-ins in the user's module for tensors whose payload moves between devices.
 
 A managed parameter is a traceable wrapper subclass around a shell (`shell`), a tensor of the same shape
 without storage. Under compilation it flattens to that, so graphs see an ordinary placeholder whose payload the executor
@@ -42,7 +42,7 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ValueStore(Protocol):
-    """Where one kind of values is read and written, by the index of a parameter; a read drains pending updates.
+    """Reads and writes of one kind of values, by the index of a parameter; a read drains pending updates.
 
     Attributes:
         holds: parameters with their gradients, or one part of the optimizer states.
@@ -223,7 +223,10 @@ def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _alias(tensor: ManagedTensor) -> ManagedTensor:
-    """Another handle on the same place; an ordinary tensor in inference mode too, as autograd asks of a detach."""
+    """Return another handle on the same place.
+
+    The handle is an ordinary tensor in inference mode too, as autograd asks of a detach.
+    """
     with torch.inference_mode(False):
         return _like(tensor, tensor._inner.detach())
 
@@ -348,8 +351,10 @@ def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
 
 
 def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
-    """Fill a parameter without reading it, in the dtype that it was handed over in, as its initialisation would: with
-    random numbers of the parameter's device."""
+    """Fill a parameter without reading it, in the dtype that it was handed over in.
+
+    Random numbers are those of the parameter's device, as in the parameter's initialisation.
+    """
     dtype = _runtime(target).staging.dtypes[target._chunkc_index]
     value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
     args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
@@ -358,7 +363,7 @@ def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[
 
 
 def _place(tensor: ManagedTensor) -> object:
-    """What tensors have in common whose values are in the same place, as a parameter and its ``data``."""
+    """Return a key shared by tensors whose values are in the same place, as a parameter and its ``data``."""
     if tensor._role == "view":
         return id(tensor)
     return id(tensor._chunkc_runtime), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
@@ -374,7 +379,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[M
 
 
 def _plain(tensor: ManagedTensor) -> torch.Tensor:
-    """A tensor that chunkc does not manage; a parameter stays one, in the dtype that it was handed over in."""
+    """A tensor that chunkc does not manage; a parameter stays one, in the dtype it was handed over in."""
     if tensor._role == "param" and isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(tensor.exact(), requires_grad=tensor.requires_grad)
     return _read(tensor)

@@ -1,4 +1,4 @@
-"""What stands on the user's modules besides parameters: real values in state dicts, and an answer to conversions.
+"""Hooks on the user's modules, beside parameters: real values in state dicts, answers to conversions.
 
 Both look at the parameters that a module holds when they are called, so that in a copy of a compiled model
 (``copy.deepcopy``, pickle), which has plain parameters, they do nothing.
@@ -19,7 +19,7 @@ from chunkc.runtime.params.managed_tensor import ManagedTensor
 
 
 class StateDictHook:
-    """Turns managed tensors in a state dict into real ones, in the dtype that each parameter was handed over in.
+    """A hook that makes managed tensors in a state dict real, in the dtype they were handed over in.
 
     It stands on every module and sees to the module's own parameters, so that the state dict of a part is as real as
     that of the whole. Tied parameters stay tied within one state dict. With ``keep_vars=True`` the parameters

@@ -33,7 +33,7 @@ class Triple:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The elements ``[start, end)`` of chunk ``chunk`` that hold the elements of a parameter from ``first`` on."""
+    """Elements ``[start, end)`` of ``chunk``, which hold a parameter's elements from ``first`` on."""
 
     chunk: int
     start: int
@@ -74,7 +74,7 @@ class ChunkStore:
         return self._device.allocate_home(nbytes, is_pinned=False) if nbytes else self._nothing
 
     def touch(self, param: int) -> None:
-        """A parameter is about to be written for the first time: homes take the pages of this rank's part of it."""
+        """Take the home pages of this rank's part of a parameter, before the parameter's first write."""
         for part in self._parts[param]:
             chunk = self.layout.chunks[part.chunk]
             if not self.is_own(part.chunk):
@@ -107,16 +107,20 @@ class ChunkStore:
         self.arena = self._payload_slab = self._triple_slab = self._nothing
 
     def before_write(self, chunk: int) -> None:
-        """Called before param32 or moments of a chunk change where they live, or the payload of an untrained one does.
+        """Prepare a write to a chunk; return when no snapshot needs what stands there now.
 
-        Returns when no snapshot needs what stands there now; see `chunkc.runtime.storage.snapshot`.
+        The call comes before param32 or moments of the chunk change where they live. For an untrained chunk the call
+        comes before the payload changes. See `chunkc.runtime.storage.snapshot`.
         """
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.before_write(chunk)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep ``snapshot`` from now on; one before it that nobody ended is given up, and its reader is told so."""
+        """Keep ``snapshot`` from now on, and give up an earlier one that nobody ended.
+
+        The reader of the earlier snapshot is told so.
+        """
         self.end_snapshot(self.snapshot)
         self.snapshot = snapshot
 

@@ -31,7 +31,10 @@ class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
-        """``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device."""
+        """Bind a chunk store, the slots of its device-homed tensors and the ranks.
+
+        ``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device.
+        """
         self._store = store
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
@@ -39,9 +42,10 @@ class ChunkValues:
         self._beside = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
-        """Move what is left in ``staging`` into chunks, one parameter at a time; can be interrupted and resumed.
+        """Move what is left in ``staging`` into chunks, one parameter at a time.
 
-        In the order of the chunks, so that homes take their pages as fast as ``staging`` lets go of its own.
+        The move can be interrupted and resumed. Parameters move in the order of the chunks, so that homes take their
+        pages as fast as ``staging`` lets go of its own.
 
         Raises:
             HardwareError: when homes cannot be pinned; all parameters stand in their chunks then.
@@ -101,8 +105,9 @@ class ChunkValues:
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
-        """A copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped; where nothing is trained,
-        ``param32`` is the parameter.
+        """Return a copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped.
+
+        Where nothing is trained, ``param32`` is the parameter.
 
         Raises:
             ChunkcError: for moments of a parameter that the compiled graph does not train.
@@ -124,7 +129,10 @@ class ChunkValues:
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
 
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and, where given, of its moments: 1-D, for each run of parts."""
+        """Replace this rank's elements of a parameter and, where given, of its moments.
+
+        The new elements are 1-D, one tensor for each run of parts.
+        """
         self._before_write(index)
         lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
         if self.is_trained(index):
@@ -142,9 +150,10 @@ class ChunkValues:
                     place.copy_(flat[first : first + part.end - part.start])
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
-        """This rank's parameters and moments as they are now, to be read while training goes on; one at a time.
+        """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
 
-        What is read last must be followed by ``end_snapshot`` of the store. A snapshot before it ends.
+        The values are those of now. There is one snapshot at a time: an earlier one ends. ``end_snapshot`` of the store
+        must follow the last read.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
         snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
@@ -152,7 +161,7 @@ class ChunkValues:
         return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
-        """What holds the values of a chunk's parameters: its triple, or the payload of an untrained one."""
+        """Return the tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
         found = self._layout.chunks[chunk]
         return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
 

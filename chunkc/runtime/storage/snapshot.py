@@ -123,8 +123,11 @@ class SnapshotReader:
     """
 
     def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[PartOfParam]]]) -> None:
-        """``runs`` of a parameter by its index: parts in chunks of the snapshot, those together that follow each other
-        in the parameter."""
+        """Read ``snapshot`` by the runs of each parameter.
+
+        ``runs`` gives the runs of a parameter by its index: parts in chunks of the snapshot. Parts that follow each
+        other in the parameter are together.
+        """
         self.snapshot = snapshot
         self._runs = runs
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}

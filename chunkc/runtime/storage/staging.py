@@ -29,7 +29,10 @@ _MAPPED_NBYTES: Final = 2**16
 
 @dataclass(slots=True)
 class StagedState:
-    """What an optimizer loaded before there were chunks; ``param32`` only where it is finer than the parameter."""
+    """Optimizer state that was loaded before there were chunks.
+
+    ``param32`` is there only where it is finer than the parameter.
+    """
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -94,7 +97,9 @@ class StagingStore:
             return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
     def value(self, index: int) -> torch.Tensor:
-        """The parameter in the dtype that it was handed over in: the staged tensor itself, or a copy of rank 0's.
+        """Return the parameter in the dtype that it was handed over in.
+
+        The result is the staged tensor itself, or a copy of rank 0's.
 
         Raises:
             ChunkcError: when it was never given a value.
@@ -137,7 +142,10 @@ class StagingStore:
         return sum(v.numel() * v.element_size() for v in held)
 
     def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
-        """Replace the elements; with ``keep_finer``, those of a loaded param32 that merely round to ``value`` stay."""
+        """Replace the elements of a parameter.
+
+        With ``keep_finer``, elements of a loaded param32 that merely round to ``value`` stay.
+        """
         if not self._ranks.is_first:
             self._blank.discard(index)
             return

@@ -69,9 +69,10 @@ class Transactions:
         Finalizer(self, self._calls.put, None).atexit = False
 
     def run(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns or raises; inside another transaction ``call`` becomes part of that one.
+        """Carry out ``call`` as a transaction, and return or raise what ``call`` does.
 
-        ``call`` runs without gradients, modes and other state of the calling thread, but on its current stream.
+        Inside another transaction ``call`` becomes part of that one. ``call`` runs without gradients, modes and other
+        state of the calling thread, but on its current stream.
         """
         if self.is_inside():
             return call()

@@ -33,7 +33,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """What elements must share to be updated by one call of the kernel."""
+    """Values that elements must share to be updated by one call of the kernel."""
 
     hyper: Hyper
     step: int
@@ -91,7 +91,9 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
-        """Update the active parameters and write param16 of all, as the decision of the step says where there is one.
+        """Update the active parameters and write param16 of all.
+
+        Where the step has a decision, the update does as the decision says.
 
         Raises:
             ValueError: when a step count is below 1; nothing has changed then.

@@ -1,4 +1,4 @@
-"""The arithmetic of the host update: one definition of Adam, compiled to one loop over the chunk's memory.
+"""Arithmetic of the host update: one definition of Adam, compiled to one loop over the chunk's memory.
 
 Per element, with the gradient ``g`` in float32 (Kingma and Ba, "Adam", algorithm 1; Loshchilov and Hutter, "Decoupled
 weight decay regularization", algorithm 2; semantics are torch.optim's)::
@@ -61,7 +61,7 @@ class Kernel(Protocol):
 
 
 def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
-    """What `_adam` takes beside the chunk, float32 [9], computed in float64 and rounded once.
+    """Compute the coefficients that `_adam` takes, float32 [9], in float64 and rounded once.
 
     Raises:
         ValueError: when the step count is below 1.
@@ -112,7 +112,10 @@ def _adam(
 
 
 def _outputs_anew(payload_dtype: torch.dtype | None) -> Callable[..., tuple[Tensor, ...]]:
-    """`_adam` and the payload, each output by a computation of its own; the compiled loop has them once again."""
+    """Return a function for the outputs of `_adam` and the payload, each by its own computation.
+
+    The compiled loop computes what they share once.
+    """
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
         triple = tuple(_adam(*inputs)[i] for i in range(3))
@@ -141,9 +144,10 @@ class _Loop:
 
 
 def _rounded_sqrt(values: Tensor) -> Tensor:
-    """The root rounded to nearest. Eager PyTorch may take MKL's, which can be off by one unit in the last place.
+    """Return the root rounded to nearest.
 
-    The root of a float32 is never so close to the middle between two float32 that float64's error could matter.
+    Eager PyTorch may take MKL's root, which can be off by one unit in the last place. The root of a float32 is never so
+    close to the middle between two float32 that float64's error could matter.
     """
     return values.double().sqrt().float()
 

@@ -18,7 +18,7 @@ logger = logging.getLogger("chunkc")
 
 
 class ForeignUpdates:
-    """What was read and written of one model's parameters since their gradients landed, by index.
+    """Reads and writes of one model's parameters since their gradients landed, by index.
 
     Attributes:
         num_steps: how often gradients went without a step after parameters had been updated from them.

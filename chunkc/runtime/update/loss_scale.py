@@ -1,4 +1,4 @@
-"""Loss scales: the factor that keeps small fp16 gradients representable, and its rules of growth and backoff.
+"""Loss scales, which keep small fp16 gradients representable, and their rules of growth and backoff.
 
 The rules are those of ``torch.amp.GradScaler`` (dynamic loss scaling, Micikevicius et al., "Mixed precision training",
 ICLR 2018, section 3.2): after ``growth_interval`` steps in a row without an infinite or NaN gradient the scale is
@@ -51,7 +51,7 @@ class LossScale:
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
 
     def inverse(self) -> torch.Tensor:
-        """What gradients are multiplied by, float32 [], computed in float64 as torch does."""
+        """Return the factor that gradients are multiplied by, float32 [], computed in float64 as torch does."""
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
@@ -87,10 +87,11 @@ class LossScale:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """``value`` times ``factor`` (float32 [], on its device), multiplied in float32 and rounded once to its dtype.
+    """Return ``value`` times ``factor``, multiplied in float32 and rounded once to the dtype of ``value``.
 
-    On a GPU torch rounds an operand without dimensions to the dtype of the other one first: in fp16 a factor of 2^16 is
-    infinite then, and makes NaN of zeros. On the host it does not, and an operand with dimensions is copied there.
+    ``factor`` is float32 [], on the device of ``value``. On a GPU torch rounds an operand without dimensions to the
+    dtype of the other one first: in fp16 a factor of 2^16 is infinite then, and makes NaN of zeros. On the host it does
+    not, and an operand with dimensions is copied there.
     """
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
@@ -110,7 +111,10 @@ def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | N
 
 
 def scale_tangents(names: Sequence[str], args: list[Any], scale: torch.Tensor) -> None:
-    """Multiply the tangents among the inputs of a backward graph, in their dtype; the products replace them."""
+    """Multiply the tangents among the inputs of a backward graph by ``scale``, in their dtype.
+
+    The products replace the tangents.
+    """
     for position, name in enumerate(names):
         value = args[position]
         if name.startswith("tangents") and isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -1,4 +1,4 @@
-"""What the updates of one ``step()`` take: hyperparameters and step counts by parameter, and the same as tables.
+"""Inputs of one ``step()``'s updates: hyperparameters and step counts by parameter, also as tables.
 
 ``step()`` snapshots them once; every update of the step, on whichever stream, gets the same object, so that a device
 may keep what it made of it (an upload) until it sees another.
@@ -71,7 +71,10 @@ class StepInputs:
 def step_lines(
     hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
 ) -> list[str]:
-    """All that ranks must have alike in a step, one parameter a line; ``assigned``: gradients that no backward made."""
+    """List all that ranks must have alike in a step, one parameter a line.
+
+    ``assigned`` names the gradients that no backward made.
+    """
     return [
         f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
         for i, hyper in hypers.items()
@@ -101,9 +104,10 @@ def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
 
 
 def tables_of(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows, float32 [num_rows, `ROW_NUMEL`], and the row of each parameter, int32 [num_params], in host memory.
+    """Return the rows of a step, and the row of each parameter, in host memory.
 
-    There is at least one row, so that a kernel may read it for elements that it masks.
+    The rows are float32 [num_rows, `ROW_NUMEL`]. The row of each parameter is int32 [num_params]. There is at least one
+    row, so that a kernel may read it for elements that it masks.
 
     Raises:
         ValueError: when a step count is below 1.

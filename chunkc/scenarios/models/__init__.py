@@ -1,4 +1,4 @@
-"""Models to plan by name: sizes of GPT-2-like and BERT-like models, and what a Hugging Face configuration describes.
+"""Models to plan by name: GPT-2-like and BERT-like models by size, and Hugging Face configurations.
 
 A model is data here (``catalogue.py``); it is built on the meta device, where it takes no memory, when something is to
 be planned (``transformer.py``).

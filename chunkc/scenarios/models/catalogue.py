@@ -1,4 +1,6 @@
-"""The built-in models: depths and widths on which PatrickStar and its successors were measured, in two families.
+"""The built-in models, in two families.
+
+Their depths and widths are those on which PatrickStar and its successors were measured.
 
 ``gpt-10b`` is the GPT-2-like one (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` the BERT-like
 one (encoder with a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number

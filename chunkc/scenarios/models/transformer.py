@@ -1,4 +1,4 @@
-"""A model that transformers can build from a configuration, of any depth, batch and length, on the meta device."""
+"""A transformers model from a configuration, of any depth, batch and length, on the meta device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _LENGTH_KEYS: Final = ("max_position_embeddings", "n_positions", "seq_length", "
 
 
 class Head(StrEnum):
-    """What a model is trained for, by the class of transformers that builds it."""
+    """The task a model is trained for, by the class of transformers that builds it."""
 
     CAUSAL = "AutoModelForCausalLM"
     MASKED = "AutoModelForMaskedLM"
@@ -77,7 +77,7 @@ class Transformer:
         return min([_DEFAULT_SEQUENCE, *self._lengths().values()])
 
     def _lengths(self) -> dict[str, int]:
-        """What the configuration says of the longest sequence, by entry."""
+        """Return the configuration's limits on the length of a sequence, by entry."""
         return {key: int(self.config[key]) for key in _LENGTH_KEYS if isinstance(self.config.get(key), int)}
 
     def with_depth(self, num_layers: int) -> Transformer:
@@ -124,7 +124,7 @@ class Transformer:
 
 
 def checkpoint_layers(model: object, label: str) -> None:
-    """Have every layer of a model of transformers computed again in backward, instead of keeping its activations.
+    """Have every layer of a transformers model computed again in backward, its activations not kept.
 
     Raises:
         ChunkcError: when ``model`` offers no such thing.
@@ -137,7 +137,9 @@ def checkpoint_layers(model: object, label: str) -> None:
 
 
 def from_config_file(path: str) -> Transformer:
-    """The model of a ``config.json`` of Hugging Face: of transformers' own classes, chosen by ``architectures``.
+    """Return the model of a ``config.json`` of Hugging Face.
+
+    Its class is one of transformers' own, chosen by ``architectures``.
 
     Raises:
         ChunkcError: when the file is no such configuration, or its architecture is not one that can be trained here.
@@ -163,7 +165,10 @@ def from_config_file(path: str) -> Transformer:
 
 
 def _check_counts(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse numbers of modules and positions that would be built one by one without an end, or that none can be."""
+    """Refuse numbers of modules and positions with which no model can be built.
+
+    Modules are built one by one, so that their number has an upper limit.
+    """
     for key in (*_COUNT_KEYS, *_LENGTH_KEYS):
         count, most = config.get(key), _MAX_COUNT if key in _COUNT_KEYS else None
         if isinstance(count, int) and not (1 <= count <= (most or count)):
