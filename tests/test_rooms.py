@@ -1,4 +1,4 @@
-"""The folders of the package: packaged, small, listed, without circles; short files, short first lines of docstrings."""
+"""The folders of the package: packaged, small, listed, without circles; docstrings that begin with a short line."""
 
 from __future__ import annotations
 
