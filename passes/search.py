@@ -26,7 +26,7 @@ from chunkc.passes.support.draft import Draft, Options, decided
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
 NUM_SCALES = 5
-"""Widths of a step from one count or share to another, each half of the one before."""
+"""Widths of a step from one count or share to another, each half of the one before, for counts at least 1."""
 MIN_GAIN = 0.002
 """Share of the step time that a candidate must gain: less is below what the simulator can tell apart."""
 
@@ -67,6 +67,7 @@ class Search:
     options: Options
     tried: list[Candidate] = field(default_factory=list)
     _drafts: dict[Options, Draft] = field(default_factory=dict)
+    _refused: set[Options] = field(default_factory=set)
     _num_actions: int = 0
 
     def run(self, first: Draft) -> Candidate:
@@ -168,7 +169,7 @@ class Search:
         for options in others:
             if self._num_actions >= MAX_ACTIONS:
                 break
-            if options in self._drafts:
+            if options in self._drafts or options in self._refused:
                 continue
             found = self._price(options)
             if found.step_ms < best.step_ms * (1 - MIN_GAIN):
@@ -180,6 +181,7 @@ class Search:
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:
+            self._refused.add(options)
             found = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
         else:
             self._drafts[options], plan = draft, self.plan_of(draft)

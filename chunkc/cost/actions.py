@@ -40,7 +40,7 @@ class Cost:
         use: what it takes of shared resources meanwhile.
         launch_ms: the host's time before it can start.
         kernels_ms: the host's time from then on until its last kernel is launched.
-        nbytes: what it copies, receives (a mean over the ranks where one chunk is exchanged) or updates.
+        nbytes: what it copies, receives or updates.
     """
 
     alone_ms: float

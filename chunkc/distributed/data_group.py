@@ -14,20 +14,15 @@ rank adds up the same numbers by the same kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
 
 from chunkc._torch_compat.distributed import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
-from chunkc.distributed.gloo import DirectExchange
+from chunkc.distributed.gloo import Allocator, DirectExchange
 
 STAGING_NBYTES: Final = 32 * 2**20
 """Device bytes through which contributions pass that are added up in float32 there."""
-
-
-Allocator = Callable[[int], torch.Tensor]
-"""What maps so many bytes of host memory, as uint8."""
 
 
 class DataGroup:

@@ -15,7 +15,7 @@ import torch
 
 from chunkc._torch_compat.distributed import Group
 
-MakeBuffer = Callable[[int], torch.Tensor]
+Allocator = Callable[[int], torch.Tensor]
 """Host memory of so many bytes, uint8, to be kept."""
 
 _NUM_RECEIVED: Final = 2
@@ -29,12 +29,12 @@ class DirectExchange:
 
     Args:
         group: a gloo group of all ranks.
-        make_buffer: where contributions are received.
+        allocate: host memory of so many bytes, as uint8, where contributions are received.
     """
 
-    def __init__(self, group: Group, rank: int, size: int, make_buffer: MakeBuffer) -> None:
+    def __init__(self, group: Group, rank: int, size: int, allocate: Allocator) -> None:
         self._group, self._rank, self._size = group, rank, size
-        self._make_buffer = make_buffer
+        self._allocate = allocate
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
@@ -79,7 +79,7 @@ class DirectExchange:
         nbytes = like.numel() * like.element_size()
         needed = _NUM_RECEIVED * nbytes + 4 * like.numel()
         if self._buffer.numel() < needed:
-            self._buffer = self._make_buffer(needed)
+            self._buffer = self._allocate(needed)
         received = [self._buffer[k * nbytes : (k + 1) * nbytes].view(like.dtype) for k in range(_NUM_RECEIVED)]
         start = _NUM_RECEIVED * nbytes
         return received, self._buffer[start : start + 4 * like.numel()].view(torch.float32)

@@ -12,7 +12,7 @@ import os
 import torch
 
 from chunkc._torch_compat import distributed as dist
-from chunkc.distributed.data_group import Allocator
+from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.process_group import JobRanks, Kind, Ranks
 from chunkc.errors import RankError
 from chunkc.hardware import present_gpu

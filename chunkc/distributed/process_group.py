@@ -12,12 +12,11 @@ raises `RankError` with what each of them does, so that ``if rank == 0: evaluate
 rank whose call is refused before it came to an agreement joins with the kind ``refused``: the others need not wait.
 
 **Replicas.** Where model data is divided within nodes only, every node holds a replica of it, and all replicas stay the
-same bits: a mean over replicas is made once and sent to all (`data_group`), the norms of equal gradients
-are added up in one order, so that all clip and skip alike, and updates do the same arithmetic on the same numbers.
+same bits: a mean over replicas is made once and sent to all (`data_group`), norms are added up in one order, so that all
+clip and skip alike, and updates do the same arithmetic on the same numbers.
 
 **Failure.** When a collective fails or times out, the group cannot be used again: every later one fails at once, with
 the first cause, on this rank, and the ranks tell each other through the job's store where they stopped.
-
 `Ranks` is one rank alone, for which all of this is nothing; `JobRanks` are several.
 """
 
@@ -35,8 +34,9 @@ from typing import Final, NoReturn, TypeVar
 import torch
 
 from chunkc._torch_compat.distributed import Group, Store, all_gather, broadcast, end_group, new_group, reduce
-from chunkc.distributed.data_group import Allocator, DataGroup
+from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.failure_reports import Stories
+from chunkc.distributed.gloo import Allocator
 from chunkc.distributed.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
 from chunkc.errors import RankError
 

@@ -84,7 +84,7 @@ class Occupancy:
         return tuple(sorted(self.slot_of.items(), key=lambda pair: (pair[1], pair[0])))
 
     def gathered(self) -> tuple[int, ...]:
-        """Groups of which parameters of other ranks stand here, ascending."""
+        """Groups of which chunks of other ranks stand here, gradient chunks apart, ascending."""
         layout = self.layout
         remote = [c for c in self.chunk_slots() if layout.owner(c) != layout.rank]
         params = {layout.group_of(c).index for c in remote if layout.chunks[c].list is not ChunkList.GRAD}

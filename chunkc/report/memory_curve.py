@@ -91,7 +91,7 @@ _IN_ARENA = (Kind.STATES, Kind.PARAMETERS, Kind.GRADIENTS, Kind.GROUPS)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Bytes of one kind from ``start`` to ``end``, unfolded; ``is_slot``: that enter and leave a slot."""
+    """Bytes of one kind from ``start`` to ``end``, unfolded."""
 
     kind: Kind
     nbytes: int

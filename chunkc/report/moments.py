@@ -22,7 +22,7 @@ class Moment:
         position: of the ``run`` action in its program.
         segment: the segment that runs.
         resident: pairs of a target (``c3``, ``os3``) and the slot that holds it, by slot; chunks of other ranks too.
-        gathered: communication groups of which parameters of other ranks stand here.
+        gathered: communication groups of which chunks of other ranks stand here, gradient chunks apart.
         used_nbytes: bytes of the slots in ``resident``.
         total_nbytes: whole arena and the segment's non-model bytes.
     """

@@ -167,11 +167,8 @@ class Lowered:
             return [], [], lambda inputs: []
         return self._lower_step(action)
 
-    def _chunks(self, action: Action) -> list[int]:
-        return list(self.layout.groups[action.index].chunks) if action.target[0] == "g" else [action.index]
-
     def _lower_collective(self, action: Action, instance: int) -> Effect:
-        chunks = self._chunks(action)
+        chunks = list(self.layout.groups[action.index].chunks)
         remote = [c for c in chunks if self.layout.owner(c) != self.layout.rank]
         own = self.layout.group_of(chunks[0]).first_chunk + self.layout.rank
         if action.op is Op.RELEASE:
@@ -181,30 +178,25 @@ class Lowered:
             for c in remote:
                 self.slots[f"c{c}"] = self.slots.get(f"c{own}", -100) - self.layout.rank + self.layout.owner(c)
             now = self.expected.params[instance]
-            sends = [self._slot(f"c{own}")] if own in chunks else []
 
             def gather(inputs: list[Content]) -> list[Content]:
                 if inputs and inputs[0] != now[own]:
                     self.wrong.append(f"{instance}: `{action}` sends {inputs[0]} instead of {now[own]}")
                 return [now[c] for c in remote]
 
-            return sends, [self._slot(f"c{c}") for c in remote], gather
+            return [self._slot(f"c{own}")], [self._slot(f"c{c}") for c in remote], gather
         places = [self._slot(f"c{c}") for c in chunks]
         if self.model.reduces_sums:
-            return (
-                places,
-                [self._slot(f"c{own}")] if own in chunks else [],
-                self._summing(action, chunks, own, instance),
-            )
+            return places, [self._slot(f"c{own}")], self._summing(action, chunks, own, instance)
         wanted = self.expected.sent[instance]
 
         def reduce(inputs: list[Content]) -> list[Content]:
             for c, held in zip(chunks, inputs, strict=True):
                 if held != wanted[c]:
                     self.wrong.append(f"{instance}: `{action}` sends {held} of c{c} instead of {wanted[c]}")
-            return [self.model.reduced(inputs[chunks.index(own)])] if own in chunks else []
+            return [self.model.reduced(inputs[chunks.index(own)])]
 
-        return places, [self._slot(f"c{own}")] if own in chunks else [], reduce
+        return places, [self._slot(f"c{own}")], reduce
 
     def _summing(self, action: Action, chunks: list[int], own: int, instance: int) -> Work:
         """What has landed since the last reduction is added; others are sent that alone, and zeros."""
@@ -218,8 +210,6 @@ class Lowered:
             for c, held in zip(chunks, inputs, strict=True):
                 if c != own and held != wanted(c):
                     self.wrong.append(f"{instance}: `{action}` sends {held} of c{c} instead of {wanted(c)}")
-            if own not in chunks:
-                return []
             held, params = inputs[chunks.index(own)], self.model.params[own]
             if len(held) != len(params):
                 return [held]

@@ -57,7 +57,8 @@ def disagreements(plan: Plan) -> list[str]:
         for position, action in enumerate(program.actions):
             EFFECTS[action.op](machine, order.issue(program, position, ""))
             occupancy.apply(action)
-            if occupancy.slot_of != machine.slot_of:
+            used_nbytes = sum(plan.layout.slots[slot].nbytes for slot in machine.occupant)
+            if (occupancy.slot_of, occupancy.used_nbytes) != (machine.slot_of, used_nbytes):
                 found.append(f"{program.name} {program.label(position)} {action}")
         finish(machine, program)
         if program.role in ("transition", "evaluate"):

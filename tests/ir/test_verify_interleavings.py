@@ -26,7 +26,6 @@ from .spec import PlanSpec
 
 SEEDS = range(100)
 ORACLE_SPECS = {**SPECS, "chain": chain(4)}
-QUICKER = [pytest.param(name, marks=pytest.mark.slow if name == "serial" else ()) for name in ORACLE_SPECS]
 
 
 def accepted(plan: Plan) -> bool:
@@ -54,7 +53,7 @@ def _all_waits() -> list[tuple[str, str, int, str]]:
     ]
 
 
-@pytest.mark.parametrize("name", QUICKER)
+@pytest.mark.parametrize("name", ORACLE_SPECS)
 def test_deleting_a_wait_is_refused_exactly_when_some_interleaving_goes_wrong(name: str) -> None:
     for spec_name, program, position, wait in _all_waits():
         if spec_name != name:
@@ -72,15 +71,12 @@ def test_some_deleted_waits_are_redundant_and_most_are_not() -> None:
     assert 3 <= num_accepted <= len(kept) // 4
 
 
-@pytest.mark.parametrize("name", QUICKER)
-def test_deleting_an_action_is_refused_unless_nothing_depends_on_it(name: str) -> None:
+@pytest.mark.parametrize("name", ORACLE_SPECS)
+def test_deleting_an_action_is_refused(name: str) -> None:
     spec = ORACLE_SPECS[name]
     for program, texts in spec.programs.items():
         for position, text in enumerate(texts):
-            plan = spec.delete(program, position).build()
-            if not accepted(plan):
-                continue
-            pytest.fail(f"{program} without `{text}` is accepted")
+            assert not accepted(spec.delete(program, position).build()), f"{program} without `{text}`"
 
 
 SLOTLESS = TO_SLOT | FROM_SLOT
@@ -114,7 +110,7 @@ def _changed(action: Action, kind: str, spec: PlanSpec, chance: random.Random) -
     if kind == "target" and action.target[:1] in ("c", "o"):
         letters = action.target.rstrip("0123456789")
         return replace(action, target=f"{letters}{chance.randrange(len(spec.chunks))}")
-    if kind == "stream" and action.op in (Op.UPDATE, Op.NORM, Op.DECIDE):
+    if kind == "stream" and action.op in (Op.UPDATE, Op.RESTORE):
         return replace(action, stream=Stream.COMPUTE if action.stream is Stream.CPU else Stream.CPU)
     return action
 
