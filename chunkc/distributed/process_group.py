@@ -12,8 +12,8 @@ raises `RankError` with what each of them does, so that ``if rank == 0: evaluate
 rank whose call is refused before it came to an agreement joins with the kind ``refused``: the others need not wait.
 
 **Replicas.** Where model data is divided within nodes only, every node holds a replica of it, and all replicas stay the
-same bits: a mean over replicas is made once and sent to all (`data_group`), norms are added up in one order, so that all
-clip and skip alike, and updates do the same arithmetic on the same numbers.
+same bits: a mean over replicas is made once and sent to all (`data_group`), norms are added up in one order, so that
+all clip and skip alike, and updates do the same arithmetic on the same numbers.
 
 **Failure.** When a collective fails or times out, the group cannot be used again: every later one fails at once, with
 the first cause, on this rank, and the ranks tell each other through the job's store where they stopped.
