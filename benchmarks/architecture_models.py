@@ -1,4 +1,6 @@
-"""Small random models of the architectures that people train, with inputs for one step; nothing is downloaded.
+"""Small random models of the architectures that people train, with inputs for one step.
+
+Nothing is downloaded.
 
 Nineteen of transformers and a convolutional network with batch normalisation. Sizes are such that a model's parameters
 and optimizer states take several times the memory that its activations do. Dropout is off, so that two runs compare.

@@ -1,4 +1,4 @@
-"""The matrix: every architecture trains as plain PyTorch does, a little above the least memory that it can train in.
+"""The matrix: every architecture trains as plain PyTorch does, in little more than its least memory.
 
 For each model of ``architecture_models.py``: eager PyTorch with ``torch.optim.AdamW`` trains five steps in fp32, then
 chunkc does on an emulated device of 1.05 times the smallest budget that ``BudgetError`` names. Compared are all
@@ -33,7 +33,7 @@ Values = dict[str, torch.Tensor]
 
 @dataclass(slots=True)
 class Run:
-    """What five steps leave behind, by parameter name; ``largest_update`` is that of any element in one step."""
+    """State after five steps, by parameter name; ``largest_update``: of any element in one step."""
 
     losses: list[float] = field(default_factory=list)
     gradients: Values = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Row:
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it must be."""
+        """List what is not as it must be."""
         found = [f"{kind} off by {e:.1e}" for kind, e in self.errors.items() if not e <= TOLERANCES[kind]]
         found += [] if self.moved_nbytes > 0 else ["nothing moved"]
         return found + ([] if self.is_planned_ahead else ["chunkc.plan plans otherwise"])
@@ -157,7 +157,7 @@ def train(
 
 
 def errors_of(found: Run, wanted: Run) -> dict[str, float]:
-    """Largest error of any element: of parameters against the largest update, of the others against their largest."""
+    """Largest error of an element: of parameters by the largest update, of others by their largest."""
     errors = {kind: _error(getattr(found, kind), getattr(wanted, kind)) for kind in ("gradients", "m", "v")}
     losses = zip(found.losses, wanted.losses, strict=True)
     return {

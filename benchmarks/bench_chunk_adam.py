@@ -1,4 +1,4 @@
-"""The host update against a pass that only moves its bytes, and against PyTorch's fused AdamW with casts.
+"""The host update beside a pass that only moves its bytes, and PyTorch's fused AdamW with casts.
 
 Everything works on one chunk in place, with a 16-bit gradient that lies in the payload, on a worker thread as in
 training, a run each in turn. A ratio is a baseline's time by ours, the median over the rounds. Two must hold, else the
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_works(numel: int, dtype: torch.dtype) -> dict[str, Work]:
-    """What is measured, by name; all work on the same chunk."""
+    """The measured functions, by name; all work on the same chunk."""
     draws = torch.randn(2**16, generator=torch.Generator().manual_seed(0)).repeat(-(-numel // 2**16))[:numel]
     payload, triple = draws.to(dtype), (draws.clone(), draws * 1e-2, draws.square() * 1e-3)
     update = ChunkUpdate(payload, *triple, [Piece(0, 0, numel)])

@@ -106,7 +106,7 @@ def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scen
 
 
 def shortage_of(answer: Answer) -> str:
-    """What misses, empty where a plan fits."""
+    """The missing bytes in words, empty where a plan fits."""
     return "" if answer.shortage is None else f"misses {shortfall(answer.shortage)}"
 
 

@@ -1,4 +1,4 @@
-"""Schedules of deep models from captures of shallow ones: GPT-2 blocks of any width and depth, without a GPU.
+"""Schedules of deep models from captures of shallow ones: GPT-2 blocks of any width and depth.
 
 Layers are equal, so the operators of a deeper model are those of a shallower one again, and bytes alive grow by as much
 with each layer. Captures of three and of four layers say what one layer adds; `deepen` repeats it. The result equals a
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 class Classifier(nn.Module):
-    """GPT-2's blocks under a head of two classes for the first token: a loss without logits of a vocabulary."""
+    """GPT-2's blocks under a head of two classes for the first token, without logits of a vocabulary."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Classifier(nn.Module):
 def schedule_of(
     layers: int, hidden: int, batch: int, *, heads: int = 16, seq: int = 1024, dtype: torch.dtype = torch.float16
 ) -> Schedule:
-    """One iteration with activation checkpointing, as PyTorch runs it eagerly: attention written out, nothing fused."""
+    """One eager iteration with activation checkpointing: attention written out, nothing fused."""
     if layers <= DEEPER:
         return captured(layers, hidden, batch, heads, seq, dtype)
     shallow, deeper = (captured(n, hidden, batch, heads, seq, dtype) for n in (SHALLOW, DEEPER))
@@ -74,7 +74,7 @@ def deepen(shallow: Schedule, deeper: Schedule, layers: int) -> Schedule:
 
 
 def _params(deeper: Schedule, layers: int) -> tuple[tuple[ParamInfo, ...], list[tuple[int, int]]]:
-    """All parameters, and for each of ``deeper`` its new index in layer 0 (or alone) and the step from layer to layer.
+    """All parameters; for each of ``deeper`` its new index in layer 0 (or alone) and the step per layer.
 
     Those of the last layer, and behind it, are counted from the last layer.
     """

@@ -1,4 +1,4 @@
-"""What several ranks exchange in a step of chunkc, and how long it takes beside FSDP2, on processes of this machine.
+"""Exchanges of several ranks in a step of chunkc, and times beside FSDP2, as local processes.
 
     OMP_WAIT_POLICY=passive python benchmarks/distributed.py
 
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace, job: str) -> Settings:
-    """What the ranks of a job are told."""
+    """The settings that the ranks of a job are told."""
     memory = {"resident": args.resident_hw, "moving": args.moving_hw}[job]
     heads = args.hidden // 64
     return Settings(
@@ -130,7 +130,7 @@ _OWN_OPTIONS = frozenset({"out", "rank_of"})
 
 
 def compared(step_s: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians of all sides, and of the ratios of chunkc's times to theirs, with the range of the middle half."""
+    """Medians of all sides, and of ratios of chunkc's times to theirs, with the range of the middle half."""
     found: dict[str, Any] = {"median_s": {name: round(statistics.median(times), 4) for name, times in step_s.items()}}
     if "chunkc" not in step_s:
         return found
@@ -148,7 +148,7 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
 
 
 def failures_of(name: str, job: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    """What should not be, in words."""
+    """List what should not be, in words."""
     found, losses = [], job["losses"]
     for other in losses.keys() - {"chunkc"} if "chunkc" in losses else ():
         difference = max(abs(a - b) for a, b in zip(losses["chunkc"], losses[other], strict=True))

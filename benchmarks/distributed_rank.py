@@ -1,4 +1,4 @@
-"""One rank of `distributed.py`: what a step of chunkc exchanges, and the same training by chunkc and by FSDP2 in turn.
+"""One rank of `distributed.py`: exchanges of a step, and the same training by chunkc and FSDP2.
 
 All sides train the same GPT from the same values on the same batches, in the same processes: a block of steps of one,
 then of the next, and round again, so that other load on the machine meets all of them. A block begins and ends with a
@@ -39,7 +39,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all ranks are told. ``dtype`` names that of computing and of exchanges."""
+    """The settings that all ranks are told. ``dtype`` names that of computing and of exchanges."""
 
     shape: Shape
     hw: str
@@ -53,7 +53,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """``step(batch)`` returns the loss, ``finish()`` waits until nothing is pending, ``facts()`` adds to the result."""
+    """``step(batch)`` returns the loss, ``finish()`` waits for all work, ``facts()`` adds to the result."""
 
     step: Callable[[Batch], torch.Tensor]
     finish: Callable[[], object]
@@ -61,7 +61,7 @@ class Side:
 
 
 class Counting:
-    """Ranks that count the bytes which collectives of a plan bring from other ranks, by call; all else is theirs."""
+    """Ranks that count, by call, the bytes which collectives of a plan bring from other ranks."""
 
     def __init__(self, ranks: Any) -> None:
         self._ranks = ranks

@@ -1,4 +1,4 @@
-"""Simulated steps against real ones: three models on an emulated device that is throttled to declared rates.
+"""Simulated steps beside real ones: three models on an emulated device throttled to declared rates.
 
     OMP_WAIT_POLICY=passive python benchmarks/fidelity.py
 
@@ -71,7 +71,7 @@ def line_of(case: Case, settings: str, run: Run) -> str:
 
 
 def row_of(case: Case, settings: str, run: Run) -> dict[str, Any]:
-    """What was measured and simulated, for the result file."""
+    """Measured and simulated times, for the result file."""
     copies_ms, waiting_ms = hideable(run.simulated)
     return {
         "case": case.name,

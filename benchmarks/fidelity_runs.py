@@ -1,4 +1,4 @@
-"""Models and a machine in slow motion, for holding simulated times against real ones; and how a run is measured.
+"""Models and a machine in slow motion, for simulated times beside real ones, and their measurement.
 
 **The machine** has declared rates, several hundred times slower than a GPU's and those of its host. What actions really
 take is a small part of the time that they are given (`Run.work_share`), so that a run shows what executor, streams and
@@ -66,7 +66,7 @@ SLOWDOWNS: Final = {
 
 
 class Tower(nn.Module):
-    """``num_layers`` equal layers with a mean of squares behind them; the last ``num_trained`` are not frozen."""
+    """``num_layers`` equal layers and a mean of squares; the last ``num_trained`` are not frozen."""
 
     def __init__(self, num_layers: int, width: int, num_trained: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def machine(hw: str) -> chunkc.Hardware:
 
 
 def declared_rates() -> Rates:
-    """See the module docstring; launches are declared to take no time, so what they take counts as a difference."""
+    """Rates of the machine; launches are declared to take no time, so their time counts as a difference."""
     copy = CopyRate(_exact(COPY_LATENCY_US), _exact(COPY_GB_PER_S))
     none = _exact(0.0)
     return Rates(
@@ -202,7 +202,7 @@ class Run:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether this machine was too busy to keep the pace: some step or some work took longer than it should."""
+        """Whether this machine was too busy: some step or some work took longer than it should."""
         return self.overrun_share > 0.01 or max(self.steps_ms) - min(self.steps_ms) > 0.05 * self.step_ms
 
 
@@ -273,7 +273,7 @@ def _train(case: Case, num_steps: int, settings: str) -> Run:
 
 
 def _read(plan: Plan, simulated: Timeline, marks_ms: Sequence[float], spans: Sequence[Span], peak_nbytes: int) -> Run:
-    """What the spans of complete iterations, warm-up included, say."""
+    """The times that follow from the spans of complete iterations, warm-up included."""
     names = [(n, p.name, str(a)) for p in plan.programs if p.name in REPEATED_PROGRAMS for n, a in p.labelled()]
     tasks, steps = _tasks(spans), list(pairwise(marks_ms))
     steps_ms = tuple(end - begin for begin, end in steps)
@@ -299,7 +299,10 @@ def _read(plan: Plan, simulated: Timeline, marks_ms: Sequence[float], spans: Seq
 
 
 def _work_shares(spans: Sequence[Span], num_actions: int) -> dict[str, float]:
-    """Of iterations of so many actions. An action's work is its least over them, which other programs slow least."""
+    """Shares of work in iterations of ``num_actions`` actions.
+
+    An action's work is its least over the iterations, which other programs slow least.
+    """
     work_s: dict[str, float] = {}
     given_s: dict[str, float] = {}
     ordered = sorted(spans, key=lambda s: s.number)

@@ -103,7 +103,7 @@ def calibrate(args: argparse.Namespace, journal: Journal, path: Path, deadline_s
 
 
 def describe(contest: Contest, profile: Path | None, journal: Journal) -> None:
-    """What a contest is, and the bound of its model by measured rates."""
+    """The terms of a contest, and the bound of its model by measured rates."""
     hw = None if profile is None else Hardware.load(profile)
     rates = None if hw is None else known_rates(hw)
     found = None if rates is None else bound(contest.shape, rates, contest.device_nbytes)

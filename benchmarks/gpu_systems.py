@@ -64,7 +64,7 @@ def compile_blocks(model: Gpt) -> None:
 
 
 def name_only_rank() -> None:
-    """What torch.distributed and DeepSpeed want to be told, for a job of one process that talks to itself."""
+    """The environment that torch.distributed and DeepSpeed want of a job of one process."""
     job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     for name, value in {**job, "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}.items():
         os.environ.setdefault(name, value)

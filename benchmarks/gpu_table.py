@@ -29,7 +29,7 @@ def table(records: Iterable[Record]) -> str:
 
 
 def figures(records: Iterable[Record], contest: Record, system: str) -> dict[str, Any] | None:
-    """What blocks, facts and trace of one system give; None where it has run no block.
+    """The row of one system from its blocks, facts and trace; None where it has run no block.
 
     ``of_bound`` and ``of_simulated`` are step time over the bound's and the simulated one; ``of_chunkc`` is the median
     over rounds of its block over chunkc's.

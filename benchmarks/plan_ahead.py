@@ -1,4 +1,4 @@
-"""How long planning takes, and how much memory: GPT-3 175B and shallower ones, on the meta device, without a GPU.
+"""Time and memory of planning GPT-3 175B and shallower models, on the meta device, without a GPU.
 
 Every depth is planned in a process of its own, so that its peak RSS is its own: a GPT-2 of transformers with 12,288
 hidden units and 96 heads, activation checkpointing, one sequence of 1,024 tokens, for one of 32 A100s. The script

@@ -38,7 +38,7 @@ def processor() -> str:
 
 
 def describe(told_commit: str | None = None) -> dict[str, Any]:
-    """What a reader needs to judge figures and to repeat them.
+    """The facts that a reader needs to judge figures and to repeat them.
 
     Nothing here makes a CUDA context, which would count as memory in use.
 
@@ -82,7 +82,7 @@ def _version(package: str) -> str | None:
 
 
 def _output(*command: str) -> str:
-    """What a command in the checkout prints; nothing where it is not there or fails."""
+    """The output of a command in the checkout; nothing where it is not there or fails."""
     folder = Path(__file__).parent.parent
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=20)

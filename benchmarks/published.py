@@ -1,4 +1,4 @@
-"""Simulated against published throughput of PatrickStar: every row of its paper on two machines, none left out.
+"""Simulated beside published throughput of PatrickStar: every row of its paper on two machines.
 
 The model of PatrickStar (`chunkc.baselines`) is simulated for every model, number of GPUs and batch size of the paper,
 and the best batch counts, as there. Machines and figures stand in published.toml, with three constants a machine that
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the model says of a row: ``batch`` is the best one; no TFLOPS where none fits."""
+    """The model's answer for a row: ``batch`` is the best one; no TFLOPS where none fits."""
 
     row: Row
     tflops: float | None
@@ -72,7 +72,7 @@ class Predicted:
 
 
 def load() -> dict[str, Any]:
-    """What published.toml holds."""
+    """The contents of published.toml."""
     return tomllib.loads(DATA.read_text())
 
 
@@ -132,7 +132,7 @@ def predict(data: Mapping[str, Any], row: Row, constants: Mapping[str, float] | 
 
 
 def fit(data: Mapping[str, Any], machine: str, say: Callable[[str], object] = print) -> dict[str, float]:
-    """Constants with the least sum of squared logarithms of predicted over published, by search along each in turn."""
+    """Constants with the least sum of squared log ratios to the published, by search along each in turn."""
     rows = [row for row in rows_of(data, machine) if row.fitted]
 
     def loss(constants: Mapping[str, float]) -> float:

@@ -1,4 +1,4 @@
-"""What a plan costs when the model fits: whole training steps of chunkc against plain torch.compile and fused AdamW.
+"""The cost of a plan when the model fits: steps of chunkc beside torch.compile and fused AdamW.
 
 Both train the same fp32 Llama on the same batches with Inductor, in one process, a step each in turn (A B A B ...); the
 figure is the median of the ratios of the pairs, which other load on the machine disturbs least. A step of chunkc is
@@ -129,7 +129,7 @@ def timed(step: Step, batch: torch.Tensor) -> float:
 
 
 def plan_facts(model: nn.Module) -> dict[str, Any]:
-    """What must hold of a plan for a model that fits."""
+    """Check what must hold of a plan for a model that fits."""
     plan = chunkc.plan_of(model)
     return {
         "digest": plan.digest(),

@@ -1,4 +1,4 @@
-"""Fine-tune a language model under a device budget, in a run that may be killed at any moment and goes on.
+"""Fine-tune a language model under a device budget, in a run that goes on after a kill.
 
 Without ``--model`` a small Llama over bytes is built from a configuration; the text is the source of Python's standard
 library: nothing is downloaded. ``--model`` takes a folder of transformers' format, whose weights are streamed into

@@ -33,7 +33,7 @@ class Reference:
 def reference(
     model: nn.Module, inputs: Sequence[torch.Tensor], dtype: torch.dtype, lr: float, schedule: Schedule
 ) -> Reference:
-    """Train copies of ``model`` on ``inputs``, one batch a step, where these are; ``model`` itself stays as it is."""
+    """Train copies of ``model`` on ``inputs``, one batch a step; ``model`` itself stays as it is."""
     device = inputs[0].device
     fp32 = list(_train(copy.deepcopy(model).to(device), inputs, torch.float32, lr, schedule))
     if dtype is torch.float32:
@@ -44,7 +44,7 @@ def reference(
 def _train(
     model: nn.Module, inputs: Iterable[torch.Tensor], dtype: torch.dtype, lr: float, schedule: Schedule
 ) -> Iterator[float]:
-    """Losses of plain training in ``dtype`` with fp32 master parameters; in fp32 the parameters are their own."""
+    """Losses of plain training in ``dtype`` with fp32 masters; in fp32 parameters are their own masters."""
     params = list(model.parameters())
     masters = params if dtype is torch.float32 else [nn.Parameter(p.detach().clone()) for p in params]
     for param in params:
@@ -78,7 +78,7 @@ def table(losses: Sequence[float], plain: Reference) -> str:
 
 
 def agreement(losses: Sequence[float], plain: Reference) -> tuple[bool, str]:
-    """Whether the first losses agree with plain PyTorch's as this module's text says, and a line that shows it."""
+    """Whether the first losses agree with plain PyTorch's as the module says, and a line that shows it."""
     differences = _differences(losses, plain.fp32)
     if plain.low is None:
         text = f"largest difference from plain PyTorch {max(differences):.1e}, at most {MAX_DIFFERENCE:.0e}"

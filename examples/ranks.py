@@ -1,4 +1,4 @@
-"""What a script needs to run under torchrun too: its rank, its part of every batch, and losses over all ranks.
+"""A script's needs under torchrun: its rank, its part of every batch, and losses over all ranks.
 
 chunkc.compile joins the job of torchrun by itself; a script joins first to know its rank before that. Without torchrun
 all of this is nothing.
@@ -47,7 +47,7 @@ class Ranks:
 
 @contextmanager
 def joined() -> Iterator[Ranks]:
-    """The ranks that torchrun has started, or this process alone; in the block only rank 0 prints and logs."""
+    """The ranks that torchrun has started, or this process; in the block only rank 0 prints and logs."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         if torch.cuda.is_available():
