@@ -40,7 +40,7 @@ LAYER_FRACTIONS = (4, 3, 2)
 TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a place holds a chunk of each of them
 LOOKBACK = 2
 """Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
-well as there, or as well as can be (tests/test_numbers.py)."""
+well as there, or as well as can be (tests/baselines/test_numbers.py)."""
 SLACK = 65 / 64  # beside its share of matrices a group holds small tensors, which else need groups of their own
 MIN_UTILISATION = 0.97
 """Share of the chunks' elements that parameters must use, where some size that fits does so well."""

@@ -1,4 +1,4 @@
-"""Rigs are shared by all acceptance tests: capturing a model is what takes time."""
+"""SharedRunners are shared by all acceptance tests: capturing a model is what takes time."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 import pytest
 from machines import EMULATED
 from placements import Identities
-from rig import GetRig
-from shelves import Rigs, Runs
+from plan_runner import GetRunner
+from shared_runs import Runs, SharedRunners
 from training import GetPlain, train_plain, train_plain_16
 
 
 @pytest.fixture(scope="session")
-def rig_of() -> Iterator[GetRig]:
-    """``rig_of(name, dtype, backend)``: the rig of a model, captured at its first use."""
-    rigs = Rigs(EMULATED)
-    yield rigs
-    rigs.clear()
+def runner_of() -> Iterator[GetRunner]:
+    """``runner_of(name, dtype, backend)``: the runner of a model, captured at its first use."""
+    runners = SharedRunners(EMULATED)
+    yield runners
+    runners.clear()
     gc.collect()
 
 

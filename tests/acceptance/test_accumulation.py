@@ -19,10 +19,10 @@ from accumulating import (
     train_in_parts,
     train_large,
     train_plain_16_in_parts,
-    train_rig,
+    train_runner,
 )
 from equalities import ERROR_RATIO, GRADIENT_TOLERANCE
-from rig import GetRig
+from plan_runner import GetRunner
 from training import (
     PLACEMENT,
     SEMANTICS,
@@ -48,30 +48,30 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("name", "num"), LARGE)
-def test_micro_batches_equal_one_large_batch(name: str, num: int, rig_of: GetRig) -> None:
+def test_micro_batches_equal_one_large_batch(name: str, num: int, runner_of: GetRunner) -> None:
     """At the smallest budget, through ``p.grad`` after each micro-batch and after twenty steps."""
-    rig = rig_of(name)
-    found, norms = train_rig(rig, tightest(rig, num), SEMANTICS)
-    stats = rig.stats()
+    runner = runner_of(name)
+    found, norms = train_runner(runner, tightest(runner, num), SEMANTICS)
+    stats = runner.stats()
     assert stats["h2d_nbytes"] == stats["planned_h2d_nbytes"] > 0, "everything fits, nothing is shown"
     assert stats["d2h_nbytes"] == stats["planned_d2h_nbytes"] > 0
-    assert_same_semantics(found, train_large(rig.case, SEMANTICS, num))
-    plain = rig.case.build()
+    assert_same_semantics(found, train_large(runner.case, SEMANTICS, num))
+    plain = runner.case.build()
     optimizer = torch.optim.AdamW(plain.parameters(), **SEMANTICS.options)
-    _, wanted = train_in_parts(plain, rig.batches, optimizer, replace(SEMANTICS, num_steps=1), num)
+    _, wanted = train_in_parts(plain, runner.batches, optimizer, replace(SEMANTICS, num_steps=1), num)
     assert norms == pytest.approx(wanted, rel=1e-5)
     assert len(norms) == num
 
 
 @pytest.mark.parametrize("name", ["resnet", pytest.param("gpt2_dropout", marks=SLOW)])
-def test_what_a_large_batch_does_not_equal_equals_plain_micro_batches(name: str, rig_of: GetRig) -> None:
+def test_what_a_large_batch_does_not_equal_equals_plain_micro_batches(name: str, runner_of: GetRunner) -> None:
     """Batch norms look at one micro-batch, buffers change in each, and each has masks of its own."""
-    rig = rig_of(name)
+    runner = runner_of(name)
     recipe = replace(SEMANTICS, num_steps=3)
-    found, _ = train_rig(rig, tightest(rig, 2), recipe)
-    plain = rig.case.build()
+    found, _ = train_runner(runner, tightest(runner, 2), recipe)
+    plain = runner.case.build()
     optimizer = torch.optim.AdamW(plain.parameters(), **recipe.options)
-    wanted, _ = train_in_parts(plain, rig.batches, optimizer, recipe, 2)
+    wanted, _ = train_in_parts(plain, runner.batches, optimizer, recipe, 2)
     wanted.largest_update = recipe.lr
     assert_same_semantics(found, wanted)
 
@@ -85,31 +85,31 @@ BITS = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), BITS)
-def test_placement_changes_no_bit(name: str, dtype: torch.dtype, placement: str, rig_of: GetRig) -> None:
+def test_placement_changes_no_bit(name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner) -> None:
     """Three micro-batches a step; freed device memory is NaN."""
-    rig = rig_of(name, dtype)
-    found, norms = train_rig(rig, PLACEMENTS[placement](rig, 3), SHORT)
-    moved = rig.plan
-    wanted, their_norms = train_rig(rig, all_on_device(rig, 3), SHORT)
-    assert not [a for p in rig.plan.programs for a in p.actions if a.op in (Op.FETCH, Op.EVICT, Op.OPEN)]
+    runner = runner_of(name, dtype)
+    found, norms = train_runner(runner, PLACEMENTS[placement](runner, 3), SHORT)
+    moved = runner.plan
+    wanted, their_norms = train_runner(runner, all_on_device(runner, 3), SHORT)
+    assert not [a for p in runner.plan.programs for a in p.actions if a.op in (Op.FETCH, Op.EVICT, Op.OPEN)]
     assert [a for a in moved.program("backward").actions if a.op is Op.OPEN]
     assert_same_bits(found, wanted)
     assert norms == their_norms
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in ("odd", "gpt2")])
-def test_placement_changes_no_bit_under_inductor(name: str, rig_of: GetRig) -> None:
-    rig = rig_of(name, torch.float32, "inductor")
-    found, _ = train_rig(rig, PLACEMENTS["all_on_host"](rig, 2), replace(SHORT, num_steps=3))
-    assert [a for a in rig.plan.program("accumulate").actions if a.op is Op.EVICT]
-    wanted, _ = train_rig(rig, all_on_device(rig, 2), replace(SHORT, num_steps=3))
+def test_placement_changes_no_bit_under_inductor(name: str, runner_of: GetRunner) -> None:
+    runner = runner_of(name, torch.float32, "inductor")
+    found, _ = train_runner(runner, PLACEMENTS["all_on_host"](runner, 2), replace(SHORT, num_steps=3))
+    assert [a for a in runner.plan.program("accumulate").actions if a.op is Op.EVICT]
+    wanted, _ = train_runner(runner, all_on_device(runner, 2), replace(SHORT, num_steps=3))
     assert_same_bits(found, wanted)
 
 
-def test_sixteen_bits_add_up_as_plain_sixteen_bits(rig_of: GetRig) -> None:
-    rig, recipe = rig_of("gpt2", torch.bfloat16), replace(SEMANTICS, num_steps=6)
-    exact, plain = train_large(rig.case, recipe, 4), train_plain_16_in_parts(rig.case, recipe, 4)
-    found, _ = train_rig(rig, tightest(rig, 4), recipe)
+def test_sixteen_bits_add_up_as_plain_sixteen_bits(runner_of: GetRunner) -> None:
+    runner, recipe = runner_of("gpt2", torch.bfloat16), replace(SEMANTICS, num_steps=6)
+    exact, plain = train_large(runner.case, recipe, 4), train_plain_16_in_parts(runner.case, recipe, 4)
+    found, _ = train_runner(runner, tightest(runner, 4), recipe)
     assert all(g.dtype is torch.bfloat16 for g in found.gradients.values())
     assert_same_gradients(found.gradients, plain.gradients, GRADIENT_TOLERANCE)
     for error in (largest_gradient_error, largest_param_error, loss_error):
@@ -157,30 +157,30 @@ class AddsTwice(ModelRuntime):
 
 
 @pytest.mark.parametrize("mutant", [LosesOne, AddsTwice])
-def test_both_equalities_refuse_a_wrong_sum(mutant: Callable[..., ModelRuntime], rig_of: GetRig) -> None:
-    rig = rig_of("odd")
-    wanted = train_large(rig.case, SEMANTICS, 2)
-    found, _ = train_rig(rig, replace(tightest(rig, 2), make_runtime=mutant), SEMANTICS)
+def test_both_equalities_refuse_a_wrong_sum(mutant: Callable[..., ModelRuntime], runner_of: GetRunner) -> None:
+    runner = runner_of("odd")
+    wanted = train_large(runner.case, SEMANTICS, 2)
+    found, _ = train_runner(runner, replace(tightest(runner, 2), make_runtime=mutant), SEMANTICS)
     found.gradients, found.losses = wanted.gradients, wanted.losses
     with pytest.raises(AssertionError, match=r"parameters: .* is off"):
         assert_same_semantics(found, wanted)
-    identity, _ = train_rig(rig, all_on_device(rig, 2), SEMANTICS)
+    identity, _ = train_runner(runner, all_on_device(runner, 2), SEMANTICS)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(found, identity)
 
 
-def test_gradient_chunks_take_memory_that_the_plan_states(rig_of: GetRig) -> None:
+def test_gradient_chunks_take_memory_that_the_plan_states(runner_of: GetRunner) -> None:
     """Host bytes, measured device bytes and the budgets of the error count them; one byte less does not do."""
-    rig = rig_of("gpt2")
-    setups = {num: tightest(rig, num) for num in (1, 2)}
+    runner = runner_of("gpt2")
+    setups = {num: tightest(runner, num) for num in (1, 2)}
     plans: dict[int, Plan] = {}
     for num, setup in setups.items():
-        train_rig(rig, setup, replace(SHORT, num_steps=2))
-        plans[num], stats = rig.plan, rig.stats()
+        train_runner(runner, setup, replace(SHORT, num_steps=2))
+        plans[num], stats = runner.plan, runner.stats()
         assert stats["measured_peak_nbytes"] <= stats["planned_peak_nbytes"] <= setup.device_nbytes
-        assert stats["host_nbytes"] == rig.plan.layout.host_nbytes() <= setup.host_nbytes
-        assert rig.compiled.runtime.device.free_host_nbytes() <= setup.host_nbytes - stats["host_nbytes"]
+        assert stats["host_nbytes"] == runner.plan.layout.host_nbytes() <= setup.host_nbytes
+        assert runner.compiled.runtime.device.free_host_nbytes() <= setup.host_nbytes - stats["host_nbytes"]
     grads = sum(plans[2].layout.chunks[g].nbytes for g in plans[2].layout.grad_chunks().values())
-    trained = sum(info.nbytes for info in rig.captured.schedule.params)
+    trained = sum(info.nbytes for info in runner.captured.schedule.params)
     assert not plans[1].layout.grad_chunks()
     assert trained <= grads <= setups[2].host_nbytes - setups[2].host_nbytes // 9

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import CASES, loss_of
 from placements import moved, smallest_plan
-from rig import BIG_NBYTES, GetRig, Rig, Setup
+from plan_runner import BIG_NBYTES, GetRunner, PlanRunner, Setup
 from torch import nn
 from training import PLACEMENT, assert_same_bits
 
@@ -74,30 +74,30 @@ def test_budgets_that_an_error_names_work(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_byte_less_does_not_work(name: str, rig_of: GetRig) -> None:
-    rig = rig_of(name)
-    device_nbytes, host_nbytes = rig.smallest()
-    rig.reset(Setup(device_nbytes=device_nbytes, host_nbytes=host_nbytes))
+def test_one_byte_less_does_not_work(name: str, runner_of: GetRunner) -> None:
+    runner = runner_of(name)
+    device_nbytes, host_nbytes = runner.smallest()
+    runner.reset(Setup(device_nbytes=device_nbytes, host_nbytes=host_nbytes))
     for less in ((device_nbytes - 1, host_nbytes), (device_nbytes, host_nbytes - 1)):
         with pytest.raises(BudgetError) as caught:
-            rig.reset(Setup(device_nbytes=less[0], host_nbytes=less[1]))
+            runner.reset(Setup(device_nbytes=less[0], host_nbytes=less[1]))
         needed = caught.value.min_device_nbytes, caught.value.min_host_nbytes
         assert caught.value.missing_nbytes == max(needed[0] - less[0], 0) or caught.value.moment == "host"
         assert needed == (device_nbytes, host_nbytes) or (needed[0] > device_nbytes and needed[1] < host_nbytes)
-        rig.reset(Setup(device_nbytes=needed[0], host_nbytes=needed[1]))
+        runner.reset(Setup(device_nbytes=needed[0], host_nbytes=needed[1]))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sweep_from_smallest_to_resident(name: str, rig_of: GetRig) -> None:
-    rig = rig_of(name)
-    least = smallest_plan(rig).memory.device_budget_nbytes
-    resident = _resident_nbytes(rig)
+def test_sweep_from_smallest_to_resident(name: str, runner_of: GetRunner) -> None:
+    runner = runner_of(name)
+    least = smallest_plan(runner).memory.device_budget_nbytes
+    resident = _resident_nbytes(runner)
     budgets = [least + (resident - least) * step // 5 for step in range(6)]
     assert budgets[0] < budgets[-1] == resident
     volumes, runs = [], []
     for nbytes in budgets:
-        runs.append(rig.train(Setup(device_nbytes=nbytes), SHORT))
-        plan, stats = rig.plan, rig.stats()
+        runs.append(runner.train(Setup(device_nbytes=nbytes), SHORT))
+        plan, stats = runner.plan, runner.stats()
         assert stats["planned_peak_nbytes"] <= stats["budget_nbytes"] == nbytes
         assert stats["h2d_nbytes"] == stats["planned_h2d_nbytes"]
         assert stats["d2h_nbytes"] == stats["planned_d2h_nbytes"]
@@ -110,8 +110,8 @@ def test_sweep_from_smallest_to_resident(name: str, rig_of: GetRig) -> None:
     assert all(c.home is Home.DEVICE for c in plan.layout.chunks if c.os_home is not None)
 
 
-def _resident_nbytes(rig: Rig) -> int:
+def _resident_nbytes(runner: PlanRunner) -> int:
     """Least device bytes with which nothing moves, over all chunk sizes."""
     with pytest.raises(BudgetError) as caught:
-        rig.reset(Setup(Options(os_home="device"), device_nbytes=1))
+        runner.reset(Setup(Options(os_home="device"), device_nbytes=1))
     return caught.value.min_device_nbytes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import BAD, inputs
+from fp16_training import BAD, inputs
 from overflows import Poisoned, grow_soon
 from resumed import check_equal
 

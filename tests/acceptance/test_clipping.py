@@ -30,7 +30,7 @@ from clipping import (
 from models import CASES
 from overflows import Poisoned, poisonous
 from pair import MIXED, Pair, batch
-from rig import GetRig, Setup, cuts_of
+from plan_runner import GetRunner, Setup, cuts_of
 from torch import nn
 from training import assert_same_bits, assert_same_semantics
 
@@ -47,22 +47,22 @@ def max_norm() -> float:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_clipping_equals_torch(place: str, rig_of: GetRig, max_norm: float) -> None:
-    check_clipping(rig_of(NAME), place, max_norm)
+def test_clipping_equals_torch(place: str, runner_of: GetRunner, max_norm: float) -> None:
+    check_clipping(runner_of(NAME), place, max_norm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_placement_changes_no_bit_of_a_clipped_run(dtype: torch.dtype, rig_of: GetRig, max_norm: float) -> None:
+def test_placement_changes_no_bit_of_a_clipped_run(dtype: torch.dtype, runner_of: GetRunner, max_norm: float) -> None:
     """Acceptance (a), whatever chunks the norm was taken over."""
-    rig = rig_of(NAME, dtype)
+    runner = runner_of(NAME, dtype)
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
         return chunkc.AdamW(model.parameters(), **RECIPE.options, max_grad_norm=max_norm)
 
-    found = rig.train(replace(smallest(rig), settings=DELAYED), RECIPE, make)
-    cuts, chunk_numel = cuts_of(rig.plan), rig.plan.layout.chunk_numel
-    whole = rig.train(Setup(Options(os_home="device", cuts=cuts), host_arithmetic=True), RECIPE, make)
-    assert rig.plan.layout.chunk_numel != chunk_numel
+    found = runner.train(replace(smallest(runner), settings=DELAYED), RECIPE, make)
+    cuts, chunk_numel = cuts_of(runner.plan), runner.plan.layout.chunk_numel
+    whole = runner.train(Setup(Options(os_home="device", cuts=cuts), host_arithmetic=True), RECIPE, make)
+    assert runner.plan.layout.chunk_numel != chunk_numel
     assert_same_bits(found, whole)
 
 
@@ -75,10 +75,10 @@ class Forgetful(ModelRuntime):
         return norm
 
 
-def test_a_dropped_factor_is_noticed(rig_of: GetRig, max_norm: float) -> None:
-    rig, (wanted, _) = rig_of(NAME), train_clipped(max_norm)
-    setup = replace(smallest(rig), make_runtime=Forgetful)
-    found = rig.train(setup, RECIPE, clipping(max_norm, [], chunkc.AdamW, chunkc.clip_grad_norm_))
+def test_a_dropped_factor_is_noticed(runner_of: GetRunner, max_norm: float) -> None:
+    runner, (wanted, _) = runner_of(NAME), train_clipped(max_norm)
+    setup = replace(smallest(runner), make_runtime=Forgetful)
+    found = runner.train(setup, RECIPE, clipping(max_norm, [], chunkc.AdamW, chunkc.clip_grad_norm_))
     with pytest.raises(AssertionError, match=r"(parameters|exp_avg|exp_avg_sq): .* is off"):
         assert_same_semantics(found, wanted)
 

@@ -12,7 +12,7 @@ import pytest
 from equalities import train_same_partition
 from models import CASES
 from placements import smallest
-from rig import GetRig
+from plan_runner import GetRunner
 from training import SEMANTICS, assert_same_bits, assert_same_gradients, assert_same_semantics
 
 RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
@@ -28,34 +28,34 @@ RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
         pytest.param("gpt2_checkpointed", "inductor", marks=pytest.mark.slow),
     ],
 )
-def test_masks_are_those_of_torch_compile(name: str, backend: str, rig_of: GetRig) -> None:
-    rig = rig_of(name, backend=backend)
-    found = rig.train(smallest(rig), RECIPE)
+def test_masks_are_those_of_torch_compile(name: str, backend: str, runner_of: GetRunner) -> None:
+    runner = runner_of(name, backend=backend)
+    found = runner.train(smallest(runner), RECIPE)
     wanted = train_same_partition(CASES[name], backend, RECIPE)
     assert_same_semantics(found, wanted)
     if backend == "eager":
         assert found.losses[0] == wanted.losses[0]
 
 
-def test_recomputation_replays_masks(rig_of: GetRig) -> None:
+def test_recomputation_replays_masks(runner_of: GetRunner) -> None:
     """The same seed with and without layers that backward computes again."""
-    kept, again = rig_of("gpt2_dropout"), rig_of("gpt2_checkpointed")
+    kept, again = runner_of("gpt2_dropout"), runner_of("gpt2_checkpointed")
     found, wanted = again.train(smallest(again), RECIPE), kept.train(smallest(kept), RECIPE)
     assert_same_gradients(found.gradients, wanted.gradients)
     assert max(abs(a - b) for a, b in zip(found.losses, wanted.losses, strict=True)) < 1e-5
-    targets = [{o.target for o in rig.captured.schedule.backward.operators} for rig in (kept, again)]
+    targets = [{o.target for o in runner.captured.schedule.backward.operators} for runner in (kept, again)]
     assert ["run_with_rng_state" in found for found in targets] == [False, True], "nothing random is computed again"
 
 
 @pytest.mark.slow
-def test_seed_decides_the_masks(rig_of: GetRig) -> None:
+def test_seed_decides_the_masks(runner_of: GetRunner) -> None:
     """The same seed gives the same bits again, another seed or no dropout other losses."""
-    rig = rig_of("gpt2_dropout")
-    setup, short = smallest(rig), replace(RECIPE, num_steps=2)
-    first = rig.train(setup, short)
-    assert_same_bits(rig.train(setup, short), first)
-    other = rig.train(setup, replace(short, seed=12))
-    plain = rig_of("gpt2")
+    runner = runner_of("gpt2_dropout")
+    setup, short = smallest(runner), replace(RECIPE, num_steps=2)
+    first = runner.train(setup, short)
+    assert_same_bits(runner.train(setup, short), first)
+    other = runner.train(setup, replace(short, seed=12))
+    plain = runner_of("gpt2")
     without = plain.train(smallest(plain), short)
     for losses in (other.losses, without.losses):
         assert abs(losses[0] - first.losses[0]) > 1e-3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from models import CASES, loss_of
 from placements import smallest
-from rig import GetRig, Rig, Setup
+from plan_runner import GetRunner, PlanRunner, Setup
 from torch import nn
 from training import (
     SEMANTICS,
@@ -46,8 +46,8 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _slow(rig: Rig) -> Setup:
-    return replace(smallest(rig), settings=SLOW)
+def _slow(runner: PlanRunner) -> Setup:
+    return replace(smallest(runner), settings=SLOW)
 
 
 class Schedule:
@@ -65,51 +65,51 @@ class Schedule:
 
 
 def _both(
-    rig: Rig, pair: tuple[Any, Any], after_step: tuple[AfterStep | None, AfterStep | None] = (None, None)
+    runner: PlanRunner, pair: tuple[Any, Any], after_step: tuple[AfterStep | None, AfterStep | None] = (None, None)
 ) -> tuple[Trained, Trained]:
     """The same training by chunkc and by torch."""
-    found = rig.train(_slow(rig), RECIPE, lambda m: pair[0](_groups(m), **RECIPE.options), after_step[0])
+    found = runner.train(_slow(runner), RECIPE, lambda m: pair[0](_groups(m), **RECIPE.options), after_step[0])
     model = CASES[NAME].build()
     optimizer = pair[1](_groups(model), **RECIPE.options)
     return found, train_measured(model, CASES[NAME].batches(), optimizer, RECIPE, after_step[1])
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_groups_have_their_own_hyperparameters(pair: tuple[Any, Any], rig_of: GetRig) -> None:
-    assert_same_semantics(*_both(rig_of(NAME), pair))
+def test_groups_have_their_own_hyperparameters(pair: tuple[Any, Any], runner_of: GetRunner) -> None:
+    assert_same_semantics(*_both(runner_of(NAME), pair))
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("pair", PAIRS)
-def test_hyperparameters_are_those_at_the_call_of_step(pair: tuple[Any, Any], rig_of: GetRig) -> None:
+def test_hyperparameters_are_those_at_the_call_of_step(pair: tuple[Any, Any], runner_of: GetRunner) -> None:
     """A new learning rate in every step, set while updates run, also when all have finished first."""
-    rig = rig_of(NAME)
-    found, wanted = _both(rig, pair, (Schedule(), Schedule()))
+    runner = runner_of(NAME)
+    found, wanted = _both(runner, pair, (Schedule(), Schedule()))
     assert_same_semantics(found, wanted)
     drained = Schedule()
 
     def drain_first(step: int, optimizer: torch.optim.Optimizer) -> None:
-        rig.compiled.runtime.drain()
+        runner.compiled.runtime.drain()
         drained(step, optimizer)
 
-    again = rig.train(_slow(rig), RECIPE, lambda m: pair[0](_groups(m), **RECIPE.options), drain_first)
+    again = runner.train(_slow(runner), RECIPE, lambda m: pair[0](_groups(m), **RECIPE.options), drain_first)
     assert_same_semantics(again, wanted)
     for name, value in found.params.items():
         assert torch.equal(value, again.params[name])
 
 
-def test_changed_groups_are_honoured(rig_of: GetRig) -> None:
+def test_changed_groups_are_honoured(runner_of: GetRunner) -> None:
     """Every hyperparameter of a group, changed by hand between steps."""
 
     def change(step: int, optimizer: torch.optim.Optimizer) -> None:
         group = optimizer.param_groups[step % 3]
         group.update(weight_decay=0.05 * step, betas=(0.9 - 0.01 * step, 0.98), eps=1e-4 * (1 + step))
 
-    assert_same_semantics(*_both(rig_of(NAME), PAIRS[0], (change, change)))
+    assert_same_semantics(*_both(runner_of(NAME), PAIRS[0], (change, change)))
 
 
-def test_groups_added_before_the_first_step(rig_of: GetRig) -> None:
-    rig, model = rig_of(NAME), CASES[NAME].build()
+def test_groups_added_before_the_first_step(runner_of: GetRunner) -> None:
+    runner, model = runner_of(NAME), CASES[NAME].build()
 
     def build(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
         first, *others = _groups(model)
@@ -118,29 +118,29 @@ def test_groups_added_before_the_first_step(rig_of: GetRig) -> None:
             optimizer.add_param_group(group)
         return optimizer
 
-    found = rig.train(_slow(rig), RECIPE, lambda m: build(chunkc.AdamW, m))
+    found = runner.train(_slow(runner), RECIPE, lambda m: build(chunkc.AdamW, m))
     wanted = train_measured(model, CASES[NAME].batches(), build(torch.optim.AdamW, model), RECIPE)
     assert_same_semantics(found, wanted)
 
 
-def test_group_that_is_missing_refuses_the_step_until_it_is_added(rig_of: GetRig) -> None:
+def test_group_that_is_missing_refuses_the_step_until_it_is_added(runner_of: GetRunner) -> None:
     """Nothing changes by the refused step; with the group added the same gradients are stepped."""
-    rig, model, recipe = rig_of(NAME), CASES[NAME].build(), replace(RECIPE, num_steps=1)
+    runner, model, recipe = runner_of(NAME), CASES[NAME].build(), replace(RECIPE, num_steps=1)
     wanted = train_measured(model, CASES[NAME].batches(), torch.optim.AdamW(_groups(model), **RECIPE.options), recipe)
-    rig.reset(_slow(rig))
-    first, second, third = _groups(rig.model)
+    runner.reset(_slow(runner))
+    first, second, third = _groups(runner.model)
     optimizer = chunkc.AdamW([first, second], **RECIPE.options)
-    before = {n: p.detach().clone() for n, p in rig.model.named_parameters()}
-    loss = loss_of(rig.model(**rig.batches[0]))
+    before = {n: p.detach().clone() for n, p in runner.model.named_parameters()}
+    loss = loss_of(runner.model(**runner.batches[0]))
     loss.backward()
-    gradients = {n: p.grad.clone() for n, p in rig.model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in runner.model.named_parameters() if p.grad is not None}
     with pytest.raises(chunkc.ChunkcError, match="embed"):
         optimizer.step()
-    for name, p in rig.model.named_parameters():
+    for name, p in runner.model.named_parameters():
         assert torch.equal(p.detach().clone(), before[name])
         assert p.grad is None or torch.equal(p.grad.clone(), gradients[name])
     optimizer.add_param_group(third)
     optimizer.step()
     found = Trained(losses=[loss.item()], gradients=gradients)
-    read_state(found, rig.model, optimizer)
+    read_state(found, runner.model, optimizer)
     assert_same_semantics(found, wanted)

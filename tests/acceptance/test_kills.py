@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import killed_runs
 import pytest
 import torch
+from children import environment
 
-SCRIPT = Path(__file__).parent.parent / "support" / "killed_runs.py"
+SCRIPT = Path(killed_runs.__file__)
 KEEP = 3
 
 
@@ -20,7 +22,7 @@ KEEP = 3
 def test_killed_runs_go_on_as_if_they_had_not_been(tmp_path: Path, num_kills: int) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path), str(num_kills), str(num_kills)],
-        capture_output=True, text=True, timeout=300 + 6 * num_kills, check=False,
+        capture_output=True, text=True, timeout=300 + 6 * num_kills, check=False, env=environment(),
     )  # fmt: skip
     if torch.version.cuda is not None and "fork-based multiprocessing" in done.stderr:
         pytest.skip("runs where torch lets a forked process run backward: CPU builds do, this one for CUDA does not")

@@ -15,7 +15,7 @@ import torch
 from lora import BY_HAND, BY_PEFT, CHECKPOINTED, HAS_PEFT
 from models import CASES, Case
 from placements import smallest
-from rig import BIG_NBYTES, Rig
+from plan_runner import BIG_NBYTES, PlanRunner
 from training import SEMANTICS, assert_same_semantics, train_plain
 
 import chunkc
@@ -29,8 +29,8 @@ BOTH = [pytest.param(BY_HAND, id="by hand"), pytest.param(BY_PEFT, id="by peft",
 
 
 @functools.cache
-def rig_for(name: str) -> Rig:
-    return Rig({case.name: case for case in (BY_HAND, BY_PEFT, CHECKPOINTED)}[name])
+def rig_for(name: str) -> PlanRunner:
+    return PlanRunner({case.name: case for case in (BY_HAND, BY_PEFT, CHECKPOINTED)}[name])
 
 
 def check_frozen_base(plan: Plan) -> None:
@@ -45,9 +45,9 @@ def check_frozen_base(plan: Plan) -> None:
 
 @pytest.mark.parametrize("case", [*BOTH, pytest.param(CHECKPOINTED, id="checkpointed", marks=pytest.mark.slow)])
 def test_adapters_train_as_in_plain_pytorch(case: Case) -> None:
-    rig, before = rig_for(case.name), case.build()
-    found = rig.train(smallest(rig), SEMANTICS)
-    assert rig.stats()["h2d_nbytes"] > 0, "everything fits, nothing is shown"
+    runner, before = rig_for(case.name), case.build()
+    found = runner.train(smallest(runner), SEMANTICS)
+    assert runner.stats()["h2d_nbytes"] > 0, "everything fits, nothing is shown"
     assert_same_semantics(found, train_plain(case, SEMANTICS))
     adapters = {n for n, p in before.named_parameters() if p.requires_grad}
     assert adapters and found.gradients.keys() == adapters == found.exp_avg.keys()
@@ -58,9 +58,9 @@ def test_adapters_train_as_in_plain_pytorch(case: Case) -> None:
 @pytest.mark.parametrize("case", BOTH)
 def test_the_base_takes_its_own_bytes_and_adapters_sixteen_for_each_element(case: Case) -> None:
     """Planned and measured, in fp32: parameters once, states of adapters alone, and only adapters go home."""
-    rig = rig_for(case.name)
-    rig.train(replace(smallest(rig), host_nbytes=BIG_NBYTES), SEMANTICS)
-    plan, stats = rig.plan, rig.stats()
+    runner = rig_for(case.name)
+    runner.train(replace(smallest(runner), host_nbytes=BIG_NBYTES), SEMANTICS)
+    plan, stats = runner.plan, runner.stats()
     check_frozen_base(plan)
     params = list(case.build().parameters())
     base_nbytes = sum(4 * p.numel() for p in params if not p.requires_grad)
@@ -69,7 +69,7 @@ def test_the_base_takes_its_own_bytes_and_adapters_sixteen_for_each_element(case
     trained = [c for c in plan.layout.chunks if c.list is ChunkList.TRAINED]
     assert plan.layout.os_nbytes() == sum(c.os_nbytes for c in trained)
     assert 0 < stats["d2h_nbytes"] == plan.moved_nbytes(Stream.D2H) < stats["h2d_nbytes"]
-    device = rig.compiled.runtime.device
+    device = runner.compiled.runtime.device
     assert device.host_budget_nbytes - device.free_host_nbytes() == stats["host_nbytes"]
     padding_nbytes = sum(c.nbytes for c in plan.layout.chunks) - 4 * sum(p.numel() for p in params)
     assert stats["host_nbytes"] <= base_nbytes + (4 + OS_NBYTES) * adapter_numel + 4 * padding_nbytes
@@ -137,9 +137,9 @@ def test_checkpointing_with_the_hook_for_frozen_embeddings_is_exact_in_two_graph
 def test_adapters_of_peft_are_saved_alone_and_load_into_a_plain_model(tmp_path: Path) -> None:
     import peft
 
-    rig = rig_for(BY_PEFT.name)
-    found = rig.train(smallest(rig), SEMANTICS)
-    rig.model.save_pretrained(tmp_path)
+    runner = rig_for(BY_PEFT.name)
+    found = runner.train(smallest(runner), SEMANTICS)
+    runner.model.save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"
     adapter_nbytes = sum(v.numel() * 4 for n, v in found.params.items() if "lora_" in n)
     assert adapter_nbytes <= weights.stat().st_size <= adapter_nbytes + 4096

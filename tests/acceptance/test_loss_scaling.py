@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from halves import BAD, PLACES, built_in, inputs, make, restart
+from fp16_training import BAD, PLACES, built_in, inputs, make, restart
 from overflows import INTERVAL, Poisoned, assert_same_state, check_stepped, grow_soon, scale_of, state_of
 from pair import Pair, Tower, batch
 from torch import nn

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from placements import MIXED, Identities, check_mixed
-from rig import GetRig
+from plan_runner import GetRunner
 from training import PLACEMENT, assert_same_bits
 
 from chunkc.runtime.devices.debug_settings import DebugSettings
@@ -32,18 +32,18 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), CASES)
 def test_mixed_placement_changes_no_bit(
-    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+    name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    check_mixed(rig_of(name, dtype), placement, identities, SHORT)
+    check_mixed(runner_of(name, dtype), placement, identities, SHORT)
 
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in (2, 3))])
 @pytest.mark.parametrize("placement", ["some_of_each", "all_streamed"])
-def test_delays_change_no_bit(placement: str, seed: int, rig_of: GetRig) -> None:
+def test_delays_change_no_bit(placement: str, seed: int, runner_of: GetRunner) -> None:
     """Every stream pauses at random before and after each piece of work."""
-    rig, recipe = rig_of("odd"), replace(SHORT, num_steps=4)
-    setup = MIXED[placement](rig)
+    runner, recipe = runner_of("odd"), replace(SHORT, num_steps=4)
+    setup = MIXED[placement](runner)
     synchronous = DebugSettings(poison=True, synchronous=True)
-    wanted = rig.train(replace(setup, settings=synchronous), recipe)
+    wanted = runner.train(replace(setup, settings=synchronous), recipe)
     settings = DebugSettings(poison=True, max_delay_ms=0.5, seed=seed)
-    assert_same_bits(rig.train(replace(setup, settings=settings), recipe), wanted)
+    assert_same_bits(runner.train(replace(setup, settings=settings), recipe), wanted)

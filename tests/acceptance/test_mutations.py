@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 from placements import Identities, smallest
-from rig import GetRig
+from plan_runner import GetRunner
 from training import PLACEMENT, SEMANTICS, GetPlain, assert_same_bits, assert_same_semantics
 
 from chunkc.runtime.model.model import ModelRuntime
@@ -73,11 +73,11 @@ MODELS = ("odd", pytest.param("llama", marks=pytest.mark.slow))
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_placement_equality_refuses(
-    mutant: Callable[..., ModelRuntime], name: str, rig_of: GetRig, identities: Identities
+    mutant: Callable[..., ModelRuntime], name: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    rig = rig_of(name)
-    found = rig.train(replace(smallest(rig), make_runtime=mutant), PLACEMENT)
-    wanted = identities.of(rig, rig.plan)
+    runner = runner_of(name)
+    found = runner.train(replace(smallest(runner), make_runtime=mutant), PLACEMENT)
+    wanted = identities.of(runner, runner.plan)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(found, wanted)
     found.losses = list(wanted.losses)
@@ -88,19 +88,19 @@ def test_placement_equality_refuses(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_semantic_equality_refuses(
-    mutant: Callable[..., ModelRuntime], name: str, rig_of: GetRig, plain_of: GetPlain
+    mutant: Callable[..., ModelRuntime], name: str, runner_of: GetRunner, plain_of: GetPlain
 ) -> None:
-    rig, wanted = rig_of(name), plain_of(name, SEMANTICS)
-    found = rig.train(replace(smallest(rig), make_runtime=mutant), SEMANTICS)
+    runner, wanted = runner_of(name), plain_of(name, SEMANTICS)
+    found = runner.train(replace(smallest(runner), make_runtime=mutant), SEMANTICS)
     with pytest.raises(AssertionError, match=r"parameters: .* is off"):
         assert_same_semantics(found, wanted)
 
 
 def test_both_equalities_accept_the_double_that_changes_nothing(
-    rig_of: GetRig, identities: Identities, plain_of: GetPlain
+    runner_of: GetRunner, identities: Identities, plain_of: GetPlain
 ) -> None:
-    rig = rig_of("odd")
-    setup = replace(smallest(rig), make_runtime=FaithfulRuntime)
-    found = rig.train(setup, PLACEMENT)
-    assert_same_bits(found, identities.of(rig, rig.plan))
-    assert_same_semantics(rig.train(setup, SEMANTICS), plain_of("odd", SEMANTICS))
+    runner = runner_of("odd")
+    setup = replace(smallest(runner), make_runtime=FaithfulRuntime)
+    found = runner.train(setup, PLACEMENT)
+    assert_same_bits(found, identities.of(runner, runner.plan))
+    assert_same_semantics(runner.train(setup, SEMANTICS), plain_of("odd", SEMANTICS))

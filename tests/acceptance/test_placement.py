@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from placements import PLACEMENTS, Identities, check_placement, moved
-from rig import GetRig
+from plan_runner import GetRunner
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SOME = ("mixtral", "resnet")
@@ -52,25 +52,25 @@ INDUCTOR = [
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), EAGER)
 def test_placement_changes_no_bit(
-    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+    name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    check_placement(rig_of(name, dtype), placement, identities)
+    check_placement(runner_of(name, dtype), placement, identities)
 
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
 def test_placement_changes_no_bit_under_inductor(
-    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+    name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    check_placement(rig_of(name, dtype, "inductor"), placement, identities)
+    check_placement(runner_of(name, dtype, "inductor"), placement, identities)
 
 
-def test_placements_differ(rig_of: GetRig) -> None:
+def test_placements_differ(runner_of: GetRunner) -> None:
     """Less memory moves more bytes, or the cases above compare one plan with itself."""
-    rig = rig_of("llama")
+    runner = runner_of("llama")
     found = {}
     for name, make in PLACEMENTS.items():
-        rig.reset(make(rig))
-        found[name] = rig.next_plan
+        runner.reset(make(runner))
+        found[name] = runner.next_plan
     volumes = {name: moved(plan) for name, plan in found.items()}
     assert volumes["all_on_device"] == 0 < volumes["all_on_host"] < volumes["half_evicted"] <= volumes["smallest"]
     assert len({plan.digest() for plan in found.values()}) == len(found)

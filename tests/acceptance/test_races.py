@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from accumulating import tightest, train_rig
+from accumulating import tightest, train_runner
 from placements import half_evicted, smallest
-from rig import GetRig, Rig, Setup
+from plan_runner import GetRunner, PlanRunner, Setup
 from training import PLACEMENT, Trained, assert_same_bits
 
 from chunkc.ir.actions import Stream
@@ -25,67 +25,67 @@ FIRST = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
 
 @pytest.fixture(scope="module")
-def odd(rig_of: GetRig) -> tuple[Rig, Setup, Trained]:
+def odd(runner_of: GetRunner) -> tuple[PlanRunner, Setup, Trained]:
     """The hand-written model under its smallest budget, and its synchronous run."""
-    rig = rig_of("odd")
-    setup = smallest(rig)
-    return rig, setup, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE)
+    runner = runner_of("odd")
+    setup = smallest(runner)
+    return runner, setup, runner.train(replace(setup, settings=SYNCHRONOUS), RECIPE)
 
 
-def _check(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
-    rig, setup, wanted = odd
+def _check(odd: tuple[PlanRunner, Setup, Trained], seed: int) -> None:
+    runner, setup, wanted = odd
     settings = DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
-    assert_same_bits(rig.train(replace(setup, settings=settings), RECIPE), wanted)
+    assert_same_bits(runner.train(replace(setup, settings=settings), RECIPE), wanted)
 
 
 @pytest.mark.parametrize("seed", FEW)
-def test_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
+def test_delays_change_no_bit(odd: tuple[PlanRunner, Setup, Trained], seed: int) -> None:
     _check(odd, seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", MANY)
-def test_many_delays_change_no_bit(odd: tuple[Rig, Setup, Trained], seed: int) -> None:
+def test_many_delays_change_no_bit(odd: tuple[PlanRunner, Setup, Trained], seed: int) -> None:
     _check(odd, seed)
 
 
 @pytest.mark.parametrize("seed", FIRST)
-def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_of: GetRig) -> None:
+def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, runner_of: GetRunner) -> None:
     """An embedding over many chunks, whose gradient lands piece by piece while later pieces are still fetched."""
-    rig = rig_of("bert")
-    setup, settings = smallest(rig), DebugSettings(poison=True, max_delay_ms=0.2, seed=seed)
-    found = rig.train(replace(setup, settings=settings), RECIPE)
-    assert max(p.num_chunks for p in rig.plan.layout.placements) > 3
-    assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
+    runner = runner_of("bert")
+    setup, settings = smallest(runner), DebugSettings(poison=True, max_delay_ms=0.2, seed=seed)
+    found = runner.train(replace(setup, settings=settings), RECIPE)
+    assert max(p.num_chunks for p in runner.plan.layout.placements) > 3
+    assert_same_bits(found, runner.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
 
 
 @pytest.mark.parametrize("seed", FIRST)
-def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
-    rig = rig_of("odd", backend="inductor")
-    setup, settings = half_evicted(rig), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
-    found = rig.train(replace(setup, settings=settings), RECIPE)
-    assert_same_bits(found, rig.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
+def test_delays_change_no_bit_under_inductor(seed: int, runner_of: GetRunner) -> None:
+    runner = runner_of("odd", backend="inductor")
+    setup, settings = half_evicted(runner), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    found = runner.train(replace(setup, settings=settings), RECIPE)
+    assert_same_bits(found, runner.train(replace(setup, settings=SYNCHRONOUS), RECIPE))
 
 
 @pytest.mark.parametrize("seed", FIRST)
-def test_delays_change_no_bit_of_a_sum_of_micro_batches(seed: int, rig_of: GetRig) -> None:
+def test_delays_change_no_bit_of_a_sum_of_micro_batches(seed: int, runner_of: GetRunner) -> None:
     """Gradient chunks go home and come back beside the next forward."""
-    rig = rig_of("odd")
-    setup, settings = tightest(rig, 3), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
-    found, _ = train_rig(rig, replace(setup, settings=settings), RECIPE)
-    wanted, _ = train_rig(rig, replace(setup, settings=SYNCHRONOUS), RECIPE)
+    runner = runner_of("odd")
+    setup, settings = tightest(runner, 3), DebugSettings(poison=True, max_delay_ms=MAX_DELAY_MS, seed=seed)
+    found, _ = train_runner(runner, replace(setup, settings=settings), RECIPE)
+    wanted, _ = train_runner(runner, replace(setup, settings=SYNCHRONOUS), RECIPE)
     assert_same_bits(found, wanted)
 
 
-def test_updates_overlap_the_next_forward(rig_of: GetRig) -> None:
+def test_updates_overlap_the_next_forward(runner_of: GetRunner) -> None:
     """With slow streams ``step()`` returns before its updates have run, or the delays above delay nothing."""
-    rig = rig_of("odd")
-    rig.reset(replace(smallest(rig), settings=DebugSettings(max_delay_ms=4.0, seed=1)))
-    device, pending = rig.compiled.runtime.device, []
+    runner = runner_of("odd")
+    runner.reset(replace(smallest(runner), settings=DebugSettings(max_delay_ms=4.0, seed=1)))
+    device, pending = runner.compiled.runtime.device, []
 
     def observe() -> None:
         mark = device.launch(Stream.CPU, "mark", (), lambda: None)
         pending.append(not mark.done())
 
-    rig.run_steps(RECIPE, lambda *_: observe())
+    runner.run_steps(RECIPE, lambda *_: observe())
     assert any(pending)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from halves import built_in, inputs, make, restart
+from fp16_training import built_in, inputs, make, restart
 from overflows import check_stepped
 from pair import Pair
 from torch import nn

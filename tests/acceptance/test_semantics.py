@@ -10,7 +10,7 @@ import pytest
 import torch
 from equalities import check_semantics
 from placements import coarse, smallest
-from rig import GetRig
+from plan_runner import GetRunner
 from training import SEMANTICS, GetPlain
 
 MODELS = ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral", "resnet", "odd")
@@ -18,22 +18,22 @@ INDUCTOR = ("odd", "gpt2_small", *(pytest.param(n, marks=pytest.mark.slow) for n
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_trains_as_plain_pytorch(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
-    rig = rig_of(name)
-    check_semantics(rig, plain_of(name, SEMANTICS), smallest(rig))
+def test_trains_as_plain_pytorch(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
+    runner = runner_of(name)
+    check_semantics(runner, plain_of(name, SEMANTICS), smallest(runner))
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
-def test_trains_as_plain_pytorch_under_inductor(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
-    rig = rig_of(name, torch.float32, "inductor")
-    check_semantics(rig, plain_of(name, SEMANTICS), coarse(rig))
+def test_trains_as_plain_pytorch_under_inductor(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
+    runner = runner_of(name, torch.float32, "inductor")
+    check_semantics(runner, plain_of(name, SEMANTICS), coarse(runner))
 
 
-def test_what_no_graph_trains_stays_as_it_was(rig_of: GetRig) -> None:
+def test_what_no_graph_trains_stays_as_it_was(runner_of: GetRunner) -> None:
     """Frozen and unused parameters keep their bits and get neither gradient nor state."""
-    rig = rig_of("odd")
-    before = rig.case.build().state_dict()
-    found = rig.train(smallest(rig), SEMANTICS)
+    runner = runner_of("odd")
+    before = runner.case.build().state_dict()
+    found = runner.train(smallest(runner), SEMANTICS)
     for name in ("frozen", "unused.weight", "unused.bias", "unused_frozen"):
         assert torch.equal(found.params[name], before[name])
         assert name not in found.gradients and name not in found.exp_avg
@@ -42,14 +42,14 @@ def test_what_no_graph_trains_stays_as_it_was(rig_of: GetRig) -> None:
         assert not before[name].numel() or not torch.equal(found.params[name], before[name])
 
 
-def test_odd_model_has_what_the_case_asks_for(rig_of: GetRig) -> None:
+def test_odd_model_has_what_the_case_asks_for(runner_of: GetRunner) -> None:
     """The sizes, and a parameter over several chunks in the very plan that trained."""
-    rig = rig_of("odd")
-    rig.reset(smallest(rig))
-    layout = rig.next_plan.layout
+    runner = runner_of("odd")
+    runner.reset(smallest(runner))
+    layout = runner.next_plan.layout
     spanning = {layout.params[p.param].name for p in layout.placements if p.num_chunks > 1}
     assert {"large", "narrow"} <= spanning
     shapes = {info.name: info.shape for info in layout.params}
     assert (shapes["scale"], shapes["empty"], shapes["small"], shapes["wide.bias"]) == ((1,), (0, 4), (13, 7), (53,))
     assert any(info.aliases == ("head.weight",) for info in layout.params)
-    assert rig.model.head.weight is rig.model.embed.weight
+    assert runner.model.head.weight is runner.model.embed.weight

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from equalities import check_sixteen_bits
-from rig import GetRig
+from plan_runner import GetRunner
 from training import GetPlain
 
 MODELS = ("gpt2", "odd", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "bert", "albert", "t5", "vit")))
@@ -16,12 +16,14 @@ INDUCTOR = [pytest.param(n, marks=pytest.mark.slow) for n in ("odd", "gpt2", "ll
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bf16_is_as_good_as_plain_bf16(name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
-    check_sixteen_bits(rig_of(name, torch.bfloat16), plain_of, plain_16_of)
+def test_bf16_is_as_good_as_plain_bf16(
+    name: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
+) -> None:
+    check_sixteen_bits(runner_of(name, torch.bfloat16), plain_of, plain_16_of)
 
 
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_bf16_is_as_good_as_plain_bf16_under_inductor(
-    name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain
+    name: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
 ) -> None:
-    check_sixteen_bits(rig_of(name, torch.bfloat16, "inductor"), plain_of, plain_16_of)
+    check_sixteen_bits(runner_of(name, torch.bfloat16, "inductor"), plain_of, plain_16_of)

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from costs import RATES, with_work
+from schedules import chain, planned, target
 
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
@@ -16,8 +18,6 @@ from chunkc.hardware import Hardware
 from chunkc.report.units import size
 from chunkc.scenarios.models import built_in
 from chunkc.scenarios.scenario import Answer, Scenario, Scenarios
-from tests.support.costs import RATES, with_work
-from tests.support.schedules import chain, planned, target
 
 ROOT = Path(__file__).parents[2]
 

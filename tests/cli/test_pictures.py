@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 from costs import calibration, with_work
+from plans import evicting
 
 from chunkc.cli import main
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
-
-from ..ir.plans import evicting
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from costs import LINKS, RATES, rates, with_work
+from plans import distributed, evicting, grad_chunk, spanning, streaming
 
 from chunkc.cost.actions import ActionCosts, all_gather_ms
 from chunkc.cost.rates import CopyLaw, cost_rates
@@ -14,8 +15,6 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream, parse
 from chunkc.ir.work import Kind, Work
-
-from ..ir.plans import distributed, evicting, grad_chunk, spanning, streaming
 
 TIMES = {
     "fetch c0 -> d0 @h2d": 1.0,

@@ -12,6 +12,8 @@ import pytest
 from costs import RATES, calibration, rates, with_work
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from plans import SPECS, evicting, resident
+from plans import chain as slots_in_turn
 from schedules import chain as layers
 from schedules import gpt_like, planned, planned_somewhere, requests, target
 
@@ -28,9 +30,6 @@ from chunkc.ir.plan_file import load_plan
 from chunkc.ir.verify import verify
 from chunkc.ir.work import Kind, Work
 from chunkc.passes import Options, make_evaluation_plan
-
-from ..ir.plans import SPECS, evicting, resident
-from ..ir.plans import chain as slots_in_turn
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Case 16 over cases 4, 5, 7 and 18: loops with several micro-batches a step, which exchange nothing until the last one
 where memory allows.
 
-Scripts are those of `sides`; ``more`` is one more micro-batch. Whatever comes between micro-batches, all ranks see what
-one process would.
+Scripts are those of `scripted_loops`; ``more`` is one more micro-batch. Whatever comes between micro-batches, all ranks
+see what one process would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rank_windows import (
     plain_gradients,
     windows_of,
 )
-from sides import TIGHT, check_seen, scripts_on_ranks, scripts_plainly
+from scripted_loops import TIGHT, check_seen, scripts_on_ranks, scripts_plainly
 
 pytestmark = pytest.mark.distributed
 

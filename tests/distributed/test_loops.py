@@ -1,6 +1,7 @@
 """Case 16 over cases 3, 5, 7 and 18: whatever a loop does between steps, all ranks see what one process would.
 
-Scripts are those of `sides`, one after another with one model; each ends in a look at all parameters and states.
+Scripts are those of `scripted_loops`, one after another with one model; each ends in a look at all parameters and
+states.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 from job import Pool
-from sides import MAX_NORM, check_seen, scripts_on_ranks, scripts_plainly
+from scripted_loops import MAX_NORM, check_seen, scripts_on_ranks, scripts_plainly
 
 pytestmark = pytest.mark.distributed
 

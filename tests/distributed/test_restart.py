@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 import restarted_run
 import torch
+from children import environment
 from job import Pool
 
 pytestmark = pytest.mark.distributed
@@ -21,9 +21,8 @@ def restart(directory: Path, killed_rank: int, delay_s: float) -> dict[str, torc
     directory.mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     script = [str(Path(restarted_run.__file__)), str(directory), str(killed_rank), str(delay_s)]
-    paths = os.pathsep.join([str(Path(restarted_run.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=300, env=environment)
+    env = environment(OMP_WAIT_POLICY="passive", OMP_NUM_THREADS="1")
+    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(f"life 1 of rank {rank} ends well" in done.stdout for rank in range(2)), done.stdout
     found: dict[str, torch.Tensor] = torch.load(f"{directory}.pt")

@@ -20,7 +20,7 @@ from rank_replicas import NODE, TWO_NODES, compile_apart, mean_of_own, scripts_o
 from rank_steady import received_on_nodes
 from rank_training import QUICK, Done, Work, check_semantics, train, train_in_micro_batches
 from resumed import check_equal
-from sides import Seen, check_seen, scripts_plainly
+from scripted_loops import Seen, check_seen, scripts_plainly
 from training import SEMANTICS
 
 from .test_checkpoints import POLICIES

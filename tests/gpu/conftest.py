@@ -15,8 +15,8 @@ import pytest
 import torch
 from machines import EMULATED, Machine
 from placements import Identities
-from rig import GetRig
-from shelves import Rigs, Runs
+from plan_runner import GetRunner
+from shared_runs import Runs, SharedRunners
 from training import GetPlain, train_plain, train_plain_16
 
 Note = Callable[[str, object], None]
@@ -85,11 +85,11 @@ def note(record_property: Note, request: pytest.FixtureRequest) -> Note:
 
 
 @pytest.fixture(scope="session")
-def rig_of(machine: Machine) -> Iterator[GetRig]:
-    """``rig_of(name, dtype, backend)``: the rig of a model, captured at its first use."""
-    rigs = Rigs(machine)
-    yield rigs
-    rigs.clear()
+def runner_of(machine: Machine) -> Iterator[GetRunner]:
+    """``runner_of(name, dtype, backend)``: the runner of a model, captured at its first use."""
+    runners = SharedRunners(machine)
+    yield runners
+    runners.clear()
     gc.collect()
 
 

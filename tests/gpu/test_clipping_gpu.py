@@ -6,7 +6,7 @@ import pytest
 import torch
 from clipping import NAME, PLACES, check_clipping, telling_norm
 from machines import Machine
-from rig import GetRig
+from plan_runner import GetRunner
 
 from chunkc.runtime.update.loss_scale import multiply, times
 
@@ -14,8 +14,8 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_clipping_equals_torch(place: str, rig_of: GetRig) -> None:
-    check_clipping(rig_of(NAME), place, telling_norm())
+def test_clipping_equals_torch(place: str, runner_of: GetRunner) -> None:
+    check_clipping(runner_of(NAME), place, telling_norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

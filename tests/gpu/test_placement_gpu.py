@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from placements import MIXED, PLACEMENTS, Identities, check_mixed, check_placement, half_evicted, smallest
-from rig import GetRig, Setup
+from plan_runner import GetRunner, Setup
 from training import PLACEMENT, assert_same_bits
 
 from chunkc.passes import Options
@@ -48,38 +48,38 @@ INDUCTOR = [
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), EAGER)
 def test_placement_changes_no_bit(
-    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+    name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    check_placement(rig_of(name, dtype), placement, identities)
+    check_placement(runner_of(name, dtype), placement, identities)
 
 
 @pytest.mark.parametrize(("name", "dtype", "placement"), INDUCTOR)
 def test_placement_changes_no_bit_under_inductor(
-    name: str, dtype: torch.dtype, placement: str, rig_of: GetRig, identities: Identities
+    name: str, dtype: torch.dtype, placement: str, runner_of: GetRunner, identities: Identities
 ) -> None:
-    check_placement(rig_of(name, dtype, "inductor"), placement, identities)
+    check_placement(runner_of(name, dtype, "inductor"), placement, identities)
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16))
 @pytest.mark.parametrize("placement", MIXED)
 def test_mixed_placement_changes_no_bit(
-    placement: str, dtype: torch.dtype, rig_of: GetRig, identities: Identities
+    placement: str, dtype: torch.dtype, runner_of: GetRunner, identities: Identities
 ) -> None:
     """All updates with the host's arithmetic: those on the device move through its slots all the same."""
-    check_mixed(rig_of("odd", dtype), placement, identities, SHORT)
+    check_mixed(runner_of("odd", dtype), placement, identities, SHORT)
 
 
 @pytest.mark.parametrize("dtype", (FP32, BF16))
-def test_the_same_run_gives_the_same_bits(dtype: torch.dtype, rig_of: GetRig) -> None:
+def test_the_same_run_gives_the_same_bits(dtype: torch.dtype, runner_of: GetRunner) -> None:
     """Updates by kernels, and by the host: torch's kernels must repeat themselves for the comparisons above."""
-    rig = rig_of("odd", dtype)
-    for setup in (Setup(Options(os_home="device")), half_evicted(rig)):
-        assert_same_bits(rig.train(setup, SHORT), rig.train(setup, SHORT))
+    runner = runner_of("odd", dtype)
+    for setup in (Setup(Options(os_home="device")), half_evicted(runner)):
+        assert_same_bits(runner.train(setup, SHORT), runner.train(setup, SHORT))
 
 
-def test_one_wrong_bit_is_found(rig_of: GetRig) -> None:
+def test_one_wrong_bit_is_found(runner_of: GetRunner) -> None:
     """The comparison itself: a learning rate that differs in its last digits."""
-    rig = rig_of("odd")
-    setup = smallest(rig)
+    runner = runner_of("odd")
+    setup = smallest(runner)
     with pytest.raises(AssertionError, match="differ"):
-        assert_same_bits(rig.train(setup, replace(SHORT, lr=SHORT.lr * (1 + 1e-6))), rig.train(setup, SHORT))
+        assert_same_bits(runner.train(setup, replace(SHORT, lr=SHORT.lr * (1 + 1e-6))), runner.train(setup, SHORT))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from machines import Machine
 from placements import MakeSetup, all_on_host, half_evicted, smallest
-from rig import GetRig, Rig
+from plan_runner import GetRunner, PlanRunner
 from training import PLACEMENT, Trained, assert_same_bits
 
 from chunkc.ir.actions import Stream
@@ -27,44 +27,44 @@ DELAY_MS = 0.5
 
 
 @pytest.fixture(scope="module")
-def wanted(rig_of: GetRig) -> dict[str, Trained]:
+def wanted(runner_of: GetRunner) -> dict[str, Trained]:
     """Synchronous runs of the hand-written model, one for each placement."""
-    rig = rig_of("odd")
-    return {name: rig.train(replace(make(rig), settings=SYNCHRONOUS), RECIPE) for name, make in SETUPS.items()}
+    runner = runner_of("odd")
+    return {name: runner.train(replace(make(runner), settings=SYNCHRONOUS), RECIPE) for name, make in SETUPS.items()}
 
 
-def delayed(rig: Rig, make: MakeSetup, seed: int, max_delay_ms: float = DELAY_MS) -> Trained:
+def delayed(runner: PlanRunner, make: MakeSetup, seed: int, max_delay_ms: float = DELAY_MS) -> Trained:
     settings = DebugSettings(poison=True, max_delay_ms=max_delay_ms, seed=seed)
-    return rig.train(replace(make(rig), settings=settings), RECIPE)
+    return runner.train(replace(make(runner), settings=settings), RECIPE)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("placement", SETUPS)
-def test_delays_change_no_bit(placement: str, seed: int, rig_of: GetRig, wanted: dict[str, Trained]) -> None:
-    assert_same_bits(delayed(rig_of("odd"), SETUPS[placement], seed), wanted[placement])
+def test_delays_change_no_bit(placement: str, seed: int, runner_of: GetRunner, wanted: dict[str, Trained]) -> None:
+    assert_same_bits(delayed(runner_of("odd"), SETUPS[placement], seed), wanted[placement])
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, rig_of: GetRig) -> None:
-    rig = rig_of("bert")
-    found = delayed(rig, smallest, seed, 0.1)
-    assert max(p.num_chunks for p in rig.plan.layout.placements) > 3
-    assert_same_bits(found, rig.train(replace(smallest(rig), settings=SYNCHRONOUS), RECIPE))
+def test_delays_change_no_bit_of_a_model_with_spanning_gradients(seed: int, runner_of: GetRunner) -> None:
+    runner = runner_of("bert")
+    found = delayed(runner, smallest, seed, 0.1)
+    assert max(p.num_chunks for p in runner.plan.layout.placements) > 3
+    assert_same_bits(found, runner.train(replace(smallest(runner), settings=SYNCHRONOUS), RECIPE))
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_delays_change_no_bit_under_inductor(seed: int, rig_of: GetRig) -> None:
-    rig = rig_of("odd", torch.bfloat16, "inductor")
-    found = delayed(rig, half_evicted, seed)
-    assert_same_bits(found, rig.train(replace(half_evicted(rig), settings=SYNCHRONOUS), RECIPE))
+def test_delays_change_no_bit_under_inductor(seed: int, runner_of: GetRunner) -> None:
+    runner = runner_of("odd", torch.bfloat16, "inductor")
+    found = delayed(runner, half_evicted, seed)
+    assert_same_bits(found, runner.train(replace(half_evicted(runner), settings=SYNCHRONOUS), RECIPE))
 
 
-def test_without_delays_nothing_is_different(rig_of: GetRig, wanted: dict[str, Trained]) -> None:
+def test_without_delays_nothing_is_different(runner_of: GetRunner, wanted: dict[str, Trained]) -> None:
     """At full speed, as users run, three times."""
-    rig = rig_of("odd")
+    runner = runner_of("odd")
     for _ in range(3):
         assert_same_bits(
-            rig.train(replace(half_evicted(rig), settings=DebugSettings()), RECIPE), wanted["half_evicted"]
+            runner.train(replace(half_evicted(runner), settings=DebugSettings()), RECIPE), wanted["half_evicted"]
         )
 
 

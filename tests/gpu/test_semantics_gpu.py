@@ -12,7 +12,7 @@ from equalities import check_semantics, check_sixteen_bits, train_same_partition
 from machines import Machine
 from models import CASES, loss_of
 from placements import coarse, smallest
-from rig import GetRig, Setup
+from plan_runner import GetRunner, Setup
 from steady import options, smallest_hw
 from torch import nn
 from training import SEMANTICS, GetPlain, assert_same_semantics, train_measured
@@ -30,24 +30,26 @@ OTHERS = [pytest.param(name, marks=SLOW) for name in ("bert", "albert")]
 
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
-def test_trains_as_plain_pytorch(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
+def test_trains_as_plain_pytorch(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
     """Everything evicted, updates on the host."""
-    rig = rig_of(name)
-    check_semantics(rig, plain_of(name, SEMANTICS), smallest(rig))
+    runner = runner_of(name)
+    check_semantics(runner, plain_of(name, SEMANTICS), smallest(runner))
 
 
 @pytest.mark.parametrize("name", ["odd", "gpt2_small", *(pytest.param(n, marks=SLOW) for n in ("llama", "t5", "vit"))])
-def test_trains_as_plain_pytorch_under_inductor(name: str, rig_of: GetRig, plain_of: GetPlain) -> None:
-    rig = rig_of(name, torch.float32, "inductor")
-    check_semantics(rig, plain_of(name, SEMANTICS), coarse(rig))
+def test_trains_as_plain_pytorch_under_inductor(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
+    runner = runner_of(name, torch.float32, "inductor")
+    check_semantics(runner, plain_of(name, SEMANTICS), coarse(runner))
 
 
 @pytest.mark.parametrize("name", ["odd", "llama", "resnet"])
-def test_updates_on_the_device_are_torchs(name: str, rig_of: GetRig, plain_of: GetPlain, plain_64_of: GetPlain) -> None:
+def test_updates_on_the_device_are_torchs(
+    name: str, runner_of: GetRunner, plain_of: GetPlain, plain_64_of: GetPlain
+) -> None:
     """Everything resident: the kernels update, and nothing moves."""
-    rig = rig_of(name)
-    found = rig.train(Setup(Options(os_home="device")), SEMANTICS)
-    assert rig.stats()["h2d_nbytes"] == 0
+    runner = runner_of(name)
+    found = runner.train(Setup(Options(os_home="device")), SEMANTICS)
+    assert runner.stats()["h2d_nbytes"] == 0
     assert_same_semantics(found, plain_of(name, SEMANTICS), plain_64_of(name, SEMANTICS))
 
 
@@ -68,37 +70,39 @@ def reschedule(step: int, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("os_home", ["device", "host"])
 @pytest.mark.parametrize("kinds", [(chunkc.AdamW, torch.optim.AdamW), (chunkc.Adam, torch.optim.Adam)])
 def test_hyperparameters_are_those_of_their_group_at_the_call_of_step(
-    os_home: str, kinds: tuple[Any, Any], rig_of: GetRig, machine: Machine
+    os_home: str, kinds: tuple[Any, Any], runner_of: GetRunner, machine: Machine
 ) -> None:
     """Case 3: they change in every step, in tables that are copied to the device while the host goes on."""
-    rig, options = rig_of("odd"), SCHEDULED.options
-    setup = smallest(rig) if os_home == "host" else Setup(Options(os_home="device"))
+    runner, options = runner_of("odd"), SCHEDULED.options
+    setup = smallest(runner) if os_home == "host" else Setup(Options(os_home="device"))
     setup = replace(setup, settings=DebugSettings(poison=True, max_delay_ms=0.5, seed=5))
-    found = rig.train(setup, SCHEDULED, lambda model: kinds[0](groups(model), **options), reschedule)
-    plain = rig.case.build().to(machine.torch_device)
+    found = runner.train(setup, SCHEDULED, lambda model: kinds[0](groups(model), **options), reschedule)
+    plain = runner.case.build().to(machine.torch_device)
     optimizer = kinds[1](groups(plain), **options)
-    assert_same_semantics(found, train_measured(plain, rig.batches, optimizer, SCHEDULED, reschedule))
+    assert_same_semantics(found, train_measured(plain, runner.batches, optimizer, SCHEDULED, reschedule))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_bf16_is_as_good_as_plain_bf16(backend: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
-    check_sixteen_bits(rig_of("odd", torch.bfloat16, backend), plain_of, plain_16_of)
+def test_bf16_is_as_good_as_plain_bf16(
+    backend: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
+) -> None:
+    check_sixteen_bits(runner_of("odd", torch.bfloat16, backend), plain_of, plain_16_of)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *(pytest.param(n, marks=SLOW) for n in ("llama", "t5", "vit"))])
 def test_models_in_bf16_are_as_good_as_plain_bf16(
-    name: str, rig_of: GetRig, plain_of: GetPlain, plain_16_of: GetPlain
+    name: str, runner_of: GetRunner, plain_of: GetPlain, plain_16_of: GetPlain
 ) -> None:
-    check_sixteen_bits(rig_of(name, torch.bfloat16), plain_of, plain_16_of)
+    check_sixteen_bits(runner_of(name, torch.bfloat16), plain_of, plain_16_of)
 
 
 @pytest.mark.parametrize(
     ("name", "backend"), [("gpt2_dropout", "eager"), ("gpt2_checkpointed", "eager"), ("odd_dropout", "inductor")]
 )
-def test_masks_are_those_of_torch_compile(name: str, backend: str, rig_of: GetRig, machine: Machine) -> None:
+def test_masks_are_those_of_torch_compile(name: str, backend: str, runner_of: GetRunner, machine: Machine) -> None:
     """The same seed, the same partition: the device's generator gives segments the masks that it gives whole graphs."""
-    rig = rig_of(name, backend=backend)
-    found = rig.train(smallest(rig), DROPOUT)
+    runner = runner_of(name, backend=backend)
+    found = runner.train(smallest(runner), DROPOUT)
     wanted = train_same_partition(CASES[name], backend, DROPOUT, machine)
     assert_same_semantics(found, wanted)
     if backend == "eager":

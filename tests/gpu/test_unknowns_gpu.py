@@ -17,7 +17,7 @@ from equalities import check_sixteen_bits
 from machines import Machine
 from models import Case
 from placements import smallest
-from rig import GetRig, Rig
+from plan_runner import GetRunner, PlanRunner
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import PLACEMENT, train_plain, train_plain_16
@@ -84,18 +84,18 @@ def test_homes_are_pinned_as_asked(nbytes: int, machine: Machine, note: Note) ->
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("odd", torch.bfloat16), ("llama", torch.float32)])
-def test_parameters_stand_where_kernels_take_them(name: str, dtype: torch.dtype, rig_of: GetRig) -> None:
+def test_parameters_stand_where_kernels_take_them(name: str, dtype: torch.dtype, runner_of: GetRunner) -> None:
     """In every slot every parameter starts on 256 bytes; Inductor asks for 16."""
-    rig = rig_of(name, dtype)
-    rig.train(smallest(rig), replace(PLACEMENT, num_steps=1))
-    layout, store = rig.plan.layout, rig.compiled.runtime._store
-    used = {p for segment in rig.plan.segments for p in (*segment.reads, *segment.lands)}
+    runner = runner_of(name, dtype)
+    runner.train(smallest(runner), replace(PLACEMENT, num_steps=1))
+    layout, store = runner.plan.layout, runner.compiled.runtime._store
+    used = {p for segment in runner.plan.segments for p in (*segment.reads, *segment.lands)}
     whole = [p for p in used if layout.placements[p].num_chunks == 1 and layout.params[p].numel]
     views = [store.param_in_slot(p, slot.index) for p in whole for slot in layout.slots]
     assert views and all(view.data_ptr() % 256 == 0 for view in views)
 
 
-def test_inductor_does_not_clone_what_stands_in_slots(cuda: Machine, rig_of: GetRig) -> None:
+def test_inductor_does_not_clone_what_stands_in_slots(cuda: Machine, runner_of: GetRunner) -> None:
     """The allocator's history names who took memory; the copy of a misaligned input shows there, ours do not."""
 
     def misaligned() -> None:
@@ -108,10 +108,10 @@ def test_inductor_does_not_clone_what_stands_in_slots(cuda: Machine, rig_of: Get
         compiled(memory[1:])
 
     assert "clone_preserve_strides" in allocating_functions(misaligned), "the check sees no clone"
-    rig = rig_of("odd", torch.bfloat16, "inductor")
+    runner = runner_of("odd", torch.bfloat16, "inductor")
     short = replace(PLACEMENT, num_steps=2)
-    rig.train(smallest(rig), short)
-    assert "clone_preserve_strides" not in allocating_functions(lambda: rig.run_steps(short))
+    runner.train(smallest(runner), short)
+    assert "clone_preserve_strides" not in allocating_functions(lambda: runner.run_steps(short))
 
 
 def allocating_functions(work: Callable[[], object]) -> set[str]:
@@ -183,15 +183,15 @@ def test_segments_hold_fused_attention(kernel: str, machine: Machine, note: Note
     """The operator in the captured graphs is the fused one, and what it trains is as good as plain bf16."""
     case = Case("attending", attending, attended_batches)
     with attention_by(kernel):
-        rig = Rig(case, torch.bfloat16, "eager", machine)
-        targets = {o.target for graph in rig.captured.schedule.graphs for o in graph.operators}
+        runner = PlanRunner(case, torch.bfloat16, "eager", machine)
+        targets = {o.target for graph in runner.captured.schedule.graphs for o in graph.operators}
         fused = sorted(t for t in targets if "scaled_dot_product" in t)
         note("attention operators", fused)
         assert any("backward" in t for t in fused) and any("backward" not in t for t in fused), sorted(targets)
         wanted = kernel if machine.kind == "cuda" else "flash"
         assert all(wanted in t for t in fused), f"{wanted} attention was preferred, the graphs hold {fused}"
         check_sixteen_bits(
-            rig,
+            runner,
             lambda _, recipe: train_plain(case, recipe, machine),
             lambda _, recipe: train_plain_16(case, recipe, machine=machine),
         )

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from plans import distributed, evicting, grad_chunk, resident, spanning
 
 from chunkc.ir.actions import parse
 from chunkc.ir.layout import Chunk, ChunkList, Home, Slot
 from chunkc.ir.verify import verify
-
-from .plans import distributed, evicting, grad_chunk, resident, spanning
 
 
 def test_bytes_of_a_chunk() -> None:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from plans import SPECS, evicting, streaming
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.plan_file import load_plan
-
-from .plans import SPECS, evicting, streaming
 
 
 @pytest.mark.parametrize("name", SPECS)

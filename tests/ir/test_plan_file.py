@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from mutations import check_mutations, num_mutations
+from plans import SPECS, evicting
 from plans_for_report import gpt_plan
 
 from chunkc.errors import ChunkcError, PlanError
@@ -17,8 +18,6 @@ from chunkc.ir.plan_file import load_plan
 from chunkc.ir.verify import verify
 from chunkc.report import Plan as ReadablePlan
 from chunkc.report.timeline import simulate
-
-from .plans import SPECS, evicting
 
 Change = Callable[[dict[str, Any]], object]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from plans import SPECS, distributed, evicting, grad_chunk, spanning
+from spec import PlanSpec
 
 from chunkc.errors import PlanError
 from chunkc.ir.states import LEGAL_TRANSITIONS, TensorState, payload_states
-
-from .plans import SPECS, distributed, evicting, grad_chunk, spanning
-from .spec import PlanSpec
 
 F, C, H = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
 AF, AB = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD

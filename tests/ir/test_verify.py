@@ -7,15 +7,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+from mutations_actions import GRADIENTS, MOVES, STEP
+from mutations_frame import BUDGETS, COLLECTIVES, STRUCTURE
+from plans import SPECS, chain, evicting
+from spec import PlanSpec
 
 from chunkc.errors import PlanError
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import replayed_pairs, verify
-
-from .mutations_actions import GRADIENTS, MOVES, STEP
-from .mutations_frame import BUDGETS, COLLECTIVES, STRUCTURE
-from .plans import SPECS, chain, evicting
-from .spec import PlanSpec
 
 
 @pytest.mark.parametrize("name", SPECS)

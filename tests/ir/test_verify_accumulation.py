@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
+import reference
+from interleave import find_wrong
 from schedules import chain, op, param, planned, schedule, target
 
 from chunkc.errors import PlanError
@@ -15,9 +17,6 @@ from chunkc.ir.plan import Plan, Program
 from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import ACCUMULATING, DEFERRING, replayed_pairs, verify
 from chunkc.passes import Options
-
-from . import reference
-from .interleave import find_wrong
 
 HOST = Options(chunk_numel=64, os_home="host", accumulate=3)
 SHARED = schedule(

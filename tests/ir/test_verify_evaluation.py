@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from plans import SPECS
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import parse
 from chunkc.ir.plan import Plan, Program, State
 from chunkc.ir.states import TensorState, payload_states
 from chunkc.ir.verify import verify, verify_beside
-
-from .plans import SPECS
 
 ACTIONS = (
     "fetch c0 -> d0 @h2d",

@@ -13,16 +13,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
+from interleave import execute, find_wrong, lower
+from plans import SPECS, chain
+from reference import SEQUENCE
+from spec import PlanSpec
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import FROM_SLOT, TO_SLOT, Action, Op, Stream, parse
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
-
-from .interleave import execute, find_wrong, lower
-from .plans import SPECS, chain
-from .reference import SEQUENCE
-from .spec import PlanSpec
 
 SEEDS = range(100)
 ORACLE_SPECS = {**SPECS, "chain": chain(4)}

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from children import environment
 from hypothesis import given
 from schedules import (
     PLENTY,
@@ -219,12 +220,11 @@ def digests() -> list[str]:
 
 def test_plans_do_not_depend_on_hash_seeds() -> None:
     """Another process with another seed of string hashes makes the same plans."""
-    here = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = {[str(here), str(here.parent / 'support')]!r}\n"
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
     code += "from test_pipeline import digests; print(digests())"
     seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    env = environment(PYTHONHASHSEED=seed)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(digests())
 
 

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import pytest
+from costs import RATES, UNIT_NBYTES
+from schedules import chain, target
 
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import make_fastest_plan
 from chunkc.passes.rematerialise import BUDGETS, KEEP_ALL, choose_budget
-from tests.support.costs import RATES, UNIT_NBYTES
-from tests.support.schedules import chain, target
 
 NUMEL = 4096
 LAYERS = 8

@@ -10,8 +10,10 @@ from itertools import product
 from typing import Any
 
 import pytest
+from costs import RATES, UNIT_NBYTES, rates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from schedules import PLENTY, chain, target
 
 from chunkc.cost.rates import CopyLaw, CostRates
 from chunkc.cost.simulate import simulate_with
@@ -22,8 +24,6 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.passes import Draft, Options, Target, assemble, make_fastest_plan, make_plan
 from chunkc.passes.search import MAX_ACTIONS, Search
-from tests.support.costs import RATES, UNIT_NBYTES, rates
-from tests.support.schedules import PLENTY, chain, target
 
 NUMEL = 4096
 LAYERS = 12

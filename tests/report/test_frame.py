@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from costs import RATES, with_work
+from plans import SPECS, distributed, evicting, grad_chunk
 from schedules import chain, planned, target
 
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
 from chunkc.passes import Options
 from chunkc.report.frame import Phase, Work, frame_of, pieces
-
-from ..ir.plans import SPECS, distributed, evicting, grad_chunk
 
 PLAN = with_work(evicting().build(), 3)
 TIMELINE = simulate_with(PLAN, RATES)

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 from costs import RATES, with_work
+from plans import chain, distributed, evicting
 
 from chunkc.cost import simulate_with
 from chunkc.ir.plan import Plan
 from chunkc.report import Plan as ReportedPlan
 from chunkc.report.html import MAX_STALLS, page
-
-from ..ir.plans import chain, distributed, evicting
 
 VOID = {"meta", "img", "input", "br"}
 

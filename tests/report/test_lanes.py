@@ -7,14 +7,13 @@ import random
 import numpy as np
 import pytest
 from costs import RATES, with_work
+from plans import chain
 
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
 from chunkc.report.frame import Bar, Frame, Phase, Work, frame_of
 from chunkc.report.lanes import Lane, averaged, column_shares, lane_of, thinned
 from chunkc.report.memory_curve import Kind, memory_curve
-
-from ..ir.plans import chain
 
 NUM_COLUMNS = 100
 PHASES = (Phase("forward", 0.0, 430.0), Phase("backward", 430.0, 1000.0))

@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 import schedules
 from costs import COPY, RATES, rates, with_work
+from plans import SPECS, chain, evicting
 from schedules import planned
 
 from chunkc.cost import Timeline, simulate_with
@@ -21,8 +22,6 @@ from chunkc.ir.schedule import GraphSchedule
 from chunkc.passes import Options, make_evaluation_plan
 from chunkc.report.frame import clock_of
 from chunkc.report.memory_curve import Kind, MemoryCurve, memory_curve
-
-from ..ir.plans import SPECS, chain, evicting
 
 PLANS = {name: with_work(spec.build(), 3) for name, spec in SPECS.items()} | {"chain": with_work(chain(9).build(), 2)}
 

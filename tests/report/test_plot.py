@@ -14,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.text import Text
+from plans import chain, distributed, evicting, resident
 
 from chunkc.cost import simulate_with
 from chunkc.errors import ChunkcError
@@ -22,8 +23,6 @@ from chunkc.report.colours import KIND_COLOURS, WORK_COLOURS
 from chunkc.report.frame import Work
 from chunkc.report.memory_curve import Kind
 from chunkc.report.plot import drawn, picture, plot
-
-from ..ir.plans import chain, distributed, evicting, resident
 
 PLAN = with_work(evicting().build(), 3)
 TIMELINE = simulate_with(PLAN, RATES)

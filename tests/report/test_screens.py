@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from plans import distributed
 from plans_for_report import gpt_plan
 
 from chunkc.baselines import POLICIES
@@ -21,8 +22,6 @@ from chunkc.report import Plan as ReportedPlan
 from chunkc.report import full_text, render, summarize
 from chunkc.report.timeline import Timeline, render_timeline, simulate
 from chunkc.scenarios.scenario import Answer
-
-from ..ir.plans import distributed
 
 COLUMNS = 80
 LONG = "base_model.model.language_model.model.layers.{}.self_attn.q_proj.lora_magnitude_vector.default.weight"

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from plans import distributed
 from plans_for_report import gpt_plan
 
 from chunkc.ir.actions import Stream, parse
@@ -13,8 +14,6 @@ from chunkc.ir.layout import Chunk, ChunkList, Group
 from chunkc.ir.plan import Plan
 from chunkc.report.summary import summarize
 from chunkc.report.table import render
-
-from ..ir.plans import distributed
 
 MIB = 1024**2
 LAYERS = 12 * 12 * 64**2

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from costs import RATES, calibration, with_work
+from plans import chain, evicting, resident
 
 import chunkc
 from chunkc.cli import main
@@ -16,8 +17,6 @@ from chunkc.hardware import Hardware
 from chunkc.ir.plan import Plan
 from chunkc.report.timeline import MAX_STALLS, Timeline, render_timeline
 from chunkc.report.trace import trace
-
-from ..ir.plans import chain, evicting, resident
 
 
 def timeline_of(plan: Plan) -> Timeline:

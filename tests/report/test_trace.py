@@ -6,11 +6,10 @@ import json
 
 import pytest
 from costs import RATES, with_work
+from plans import SPECS, evicting
 
 from chunkc.cost import simulate_with
 from chunkc.report.trace import trace
-
-from ..ir.plans import SPECS, evicting
 
 
 def test_counters_add_up_to_the_peak_and_span_both_iterations() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from models import CASES
 from placements import MIXED
+from plan_runner import PlanRunner
 from pretrained import assert_same
-from rig import Rig
 from safetensors.torch import save_file
 from small import Small, twins_at
 from training import PLACEMENT, Trained, assert_same_bits
@@ -39,19 +39,19 @@ def test_loading_in_a_window_of_micro_batches(num_before: int, tmp_path: Path) -
 
 def test_loading_reaches_states_on_the_device_in_the_stream_and_on_the_host(tmp_path: Path) -> None:
     """Eight steps with a load between two of them, updates pending: the same bits in every placement."""
-    rig, recipe = Rig(CASES["odd"], torch.bfloat16), replace(PLACEMENT, num_steps=8)
+    runner, recipe = PlanRunner(CASES["odd"], torch.bfloat16), replace(PLACEMENT, num_steps=8)
     source = {name: (value * 0.5).contiguous() for name, value in CASES["odd"].build().state_dict().items()}
     save_file(source, tmp_path / "model.safetensors")
-    trained_names = {name for name, param in rig.model.named_parameters() if param.requires_grad}
+    trained_names = {name for name, param in runner.model.named_parameters() if param.requires_grad}
     trained_source = {name: value for name, value in source.items() if name in trained_names}
 
     def load(step: int, _: torch.optim.Optimizer) -> None:
         if step == 4:
-            chunkc.load_pretrained(rig.model, tmp_path, strict=True)
-            assert_same({n: v for n, v in rig.model.state_dict().items() if n in trained_names}, trained_source)
+            chunkc.load_pretrained(runner.model, tmp_path, strict=True)
+            assert_same({n: v for n, v in runner.model.state_dict().items() if n in trained_names}, trained_source)
 
     def trained(placement: str, *, loads: bool = True) -> Trained:
-        return rig.train(MIXED[placement](rig), recipe, after_step=load if loads else None)
+        return runner.train(MIXED[placement](runner), recipe, after_step=load if loads else None)
 
     wanted = trained("all_resident")
     for placement in ("some_of_each", "whole_and_streamed", "all_streamed"):

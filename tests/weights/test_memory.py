@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import weights_memory
+from children import environment
 
 SCRIPT = Path(weights_memory.__file__)
 MIB = 1 << 20
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="anonymous memor
 def run(size: str, way: str, folder: Path) -> dict[str, int]:
     weights_memory.make(size, folder / "given")
     command = [sys.executable, str(SCRIPT), size, way, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False, env=environment())
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, int] = json.loads(done.stdout)
     print({name: round(value / MIB) for name, value in found.items()}, "MiB")

@@ -1,0 +1,153 @@
+"""Model data on a device that is not host memory: where values, gradients and states stand when they are handed out.
+
+Fake tensors know their device and refuse to mix two, so a second device needs no hardware: here it is called "meta".
+Elements do not exist; ``test_parameter_io`` and the acceptance tests compare those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from layouts import layout_of
+from torch import nn
+
+from chunkc._torch_compat.core import FakeTensorMode
+from chunkc.ir.layout import Layout
+from chunkc.ir.schedule import ParamInfo
+from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.model.parameters import ModelMemory
+from chunkc.runtime.params.managed_tensor import _fill, inner_of
+from chunkc.runtime.params.shell import Shell
+
+FAR = torch.device("meta")
+HOST = torch.device("cpu")
+SHAPES: list[tuple[int, ...]] = [(13, 7), (1,), (200,), (0, 3)]
+
+
+class FarDevice(EmulatedDevice):
+    """Its arena stands on another device than its homes."""
+
+    def __init__(self) -> None:
+        super().__init__("far", 1 << 20, 1 << 20)
+        self.torch_device = FAR
+
+    def allocate_arena(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=FAR)
+
+    def free_arena(self, arena: torch.Tensor) -> None:
+        """Nothing to give back."""
+
+    def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=HOST)
+
+    def free_home(self, home: torch.Tensor) -> None:
+        """Nothing to give back."""
+
+
+def fake_shell(info: ParamInfo, device: torch.device, *, requires_grad: bool) -> torch.Tensor:
+    """Under the mode a tensor cannot be of a class of its own."""
+    dtype = getattr(torch, info.dtype)
+    return torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device, requires_grad=requires_grad)
+
+
+@pytest.fixture(autouse=True)
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(Shell, "of", fake_shell)
+    mode = FakeTensorMode()
+    mode.allow_meta = True
+    with mode:
+        yield
+
+
+def memory_of(layout: Layout, *, adopted: bool = True) -> ModelMemory:
+    """A model with a bf16 payload, in chunks or still in the staging store."""
+    for _ in range(2):  # the mode holds on to the first result of an operator, which then cannot be swapped
+        params = [nn.Parameter(torch.empty(info.shape, device=HOST)) for info in layout.params]
+    memory = ModelMemory(layout.params, params, FarDevice())
+    if adopted:
+        count = len(layout.chunks)
+        static = {f"c{i}": i for i in range(count)} | {f"os{i}": count + i for i in range(count)}
+        memory.adopt(layout, static if layout.slots else {})
+    return memory
+
+
+@pytest.fixture(params=["host homes", "static residents", "staged"])
+def memory(request: pytest.FixtureRequest) -> ModelMemory:
+    layout = layout_of(SHAPES, "bfloat16", on_device=request.param == "static residents")
+    return memory_of(layout, adopted=request.param != "staged")
+
+
+def test_a_parameter_stands_on_the_device_and_so_does_what_is_read_of_it(memory: ModelMemory) -> None:
+    for index, param in enumerate(memory.params):
+        assert param.device == inner_of(param).device == FAR
+        assert memory.read_param(index).device == FAR
+        assert memory.read_param(index).dtype is torch.bfloat16
+
+
+def test_what_is_handed_out_of_the_whole_model_stands_in_host_memory(memory: ModelMemory) -> None:
+    for index in range(len(memory.params)):
+        assert memory.read_exact(index).device == HOST
+        assert {t.device for t in memory.read_state(index)} == {HOST}
+
+
+@pytest.mark.parametrize("source", [FAR, HOST])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_and_states_are_written_from_anywhere(
+    memory: ModelMemory, source: torch.device, dtype: torch.dtype
+) -> None:
+    for index, info in enumerate(memory.infos):
+        value = torch.ones(info.shape, dtype=dtype, device=source)
+        memory.write_param(index, value)
+        moments = torch.ones(info.shape, device=source)
+        memory.write_state(index, moments, moments, value.float())
+        memory.write_param(index, value)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -> None:
+    memory = memory_of(layout_of(SHAPES, "bfloat16", on_device=on_device))
+    gradients = memory.gradients
+    gradients.begin(1, 1)
+    gradients.land(range(len(SHAPES)))
+    gradients.hand_out("graph", range(len(SHAPES)))
+    for index, info in enumerate(memory.infos):
+        grad = memory.params[index].grad
+        assert grad is not None and grad.device == FAR
+        gradients.add(index, torch.ones(info.shape, dtype=torch.bfloat16, device=FAR))
+        assert gradients.apart[index].device == HOST
+        assert memory.read_grad(index, gradients.stamp).device == FAR
+        memory.write_grad(index, gradients.stamp, torch.ones(info.shape, dtype=torch.bfloat16, device=FAR))
+    memory._move_apart(range(len(SHAPES)))
+    assert not gradients.landed and {t.device for t in gradients.apart.values()} == {HOST}
+    assert memory.read_grad(0, gradients.stamp).device == FAR
+    memory.write_grad(0, gradients.stamp, torch.ones(SHAPES[0], dtype=torch.bfloat16, device=FAR))
+    assert gradients.apart[0].device == HOST
+    memory._move_into_chunks()
+    assert not gradients.apart
+
+
+def test_handing_out_gradients_allocates_nothing() -> None:
+    memory = memory_of(layout_of(SHAPES, "bfloat16"))
+    memory.gradients.begin(1, 1)
+    memory.gradients.hand_out("graph", range(len(SHAPES)))
+    for param in memory.params:
+        assert param.grad is not None
+        grad, inner = inner_of(param.grad), inner_of(param)
+        assert grad.untyped_storage()._cdata == inner.untyped_storage()._cdata
+        assert not grad.requires_grad and (grad.shape, grad.stride()) == (inner.shape, inner.stride())
+
+
+def test_filling_draws_on_the_parameters_device() -> None:
+    memory = memory_of(layout_of(SHAPES, "bfloat16"), adopted=False)
+    drawn: list[torch.device] = []
+    write = memory.write_param
+
+    def spy(index: int, value: torch.Tensor) -> None:
+        drawn.append(value.device)
+        write(index, value)
+
+    memory.write_param = spy  # type: ignore[method-assign]
+    _fill(torch.ops.aten.normal_.default, memory.params[0], (), {})  # fake insides would be traced, not dispatched
+    assert drawn == [FAR]

@@ -1,0 +1,199 @@
+"""The compiled loop: its bits, the GIL, threads, no Dynamo; and the update where nothing can be compiled."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from children import environment
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+import chunkc
+from chunkc._torch_compat.inductor import inductor_loop
+from chunkc.runtime.update import cpu_adam_kernel as module
+from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_adam_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+
+HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=False)
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = [(BF16, BF16), (F16, F16), (F32, F32), (F32, None), (BF16, None), (F32, BF16)]
+
+
+@pytest.fixture(autouse=True)
+def keep_num_threads() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def chunk(numel: int, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> list[Tensor]:
+    """Random tensors as a kernel takes them; the gradient lies in the payload where the dtypes agree."""
+    generator = torch.Generator().manual_seed(numel)
+    draws = [torch.randn(numel, generator=generator) for _ in range(4)]
+    tensors = [draws[0].to(gradient_dtype), draws[1], draws[2], draws[3].square()]
+    if payload_dtype is not None:
+        tensors.append(tensors[0] if payload_dtype is gradient_dtype else torch.zeros(numel, dtype=payload_dtype))
+    return tensors
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("dtypes", DTYPES)
+def test_every_range_has_the_bits_of_eager(dtypes: tuple[torch.dtype, torch.dtype | None], is_parallel: bool) -> None:
+    """Odd starts and lengths, so vectors and rests, by one thread and by several; nothing beside the range changes."""
+    kernel = host_kernel(*dtypes, is_parallel=is_parallel)
+    assert kernel is not module._run_eagerly
+    coefficients = coefficients_of(HYPER, 3, grad_scale=0.3)
+    for start, end in [(0, 1), (1, 70), (3, 1003), (5, PARALLEL_NUMEL + 38), *((7, 7 + n) for n in range(1, 66))]:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            found, wanted = chunk(end + 9, *dtypes), chunk(end + 9, *dtypes)
+            kernel(found, start, end, coefficients)
+            module._run_eagerly(wanted, start, end, coefficients)
+            assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_eager_roots_are_rounded_to_nearest() -> None:
+    """Against integer arithmetic: the root's neighbours in the middle are on its other sides."""
+    values = torch.rand(2000, generator=torch.Generator().manual_seed(0))
+    for value, root in zip(values.tolist(), module._rounded_sqrt(values).tolist(), strict=True):
+        unit = torch.tensor(root).nextafter(torch.tensor(2.0)).item() - root
+        low, high = ((root + side * unit / 2).as_integer_ratio() for side in (-1, 1))
+        exact = value.as_integer_ratio()
+        assert low[0] ** 2 * exact[1] <= exact[0] * low[1] ** 2
+        assert high[0] ** 2 * exact[1] >= exact[0] * high[1] ** 2
+
+
+def test_a_loop_with_other_results_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def confused(*args: object, **options: object) -> tuple[str, str, list[tuple[str, int]]]:
+        library, symbol, order = inductor_loop(*args, **options)  # type: ignore[arg-type]
+        swapped = {("output", 0): ("output", 1), ("output", 1): ("output", 0)}
+        return library, symbol, [swapped.get(place, place) for place in order]
+
+    monkeypatch.setattr(module, "inductor_loop", confused)
+    module._log_once.cache_clear()
+    kernel = host_kernel.__wrapped__(F32, None, is_parallel=False)
+    assert kernel is module._run_eagerly
+    assert "gives other results" in caplog.text
+
+
+NUM_TRIES = 9
+
+
+def seen_while(work: Callable[[], object]) -> int:
+    """How often this thread runs Python in the middle half of ``work``, which another thread does."""
+    span: list[float] = []
+
+    def timed() -> None:
+        span.append(time.perf_counter())
+        work()
+        span.append(time.perf_counter())
+
+    worker = threading.Thread(target=timed)
+    seen = []
+    worker.start()
+    while worker.is_alive():
+        seen.append(time.perf_counter())
+        time.sleep(0)
+    start, end = span
+    quarter = (end - start) / 4
+    return sum(start + quarter < at < end - quarter for at in seen)
+
+
+def test_python_runs_meanwhile() -> None:
+    """And does not where the same loop is called without releasing the GIL. On a busy machine either may look like the
+    other in some tries, so they take turns, and it must be seen more often."""
+    numel = 1 << 23
+    tensors, coefficients = chunk(numel, BF16, BF16), coefficients_of(HYPER, 3)
+    kernel = host_kernel(BF16, BF16, is_parallel=False)
+    assert isinstance(kernel, module._Loop)
+    library, symbol, order = inductor_loop(module._outputs_anew(BF16), examples(BF16), is_parallel=False)
+    holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order)
+    num_seen = {kernel: 0, holding: 0}
+    for loop in (kernel, holding) * NUM_TRIES:
+        num_seen[loop] += bool(seen_while(lambda loop=loop: loop(tensors, 0, numel, coefficients)))
+    assert num_seen[kernel] > num_seen[holding] + NUM_TRIES // 4, num_seen
+
+
+def examples(dtype: torch.dtype) -> list[Tensor]:
+    sizes, dtypes = (4096, 4096, 4096, 4096, 9), (dtype, F32, F32, F32, F32)
+    return [torch.ones(size, dtype=d) for size, d in zip(sizes, dtypes, strict=True)]
+
+
+def test_threads_are_pytorchs_and_stay_as_they_were() -> None:
+    """A new worker opens its regions with the number that was set, and nobody's number changes."""
+    torch.set_num_threads(3)
+    found: list[int] = []
+    library = inductor_loop(module._outputs_anew(BF16), examples(BF16), is_parallel=True)[0]
+    openmp = ctypes.CDLL(library)
+    numel = PARALLEL_NUMEL * 2
+    payload, *triple = chunk(numel, BF16, None)
+
+    def work() -> None:
+        update = ChunkUpdate(payload, *triple, [Piece(0, 0, numel)])
+        update.update(StepInputs({0: HYPER}, {0: 2}, 1))
+        found.extend((openmp.omp_get_max_threads(), torch.get_num_threads()))
+
+    for num_threads in (3, 2):
+        torch.set_num_threads(num_threads)
+        worker = threading.Thread(target=work)
+        worker.start()
+        worker.join()
+        assert torch.get_num_threads() == num_threads
+    assert found == [3, 3, 2, 2]
+
+
+def test_dynamo_counts_nothing() -> None:
+    before = {name: dict(counters[name]) for name in ("stats", "frames", "graph_break")}
+    assert host_kernel.__wrapped__(F16, F16, is_parallel=False) is not module._run_eagerly
+    assert before == {name: dict(counters[name]) for name in before}
+
+
+@torch.inference_mode()
+def test_a_kernel_can_be_made_in_inference_mode_and_under_another_default_device() -> None:
+    with torch.device("meta"):
+        assert host_kernel.__wrapped__(BF16, None, is_parallel=False) is not module._run_eagerly
+
+
+def train() -> str:
+    """Three steps under the eager backend; the bits of a sum over all parameters."""
+    torch.manual_seed(0)
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Tanh(), torch.nn.Linear(300, 7))
+    model = chunkc.compile(model, hw="emulated-1m-64m", backend="eager")
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        model(torch.randn(5, 40)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    total = sum(p.double().abs().sum().item() for p in model.state_dict().values())
+    return float(total).hex()
+
+
+def test_without_a_compiler_the_same_bits_are_trained_eagerly(tmp_path: Path) -> None:
+    run = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import {__name__.rpartition('.')[2]} as test"
+    )
+    env = environment(CXX="/nonexistent/c++", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    command = [sys.executable, "-c", f"{run}; print(test.train())"]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the host update runs eagerly") == 1
+    assert done.stdout.strip() == train()
+
+
+def test_the_comparison_of_bits_sees_a_skipped_element() -> None:
+    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+        module._run_eagerly(tensors, start, end - 1, coefficients)
+
+    assert module._has_the_bits_of_eager(module._run_eagerly, BF16, BF16)
+    assert not module._has_the_bits_of_eager(short, BF16, BF16)

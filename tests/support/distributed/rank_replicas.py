@@ -1,0 +1,92 @@
+"""What each rank itself has where several nodes have all of the model data.
+
+Parameters that are read come from the chunks of the first node, so equal reads say nothing of the other ones: a digest
+of a rank's own chunks does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from rank_scaling import Scaled, train_scaled
+from scripted_loops import Seen, side_on_rank
+
+from chunkc._torch_compat.distributed import end_group, new_group
+from chunkc.distributed.data_group import DataGroup
+from chunkc.runtime.devices.host_slab import map_private
+
+TWO_NODES = "2x2xemulated-640k-64m"
+NODE: dict[str, Any] = {"shard": "node"}
+
+
+def own_digest(model: Any) -> str:
+    """Of the master parameters and moments in this rank's own chunks."""
+    runtime, found = model._compiled_call_impl.runtime, hashlib.sha256()
+    reader = runtime.snapshot(1 << 30)
+    places = runtime.layout.placements
+    for index in sorted(range(len(runtime.params)), key=lambda i: (places[i].chunk, places[i].offset)):
+        if runtime.infos[index].numel and runtime.is_trained(index):
+            flats = [flat for position in range(3) for flat in reader.read(index, position)]
+            found.update(b"".join(flat.view(torch.uint8).numpy().tobytes() for flat in flats))
+    runtime.end_snapshot(reader)
+    return found.hexdigest()
+
+
+def scripts_on_nodes(
+    scripts: Sequence[str], hw: str = TWO_NODES, accumulate: int = 1, cuts_off: int | None = None
+) -> tuple[list[Seen], list[str]]:
+    """`sides.scripts_on_ranks` with model data divided within nodes, and what this rank has after each of them.
+
+    ``cuts_off``: the script from which on this rank keeps its means to its node.
+    """
+    side = side_on_rank(hw, accumulate=accumulate, **NODE)
+    ranks: Any = side.model._compiled_call_impl.runtime.ranks  # type: ignore[union-attr]
+    found, digests = [], []
+    for number, script in enumerate(scripts):
+        if number == cuts_off:
+            ranks._replicas = None
+        found += side.run_each([script])
+        digests.append(own_digest(side.model))
+    return found, digests
+
+
+def train_scaled_on_nodes() -> Scaled:
+    """An overflow on one rank of the first node."""
+    return train_scaled(TWO_NODES, **NODE)
+
+
+def compile_apart() -> None:
+    """One rank would divide model data in another way than the others."""
+    shard = "all" if torch.distributed.get_rank() == 3 else "node"
+    side_on_rank(TWO_NODES, shard=shard)
+
+
+def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random numbers of this rank, and what it has as their mean over all ranks."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
+    group = DataGroup(made, rank, num_ranks, map_private, is_direct=True, adds_in_float32=False)
+    mean = own.clone()
+    group.mean(mean)
+    group.close()
+    return own, mean
+
+
+def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random contributions of this rank to ``numel`` elements of each, and what it has after it got its own reduced, by
+    the collectives that a backend for other devices has."""
+    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
+    group = DataGroup(made, rank, num_ranks, map_private, is_direct=False, adds_in_float32=adds_in_float32)
+    group.warm_up(torch.device("cpu"))
+    whole = before.clone()
+    group.reduce(whole[rank * numel : (rank + 1) * numel], whole, mean=mean)
+    group.close()
+    end_group(made)  # such a group is left to the end of the job
+    return before, whole

@@ -1,0 +1,57 @@
+"""Runs kernel checks by Triton's interpreter, in a process of their own.
+
+``TRITON_INTERPRET`` counts when Triton is imported, and then for the whole process; so the checks of one module run in
+one child, which reports what each of them raised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+from children import environment
+
+TIMEOUT_S = 500
+
+
+def checks_of(module: str) -> dict[str, Callable[[torch.device], None]]:
+    """``CHECKS`` of a module, which run anywhere, and its ``HOST_CHECKS``, if any."""
+    found = importlib.import_module(module)
+    return {**found.CHECKS, **getattr(found, "HOST_CHECKS", {})}
+
+
+def run_interpreted(module: str) -> dict[str, str]:
+    """The traceback of each check of ``module`` (`checks_of`), empty where it passed.
+
+    Raises:
+        AssertionError: when the child itself fails, with what it printed.
+    """
+    env = environment(TRITON_INTERPRET="1")
+    child = subprocess.run(
+        [sys.executable, __file__, module], env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    faults: dict[str, str] = json.loads(child.stdout.splitlines()[-1])
+    return faults
+
+
+def main() -> None:
+    """Run every check in host memory and print the faults as JSON."""
+    torch.set_num_threads(1)
+    faults = {}
+    for name, check in checks_of(sys.argv[1]).items():
+        try:
+            check(torch.device("cpu"))
+            faults[name] = ""
+        except Exception:
+            faults[name] = traceback.format_exc()
+    print(json.dumps(faults))
+
+
+if __name__ == "__main__":
+    main()

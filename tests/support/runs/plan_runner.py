@@ -1,0 +1,200 @@
+"""A runner: one captured model that is planned and trained again and again, each time from its initial values.
+
+Capturing takes seconds, planning and twenty steps of a tiny model do not, so a runner captures once by the product's
+path (``chunkc.compile`` and a first forward through torch.compile) and gives every run a new runtime, device and plan
+behind the same captured graphs. Parameter objects, autograd, the wrapper and the optimizer are those of the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from machines import EMULATED, Machine
+from models import Case
+from torch import nn
+from training import AfterStep, Recipe, Trained, train
+
+import chunkc
+from chunkc.capture.backend import Compiled
+from chunkc.capture.graphs import Captured
+from chunkc.compiler.compiled_model import CompiledModel, Settings
+from chunkc.compiler.validation import unique_params
+from chunkc.errors import BudgetError
+from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import ParamInfo
+from chunkc.passes import Options
+from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.params.gradients import Gradients
+
+BIG_NBYTES = 1 << 30
+POISON = DebugSettings(poison=True)
+MakeRuntime = Callable[[Sequence[ParamInfo], Sequence[nn.Parameter], Device, int], ModelRuntime]
+GetRunner = Callable[..., "PlanRunner"]
+Cuts = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a run is planned for and runs on.
+
+    ``host_arithmetic``: chunks on the device are updated by the host's arithmetic too.
+    """
+
+    options: Options = Options()  # noqa: RUF009 - frozen
+    device_nbytes: int = BIG_NBYTES
+    host_nbytes: int = BIG_NBYTES
+    settings: DebugSettings = POISON
+    make_runtime: MakeRuntime = ModelRuntime
+    host_arithmetic: bool = False
+
+
+class OnlyCapturedError(RuntimeError):
+    """The forward was called before there was a plan for the captured graphs."""
+
+
+class ReplannedModel(CompiledModel):
+    """A compiled model that captures without planning, and whose graphs can then be planned any number of times."""
+
+    def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
+        super().__init__(model, runtime, settings)
+        self.captured: Captured | None = None
+        self._current: Compiled | None = None
+
+    def _on_capture(self, captured: Captured) -> Compiled:
+        self.captured = captured
+        self.shapes.captured()
+        return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
+
+    def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
+        """Go on with ``runtime`` and a plan for these budgets, which no search by a machine's rates makes another."""
+        if self.captured is None:
+            raise RuntimeError("capture first: run a forward")
+        budgets = {"device_budget_nbytes": device_nbytes, "host_budget_nbytes": host_nbytes, "reserved_nbytes": 0}
+        target = replace(self.settings.target, rates=None, **budgets)
+        self.settings.target, self.settings.options = target, options
+        self.runtime = runtime
+        self.evaluator = self.make_evaluator()
+        self._current = super()._on_capture(self.captured)
+
+    def _now(self) -> Compiled:
+        if self._current is None:
+            raise OnlyCapturedError("nothing is planned")
+        return self._current
+
+
+class PlanRunner:
+    """See the module's text. ``dtype`` is the compute dtype; ``plans`` keeps plans that tests want to find again."""
+
+    def __init__(
+        self, case: Case, dtype: torch.dtype = torch.float32, backend: Any = "eager", machine: Machine = EMULATED
+    ) -> None:
+        self.case = case
+        self.dtype = dtype
+        self.machine = machine
+        self.batches = machine.put(case.batches())
+        self.plans: dict[str, Plan] = {}
+        self.model = chunkc.compile(case.build(), machine.hw(BIG_NBYTES, BIG_NBYTES), dtype=dtype, backend=backend)
+        made = self.model._compiled_call_impl
+        self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
+        self.model._compiled_call_impl = self.compiled
+        with suppress(OnlyCapturedError):
+            self.model(**self.batches[0])
+
+    @property
+    def captured(self) -> Captured:
+        """Both graphs and their schedule."""
+        if self.compiled.captured is None:
+            raise RuntimeError("nothing was captured")
+        return self.compiled.captured
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the latest run."""
+        executor = self.compiled.runtime.executor
+        if executor is None:
+            raise RuntimeError("nothing has run yet")
+        return executor.plan
+
+    @property
+    def next_plan(self) -> Plan:
+        """The plan that the latest ``reset`` made and the next run takes."""
+        return self.compiled.planned[-1].plan
+
+    def reset(self, setup: Setup) -> None:
+        """Initial values, a new device and a new plan.
+
+        Raises:
+            BudgetError: when ``setup`` does not fit.
+        """
+        fresh = self.case.build()
+        params = self.compiled.runtime.params
+        old = self.compiled.runtime
+        for p in params:
+            p.grad = None
+        device = self.machine.make_device(
+            setup.device_nbytes, setup.host_nbytes, setup.settings, host_arithmetic=setup.host_arithmetic
+        )
+        micro_batches = setup.options.accumulate
+        runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device, micro_batches)
+        runtime.params = params
+        runtime.gradients = Gradients(params, runtime)
+        for p in params:
+            p._chunkc_runtime = runtime
+        with torch.no_grad():
+            for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
+                buffer.copy_(initial)
+        self.compiled.replan(runtime, setup.options, setup.device_nbytes, setup.host_nbytes)
+
+    def train(
+        self,
+        setup: Setup,
+        recipe: Recipe,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        after_step: AfterStep | None = None,
+    ) -> Trained:
+        """Train from the initial values with ``chunkc.AdamW`` (or ``make_optimizer(model)``)."""
+        self.reset(setup)
+        return self.run_steps(recipe, after_step, make_optimizer)
+
+    def run_steps(
+        self,
+        recipe: Recipe,
+        after_step: AfterStep | None = None,
+        make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    ) -> Trained:
+        """Train from where the model stands."""
+        make = make_optimizer or (lambda model: chunkc.AdamW(model.parameters(), **recipe.options))
+        found = train(self.model, self.batches, make(self.model), recipe, after_step)
+        found.params = {
+            info.name: self.compiled.runtime.read_exact(i) for i, info in enumerate(self.plan.layout.params)
+        }
+        return found
+
+    def stats(self) -> dict[str, int]:
+        """Numbers of the latest step."""
+        return chunkc.stats(self.model)
+
+    def smallest(self, options: Options = Options()) -> tuple[int, int]:  # noqa: B008 - frozen
+        """``(device, host)`` bytes that the error names when one byte is all there is."""
+        try:
+            self.reset(Setup(options, device_nbytes=1, host_nbytes=BIG_NBYTES))
+        except BudgetError as error:
+            return error.min_device_nbytes, error.min_host_nbytes
+        raise AssertionError("one byte of device memory was found to suffice")
+
+
+def cuts_of(plan: Plan) -> Cuts:
+    """Where all segments of ``plan`` but the first start, as an option for another plan."""
+    forward, backward = (tuple(s.first_op for s in plan.graph_segments(g)[1:]) for g in ("forward", "backward"))
+    return forward, backward
+
+
+def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
+    """The segments of ``plan`` as ranges of operators."""
+    return [(s.graph, s.first_op, s.end_op) for s in plan.segments]
