@@ -38,7 +38,7 @@ from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
-from chunkc.passes import Options, Pass, Target
+from chunkc.passes import Pass, PlanOptions, Target
 from chunkc.report import Plan
 from chunkc.runtime.devices.cpu_affinity import own_cores
 from chunkc.runtime.devices.host_slab import map_private
@@ -106,7 +106,7 @@ def compile(  # the name that torch.compile taught users
         HardwareError: for an ``hw`` that cannot be used.
     """
     _refuse_unbuilt(example_inputs=example_inputs)
-    options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     job.join()
     machine, device = device_for(hw)
@@ -123,7 +123,7 @@ def compile(  # the name that torch.compile taught users
     compiler, more = SegmentCompiler.of(backend), backend_options(backend)
     ranks = job.make_ranks(device.torch_device, world_size, map_private, adds_in_float32=reduce_dtype is not None)
     if ranks.size > 1:
-        with ranks.joining():
+        with ranks.agreement_scope():
             count_libraries(device)
     cores = own_cores(ranks) if ranks.size > 1 else None  # each rank of a machine updates on cores of its own
     target = Target(
@@ -213,7 +213,7 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = Options(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)

@@ -26,15 +26,15 @@ from chunkc.passes.residency import ResidencyPass
 from chunkc.passes.search import Candidate, Search
 from chunkc.passes.states import StatesPass
 from chunkc.passes.step import StepPass
-from chunkc.passes.support.draft import Draft, Options, Target, decided
+from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
 
 __all__ = [
     "PIPELINE",
     "Candidate",
     "Draft",
-    "Options",
     "Pass",
     "PassOrderError",
+    "PlanOptions",
     "Planned",
     "Target",
     "assemble",
@@ -74,7 +74,7 @@ class Planned:
 def make_plan(
     schedule: Schedule,
     target: Target,
-    options: Options = Options(),  # noqa: B008 - frozen
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
     *,
     layout: Layout | None = None,
     passes: Sequence[Pass] | None = None,
@@ -105,7 +105,7 @@ def make_plan(
 def make_fastest_plan(
     schedule: Schedule,
     target: Target,
-    options: Options = Options(),  # noqa: B008 - frozen
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
     *,
     passes: Sequence[Pass] | None = None,
     check: Check | None = None,
@@ -124,7 +124,7 @@ def make_fastest_plan(
         return planned
     started, first_rank = time.perf_counter(), replace(target, rank=0)
 
-    def draft_with(found: Options) -> Draft:
+    def draft_with(found: PlanOptions) -> Draft:
         start = Draft(schedule, first_rank, found)
         return run_passes(start, PIPELINE if passes is None else passes)[0]
 
@@ -144,7 +144,7 @@ def make_fastest_plan(
 def make_evaluation_plan(
     schedule: Schedule,
     target: Target,
-    options: Options = Options(),  # noqa: B008 - frozen
+    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
     *,
     layout: Layout,
     passes: Sequence[Pass] | None = None,
@@ -184,7 +184,7 @@ def measuring_plan(planned: Planned, passes: Sequence[Pass] | None = None) -> Pl
     return replace(planned.plan, programs=decided(draft.programs, "programs"))
 
 
-def _check_request(schedule: Schedule, target: Target, options: Options, layout: Layout | None) -> None:
+def _check_request(schedule: Schedule, target: Target, options: PlanOptions, layout: Layout | None) -> None:
     """Refuse what no pass could honour.
 
     Raises:

@@ -30,7 +30,7 @@ from chunkc.passes.support.budget import (
     sizes_of,
     with_residents,
 )
-from chunkc.passes.support.draft import Demand, Draft, Liveness, Options, Target, decided
+from chunkc.passes.support.draft import Demand, Draft, Liveness, PlanOptions, Target, decided
 from chunkc.passes.support.triples import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
@@ -102,7 +102,9 @@ def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple
     return tuple(sorted(g * GRANULE_NUMEL for g in granules))
 
 
-def evaluate(schedule: Schedule, liveness: Liveness, target: Target, options: Options, numel: int) -> list[Candidate]:
+def evaluate(
+    schedule: Schedule, liveness: Liveness, target: Target, options: PlanOptions, numel: int
+) -> list[Candidate]:
     """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits."""
     layouts = packings(schedule, liveness, numel, target.world_size, target.rank)
     return [_priced(layout, lookback, liveness, target, options, numel) for lookback, layout in layouts]
@@ -122,7 +124,7 @@ def packings(
 
 
 def _priced(
-    layout: Layout, lookback: int, liveness: Liveness, target: Target, options: Options, numel: int
+    layout: Layout, lookback: int, liveness: Liveness, target: Target, options: PlanOptions, numel: int
 ) -> Candidate:
     demand = demand_of(layout, liveness, options.cuts)
     sizes = sizes_of(layout, demand, liveness, options.cuts)

@@ -21,7 +21,7 @@ from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Segment
 from chunkc.passes.residency import landed_chunks, unit_chunks
 from chunkc.passes.support.arena import static_payloads
-from chunkc.passes.support.draft import Demand, Draft, Item, Stay, Timeline, decided
+from chunkc.passes.support.draft import ActionAccess, Demand, Draft, ResidencyInterval, Timeline, decided
 
 
 def slot_name(slot: int) -> str:
@@ -45,12 +45,12 @@ def payload_residents(slots: Mapping[int, int]) -> tuple[tuple[str, int], ...]:
 
 
 @dataclass(slots=True)
-class Writer:
+class ActionEmitter:
     """Writes items one after another, from ``residents`` on: targets with the slots where they stand."""
 
     layout: Layout
     residents: InitVar[Iterable[tuple[str, int]]] = ()
-    items: list[Item] = field(default_factory=list)
+    items: list[ActionAccess] = field(default_factory=list)
     occupancy: Occupancy = field(init=False)
     beside: dict[int, int] = field(init=False)
 
@@ -75,7 +75,7 @@ class Writer:
         """Append one action with the resources that it reads and writes."""
         action = Action(op, target, stream, slot, source)
         self.occupancy.apply(action)
-        self.items.append(Item(action, tuple(reads), tuple(writes)))
+        self.items.append(ActionAccess(action, tuple(reads), tuple(writes)))
 
     def fetch(self, chunk: int, slot: int) -> None:
         self.add(Op.FETCH, f"c{chunk}", Stream.H2D, [home_name(chunk)], [slot_name(slot)], slot=slot)
@@ -137,15 +137,17 @@ class Writer:
         own = chunks[self.layout.rank]
         return own, [c for c in chunks if c != own]
 
-    def take(self) -> tuple[Item, ...]:
+    def take(self) -> tuple[ActionAccess, ...]:
         """The items written since the last call."""
         items, self.items = tuple(self.items), []
         return items
 
 
-def write_stays(layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
+def write_stays(
+    layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
+) -> tuple[tuple[ActionAccess, ...], ...]:
     """The items of forward and backward of a plan with stays."""
-    writer = Writer(layout, payload_residents(static_payloads(layout)))
+    writer = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     stays = [stay for line in lines for freed in line.frees for stay in freed]
     landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
     last_reduced = next((stay for stay in reversed(stays) if stay.dirty), None)
@@ -165,7 +167,7 @@ def _groups(layout: Layout, chunks: range) -> range:
     return range(chunks[0] // layout.world_size, chunks[-1] // layout.world_size + 1)
 
 
-def _enter(writer: Writer, demand: Demand, stay: Stay) -> None:
+def _enter(writer: ActionEmitter, demand: Demand, stay: ResidencyInterval) -> None:
     layout = writer.layout
     chunks = unit_chunks(layout, demand, stay.unit)
     is_grad = layout.chunks[chunks[0]].list is ChunkList.GRAD
@@ -180,7 +182,9 @@ def _enter(writer: Writer, demand: Demand, stay: Stay) -> None:
             writer.gather(group)
 
 
-def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], *, joins: bool) -> None:
+def _leave(
+    writer: ActionEmitter, demand: Demand, stay: ResidencyInterval, landed: tuple[int, ...], *, joins: bool
+) -> None:
     """The last uses of a stay's slots.
 
     Computing goes on beside a reduction, except beside the last one (``joins``): that orders what a later iteration
@@ -204,10 +208,10 @@ def _leave(writer: Writer, demand: Demand, stay: Stay, landed: tuple[int, ...], 
                 writer.drop(chunk, last_use)
 
 
-def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[Item, ...], ...]:
+def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[ActionAccess, ...], ...]:
     """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
     own = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
-    writer = Writer(layout, payload_residents(own))
+    writer = ActionEmitter(layout, payload_residents(own))
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})

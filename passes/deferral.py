@@ -19,9 +19,9 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Program, State
 from chunkc.ir.structure import WITHOUT_EXCHANGES
-from chunkc.passes.communication import Writer
+from chunkc.passes.communication import ActionEmitter
 from chunkc.passes.norms import with_norms
-from chunkc.passes.support.draft import Draft, Item, decided
+from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined
 
 
@@ -44,12 +44,14 @@ def without_exchanges(name: str, twin: Program, entry: State, exit_state: State)
     return Program(name, twin.role, entry, exit_state, tuple(actions))
 
 
-def reduce_items(layout: Layout, backward: tuple[Item, ...], entry: State, *, measures: bool) -> tuple[Item, ...]:
+def reduce_items(
+    layout: Layout, backward: tuple[ActionAccess, ...], entry: State, *, measures: bool
+) -> tuple[ActionAccess, ...]:
     """Reduce and release what stands on the device at ``entry``, in the order of ``backward``.
 
     ``measures``: whether the norms of the gradients are taken too.
     """
-    writer = Writer(layout, entry.resident)
+    writer = ActionEmitter(layout, entry.resident)
     for action in (item.action for item in backward):
         if action.op is Op.REDUCE:
             writer.reduce(action.index)
@@ -59,7 +61,7 @@ def reduce_items(layout: Layout, backward: tuple[Item, ...], entry: State, *, me
 
 
 def deferring_programs(
-    layout: Layout, items: tuple[Item, ...], programs: Mapping[str, Program], *, measures: bool
+    layout: Layout, items: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, measures: bool
 ) -> tuple[Program, ...]:
     """Those of micro-batches that exchange nothing, beside ``programs``; ``items`` are those of backward."""
     saved, graded = programs["backward"].entry, programs["backward"].exit

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from chunkc.ir.actions import LANDINGS, Action, Op, Stream
 from chunkc.ir.layout import Layout
-from chunkc.passes.support.draft import Item
+from chunkc.passes.support.draft import ActionAccess
 
 _DECISION = "decision"
 _SUMS = "sums"
@@ -32,7 +32,7 @@ def norm_name(chunk: int) -> str:
     return f"n{chunk}"
 
 
-def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
+def with_norms(layout: Layout, backward: Sequence[ActionAccess]) -> tuple[ActionAccess, ...]:
     """Insert into ``backward`` the norm of every own chunk, and the sum of the norms over ranks.
 
     A norm stands behind the action that makes the gradients of its chunk final.
@@ -43,19 +43,19 @@ def with_norms(layout: Layout, backward: Sequence[Item]) -> tuple[Item, ...]:
             last[_own_chunk(layout, item.action)] = position
     own = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
     due = {position: chunk for chunk, position in last.items() if chunk in own}
-    found: list[Item] = []
+    found: list[ActionAccess] = []
     for position, item in enumerate(backward):
         found.append(item)
         if position in due:
             chunk = due[position]
             norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
-            found.append(Item(norm, item.writes, (norm_name(chunk),)))
+            found.append(ActionAccess(norm, item.writes, (norm_name(chunk),)))
     if layout.world_size > 1:
-        found.append(Item(Action(Op.SUM, "", Stream.COMM), _measured(found), (_SUMS,)))
+        found.append(ActionAccess(Action(Op.SUM, "", Stream.COMM), _measured(found), (_SUMS,)))
     return tuple(found)
 
 
-def _measured(items: Sequence[Item]) -> tuple[str, ...]:
+def _measured(items: Sequence[ActionAccess]) -> tuple[str, ...]:
     """The resource names of all norms among ``items``."""
     return tuple(name for item in items if item.action.op is Op.NORM for name in item.writes)
 
@@ -67,9 +67,11 @@ def _own_chunk(layout: Layout, action: Action) -> int:
     return chunk if partner is None else partner
 
 
-def with_decision(layout: Layout, backward: Sequence[Item], step: Sequence[Item]) -> tuple[Item, ...]:
+def with_decision(
+    layout: Layout, backward: Sequence[ActionAccess], step: Sequence[ActionAccess]
+) -> tuple[ActionAccess, ...]:
     """``step`` behind the decision on the norms that ``backward`` takes, or on their sum over ranks."""
     found = _measured(backward) if layout.world_size == 1 else (_SUMS,)
-    decide = Item(Action(Op.DECIDE, "", Stream.COMPUTE), found, (_DECISION,))
+    decide = ActionAccess(Action(Op.DECIDE, "", Stream.COMPUTE), found, (_DECISION,))
     updates = (replace(x, reads=(*x.reads, _DECISION)) if x.action.op is Op.UPDATE else x for x in step)
     return (decide, *updates)

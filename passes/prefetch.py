@@ -20,7 +20,7 @@ from chunkc.ir.work import work_of
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
 from chunkc.passes.support.arena import lay_out
 from chunkc.passes.support.budget import most_places
-from chunkc.passes.support.draft import BaseSegment, Demand, Draft, Liveness, Stay, Timeline, decided
+from chunkc.passes.support.draft import BaseSegment, Demand, Draft, Liveness, ResidencyInterval, Timeline, decided
 
 NUM_EXCHANGES = 8
 """Segments of each graph of a resident plan over several ranks, about: the share that exchanges before the first begins
@@ -31,12 +31,14 @@ and after the last ends, where nothing hides it, is one of so many."""
 class Timing:
     """For one stay: issued before step ``issue``, its places free after step ``free``."""
 
-    stay: Stay
+    stay: ResidencyInterval
     issue: int
     free: int
 
 
-def time_stays(stays: tuple[Stay, ...], widths: tuple[int, ...], num_forward: int, num_steps: int) -> list[Timing]:
+def time_stays(
+    stays: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
+) -> list[Timing]:
     """Issue and free step of every stay, in order of need."""
     graph_start = [0 if s.begin < num_forward else num_forward for s in stays]
     frees = _free_steps(stays, widths, num_forward, num_steps)
@@ -55,7 +57,9 @@ def time_stays(stays: tuple[Stay, ...], widths: tuple[int, ...], num_forward: in
     return timings
 
 
-def _free_steps(stays: tuple[Stay, ...], widths: tuple[int, ...], num_forward: int, num_steps: int) -> list[int]:
+def _free_steps(
+    stays: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
+) -> list[int]:
     """The step after which each stay ends: its last use, later where its places are not wanted again."""
     wanted: dict[int, int] = {}
     again: dict[int, int] = {}
@@ -117,8 +121,8 @@ def timeline(
     graph: GraphKind, segments: tuple[Segment, ...], starts: list[int], timings: list[Timing], steps: range
 ) -> Timeline:
     """The stays of one graph's ``steps`` by merged segment; ``starts`` are the steps at which those start."""
-    fetches: list[list[Stay]] = [[] for _ in segments]
-    frees: list[list[Stay]] = [[] for _ in segments]
+    fetches: list[list[ResidencyInterval]] = [[] for _ in segments]
+    frees: list[list[ResidencyInterval]] = [[] for _ in segments]
     for timing in timings:
         if timing.stay.begin in steps:
             fetches[bisect_right(starts, timing.issue) - 1].append(timing.stay)

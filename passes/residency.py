@@ -14,10 +14,10 @@ from chunkc.ir.layout import Home, Layout
 from chunkc.passes.support.arena import num_payload_slots
 from chunkc.passes.support.belady import belady
 from chunkc.passes.support.budget import available_places
-from chunkc.passes.support.draft import Demand, Draft, Stay, decided
+from chunkc.passes.support.draft import Demand, Draft, ResidencyInterval, decided
 
 
-def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[Stay, ...]:
+def plan_stays(layout: Layout, demand: Demand, num_places: int) -> tuple[ResidencyInterval, ...]:
     """The stays of all units over both graphs in ``num_places`` places (at least ``demand.min_places``)."""
     steps = [s.units for s in demand.steps]
     widths = demand.units.num_groups
@@ -34,7 +34,7 @@ def unit_chunks(layout: Layout, demand: Demand, unit: int) -> range:
     return range(first, first + demand.units.num_groups[unit] * size)
 
 
-def landed_chunks(layout: Layout, demand: Demand, stays: Iterable[Stay]) -> list[tuple[int, ...]]:
+def landed_chunks(layout: Layout, demand: Demand, stays: Iterable[ResidencyInterval]) -> list[tuple[int, ...]]:
     """Per stay: the chunks in which gradients landed while it lasted."""
     landings: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
     beside = layout.grad_chunks()
@@ -51,7 +51,9 @@ def landed_chunks(layout: Layout, demand: Demand, stays: Iterable[Stay]) -> list
     return result
 
 
-def moved_nbytes(layout: Layout, demand: Demand, stays: tuple[Stay, ...], *, all_ranks: bool = False) -> int:
+def moved_nbytes(
+    layout: Layout, demand: Demand, stays: tuple[ResidencyInterval, ...], *, all_ranks: bool = False
+) -> int:
     """Bytes that this rank (or all of them together) copies in both directions in one iteration."""
     total = 0
     for stay, landed in zip(stays, landed_chunks(layout, demand, stays), strict=True):

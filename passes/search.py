@@ -21,7 +21,7 @@ from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT, Home
 from chunkc.ir.plan import Plan
 from chunkc.passes.os_placement import most_resident_triples
 from chunkc.passes.support.budget import demand_of, with_homes
-from chunkc.passes.support.draft import Draft, Options, decided
+from chunkc.passes.support.draft import Draft, PlanOptions, decided
 
 MAX_ACTIONS = 600_000
 """Simulated actions after which no more candidates are tried: what bounds the time of a search for a large model."""
@@ -42,7 +42,7 @@ class Candidate:
         outcome: what bounds it, or what it lacks.
     """
 
-    options: Options
+    options: PlanOptions
     text: str
     step_ms: float
     compute_ms: float
@@ -61,13 +61,13 @@ class Search:
         tried: all candidates, in the order of trial.
     """
 
-    draft_with: Callable[[Options], Draft]
+    draft_with: Callable[[PlanOptions], Draft]
     plan_of: Callable[[Draft], Plan]
     rates: CostRates
-    options: Options
+    options: PlanOptions
     tried: list[Candidate] = field(default_factory=list)
-    _drafts: dict[Options, Draft] = field(default_factory=dict)
-    _refused: set[Options] = field(default_factory=set)
+    _drafts: dict[PlanOptions, Draft] = field(default_factory=dict)
+    _refused: set[PlanOptions] = field(default_factory=set)
     _num_actions: int = 0
 
     def run(self, first: Draft) -> Candidate:
@@ -81,7 +81,7 @@ class Search:
         best = best if sized is best else self._place_triples(sized)
         return self._vary_counts(best, with_shares=True)
 
-    def _sizes(self, best: Candidate, first: Draft) -> Iterable[Options]:
+    def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
         """Yield options with chunk sizes, those nearest to the passes' own choice first.
 
         Of every octave of sizes the one that moves least is taken. As many bytes of triples stay on the device as with
@@ -113,7 +113,7 @@ class Search:
         keeps = draft.target.world_size == 1
         numel = draft.chunk_numel  # kept: a pass would search for it again
 
-        def with_(triples: int, *, keeps: bool) -> Options:
+        def with_(triples: int, *, keeps: bool) -> PlanOptions:
             keeps = keeps and triples > 0
             return replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
@@ -138,7 +138,7 @@ class Search:
         count, share = max(1, most // 2), self._balanced_share() if with_shares else 0.0
         may_keep = draft.target.world_size == 1
 
-        def around(options: Options) -> Iterable[Options]:
+        def around(options: PlanOptions) -> Iterable[PlanOptions]:
             return _around(replace(options, chunk_numel=numel), count, share, most, may_keep=may_keep)
 
         for _ in range(NUM_SCALES):
@@ -165,7 +165,7 @@ class Search:
         copied = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
         return copied / (copied + OS_NBYTES_PER_ELEMENT * max(rates.cpu_update_gparam_per_s.values()))
 
-    def _best_of(self, best: Candidate, others: Iterable[Options]) -> Candidate:
+    def _best_of(self, best: Candidate, others: Iterable[PlanOptions]) -> Candidate:
         for options in others:
             if self._num_actions >= MAX_ACTIONS:
                 break
@@ -176,7 +176,7 @@ class Search:
                 best = found
         return best
 
-    def _price(self, options: Options, text: str = "") -> Candidate:
+    def _price(self, options: PlanOptions, text: str = "") -> Candidate:
         text = text or _difference(options, self.options)
         try:
             draft = self._drafts.get(options) or self.draft_with(options)
@@ -209,7 +209,7 @@ def _margins(draft: Draft) -> tuple[int, int, int]:
     return beside, most_resident_triples(layout, demand, liveness, target, keeps_payloads=True), alone
 
 
-def _around(options: Options, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[Options]:
+def _around(options: PlanOptions, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[PlanOptions]:
     """Yield the options one step away from ``options``.
 
     The steps are ``count`` triples, ``share``, and both in opposite directions. With ``may_keep``, options of steps in
@@ -236,7 +236,7 @@ def _keeps_payloads(draft: Draft) -> bool:
     return draft.os_home is Home.HOST and any(c.home is Home.DEVICE for c in decided(draft.layout, "layout").chunks)
 
 
-def _difference(options: Options, own: Options) -> str:
+def _difference(options: PlanOptions, own: PlanOptions) -> str:
     """Describe how ``options`` differ from the caller's ``own``."""
     parts = []
     if options.chunk_numel != own.chunk_numel:

@@ -16,11 +16,11 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Phase, Program, State
-from chunkc.passes.communication import Writer, payload_residents, slot_name
+from chunkc.passes.communication import ActionEmitter, payload_residents, slot_name
 from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.norms import with_decision, with_norms
 from chunkc.passes.support.arena import shared_bytes, static_payloads, static_triples
-from chunkc.passes.support.draft import Draft, Item, decided
+from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined, synchronise
 from chunkc.passes.support.update_order import host_order
 from chunkc.passes.support.updates import on_host, step_items
@@ -28,7 +28,7 @@ from chunkc.passes.support.updates import on_host, step_items
 _ACCUMULATED = "accumulated"
 
 
-def standing(items: tuple[Item, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
+def standing(items: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
     """Chunk -> slot after ``items``, of which ``static`` stood there before."""
     occupancy = Occupancy.of(layout, payload_residents(static))
     for item in items:
@@ -36,9 +36,9 @@ def standing(items: tuple[Item, ...], static: dict[int, int], layout: Layout) ->
     return occupancy.chunk_slots()
 
 
-def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[Item, ...]:
+def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Drop what forward left on the device beyond the static residents."""
-    writer = Writer(layout, payload_residents(where))
+    writer = ActionEmitter(layout, payload_residents(where))
     if layout.world_size > 1:
         for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
             writer.release(group)
@@ -47,9 +47,9 @@ def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int])
     return writer.take()
 
 
-def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[Item, ...]:
+def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
-    writer = Writer(layout, payload_residents(static))
+    writer = ActionEmitter(layout, payload_residents(static))
     own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
     for chunk in own:
         if chunk not in static:
@@ -66,8 +66,8 @@ def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, i
 
 
 def seen_by_backward(
-    forward: tuple[Item, ...], backward: tuple[Item, ...], step: tuple[Item, ...]
-) -> tuple[tuple[Item, ...], ...]:
+    forward: tuple[ActionAccess, ...], backward: tuple[ActionAccess, ...], step: tuple[ActionAccess, ...]
+) -> tuple[tuple[ActionAccess, ...], ...]:
     """Make the last computation before a step follow the end of the step before.
 
     A label of the step means the running one to the step itself, so it is backward that must wait where a step copies
@@ -89,7 +89,9 @@ def seen_by_backward(
     return tuple(graphs[0]), tuple(graphs[1]), tuple(items)
 
 
-def seen_by_forward(forward: tuple[Item, ...], backward: tuple[Item, ...]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def seen_by_forward(
+    forward: tuple[ActionAccess, ...], backward: tuple[ActionAccess, ...]
+) -> tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]]:
     """Make a computation of forward follow the last copy home of the backward before.
 
     The next backward fetches the gradients that were copied home, and a label of the backward means the running one to

@@ -112,7 +112,7 @@ def save_checkpoint(
         CheckpointError: when it cannot be written (of an asynchronous save: by the future, and by the next call).
         RankError: when the ranks do not all save the same, or one of them has ended.
     """
-    with memory_of(model).ranks.joining():
+    with memory_of(model).ranks.agreement_scope():
         if keep is not None and keep < 1:
             raise ChunkcError(f"keep={keep}: give the number of checkpoints to keep, 1 or more")
         runtime, root = runtime_of(model), Path(directory)
@@ -172,7 +172,7 @@ def load_checkpoint(
         ChunkcError: when gradients wait to be stepped, or the model is not compiled.
     """
     started_s = time.perf_counter()
-    with memory_of(model).ranks.joining():
+    with memory_of(model).ranks.agreement_scope():
         runtime = runtime_of(model)
         error = _finish_last(runtime)
         if error is not None:

@@ -174,7 +174,7 @@ def gather(
         objects=objects,
         reader=reader,
         is_lasting=not any(runtime.staging.holds(index) for index in range(len(runtime.infos))),
-        ranks=runtime.ranks.beside(),
+        ranks=runtime.ranks.concurrent(),
     )
 
 

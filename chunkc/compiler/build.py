@@ -34,9 +34,9 @@ from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.verify import verify
 from chunkc.passes import (
-    Options,
     Pass,
     Planned,
+    PlanOptions,
     Target,
     make_evaluation_plan,
     make_fastest_plan,
@@ -55,7 +55,7 @@ MAX_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlanRequest:
     """A request for one plan.
 
     Attributes:
@@ -69,7 +69,7 @@ class Request:
     """
 
     target: Target
-    options: Options = Options()  # noqa: RUF009 - frozen
+    options: PlanOptions = PlanOptions()  # noqa: RUF009 - frozen
     passes: Sequence[Pass] | None = None
     layout: Layout | None = None
     held_nbytes: int = 0
@@ -78,7 +78,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class CompiledPlan:
     """A plan that can run: ``graphs`` by graph kind, ``code`` by segment name."""
 
     planned: Planned
@@ -86,7 +86,7 @@ class Built:
     code: Mapping[str, str]
 
 
-def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Built:
+def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -> CompiledPlan:
     """Plan ``captured``, check the plan, and compile its segments.
 
     Raises:
@@ -113,7 +113,7 @@ def build(captured: Captured, request: Request, compiler: SegmentCompiler) -> Bu
     gradients = {kind: graph.gradients for kind, graph in _sources(captured).items()}
     graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
     code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
-    return Built(found.planned, graphs, code)
+    return CompiledPlan(found.planned, graphs, code)
 
 
 def check_layout(schedule: Schedule, layout: Layout) -> None:
@@ -148,7 +148,7 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'}"
 
 
-def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
+def measuring(built: CompiledPlan, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
     """Return a function that plans ``built`` again, with programs that measure gradients as they land.
 
     The function verifies the new plan, and returns None where the budget leaves no room for what norms take. The graphs
@@ -177,7 +177,7 @@ def measuring(built: Built, passes: Sequence[Pass] | None) -> Callable[[], Plan 
     return make
 
 
-def budget_chooser(rates: CostRates | None, request: Callable[[], Request]) -> BudgetChooser | None:
+def budget_chooser(rates: CostRates | None, request: Callable[[], PlanRequest]) -> BudgetChooser | None:
     """Return the chooser of activation budgets for a capture backend.
 
     Without the machine's rates the chooser is None, which keeps all.
@@ -202,7 +202,7 @@ def lower_graph(graph: CapturedGraph, plan: Plan, kind: GraphKind) -> LoweredGra
     return lower(graph.module, operators, plan.graph_segments(kind), graph.params)
 
 
-def _plan(schedule: Schedule, target: Target, request: Request) -> Planned:
+def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
     options, layout, passes = request.options, request.layout, request.passes
     if not schedule.is_evaluation and layout is None:
         return make_fastest_plan(schedule, target, options, passes=passes)
@@ -246,7 +246,7 @@ class _Search:
     """Plans, compiles and compares; see the module's text."""
 
     captured: Captured
-    request: Request
+    request: PlanRequest
     compiler: SegmentCompiler
     num_attempts: int = 0
     planning_s: float = 0.0

@@ -28,7 +28,7 @@ from chunkc._torch_compat.core import (
 )
 from chunkc.capture.backend import CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import Built, Request, budget_chooser, build, measuring
+from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, build, measuring
 from chunkc.compiler.debug import explain
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_breaks import BrokenForwards
@@ -40,7 +40,7 @@ from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, sign
 from chunkc.compiler.validation import buffer_test
 from chunkc.distributed.process_group import Kind
 from chunkc.errors import CaptureError, ChunkcError
-from chunkc.passes import Options, Planned, Target
+from chunkc.passes import Planned, PlanOptions, Target
 from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
@@ -81,7 +81,7 @@ class Settings:
     """
 
     target: Target
-    options: Options
+    options: PlanOptions
     cast_inputs: torch.dtype | None
     compiler: SegmentCompiler
     backend_options: dict[str, Any]
@@ -154,7 +154,7 @@ class CompiledModel:
         """
         if self.is_open:
             return call_plain(self._model, args, kwargs)
-        with self.runtime.ranks.joining():
+        with self.runtime.ranks.agreement_scope():
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -271,7 +271,7 @@ class CompiledModel:
             "without assign=True"
         )
 
-    def request(self) -> Request:
+    def request(self) -> PlanRequest:
         """Return the request for a plan made now.
 
         The budgets are those that other models leave. The layout is the model's once there is one. A layout that was
@@ -289,10 +289,10 @@ class CompiledModel:
         )
         held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
         target = self._with_least(target)
-        has_norms = any(executor.gauge is not None for executor in self.runtime.executors.values())
+        has_norms = any(executor.norm_table is not None for executor in self.runtime.executors.values())
         wanted = self.runtime.measures and (layout is None or has_norms)
         options = replace(settings.options, measures=settings.options.measures or wanted)
-        return Request(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
+        return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
 
     def _agree_on_budgets(self) -> None:
         """The least budgets of all ranks, by which their first plans lay out the same chunks."""
@@ -317,8 +317,8 @@ class CompiledModel:
         self.shapes.check_room()
         self._log_captured(captured)
         request = self.request()
-        beside = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
-        built = build(beside, request, self.settings.compiler)
+        decided = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
+        built = build(decided, request, self.settings.compiler)
         self.shapes.captured()
         self._on_built(built)
         slot = slot_of(captured)
@@ -337,7 +337,7 @@ class CompiledModel:
         num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
         logger.info("captured %d operators in %.1f s", num_ops, time.perf_counter() - self._capture_started_s)
 
-    def _on_built(self, built: Built) -> None:
+    def _on_built(self, built: CompiledPlan) -> None:
         plan = built.planned.plan
         self.planned.append(built.planned)
         explain(ReportedPlan.of(plan), plan.stages, built.code)

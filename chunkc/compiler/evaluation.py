@@ -30,7 +30,7 @@ from torch import nn
 from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import Request, build
+from chunkc.compiler.build import PlanRequest, build
 from chunkc.compiler.debug import explain
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
@@ -66,7 +66,7 @@ class Owner(Protocol):
 
     runtime: ModelRuntime
 
-    def request(self) -> Request:
+    def request(self) -> PlanRequest:
         """Return the request for a plan made now."""
         ...
 
@@ -142,7 +142,7 @@ class Evaluator:
         except RankError:
             raise
         except Exception:  # whatever the model raises: the others may be reading a parameter
-            self._owner.runtime.ranks.refuse()
+            self._owner.runtime.ranks.announce_failure()
             raise
 
     def _why_gathered(self, signature: Signature) -> str | None:
@@ -190,8 +190,8 @@ class Evaluator:
         logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
         if not num_ops or training is None:
             raise CaptureError("there is nothing to compute, or no training program to stand beside")
-        beside = with_decisions(captured, measures=training.plan.measures, scales=False)
-        built = build(beside, self._owner.request(), self._compiler)
+        decided = with_decisions(captured, measures=training.plan.measures, scales=False)
+        built = build(decided, self._owner.request(), self._compiler)
         plan = built.planned.plan
         verify_beside(plan, training.plan)
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)
@@ -245,7 +245,7 @@ def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_n
     A backward that waits resumes from cold.
     """
     executor.agree(Kind.EVALUATE, "evaluate")
-    with runtime.ranks.committed("an evaluation", runtime.device.synchronize):
+    with runtime.ranks.collective_section("an evaluation", runtime.device.synchronize):
         runtime.settle()
         runtime.to_cold()
         runtime.join()

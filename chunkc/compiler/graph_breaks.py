@@ -17,7 +17,7 @@ from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
 from chunkc.capture.joined import beside, join, saved_nbytes
-from chunkc.compiler.build import Built, Request, build, measuring
+from chunkc.compiler.build import CompiledPlan, PlanRequest, build, measuring
 from chunkc.compiler.graph_entry import GraphSlot, callables, frozen_callable, install, slot_of
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
@@ -60,8 +60,8 @@ class BrokenForwards:
         name: str,
         runtime: ModelRuntime,
         compiler: SegmentCompiler,
-        request: Callable[[], Request],
-        on_built: Callable[[Built], None],
+        request: Callable[[], PlanRequest],
+        on_built: Callable[[CompiledPlan], None],
     ) -> None:
         """``request`` says what to plan for now; ``on_built`` is told of every plan."""
         self.reasons: list[str] = []
@@ -136,13 +136,13 @@ class BrokenForwards:
         self._runtime.begin_with(executors[0])
         logger.info("%s runs as %d graphs from the next iteration on", self._name, len(executors))
 
-    def _planned(self, slot: GraphSlot, built: Built) -> None:
+    def _planned(self, slot: GraphSlot, built: CompiledPlan) -> None:
         slot.plan, slot.graphs = built.planned.plan, built.graphs
         slot.measuring = measuring(built, self._request().passes)
         self._on_built(built)
 
 
-def build_together(captures: Sequence[Captured], request: Request, compiler: SegmentCompiler) -> list[Built]:
+def build_together(captures: Sequence[Captured], request: PlanRequest, compiler: SegmentCompiler) -> list[CompiledPlan]:
     """Plans of several graphs of one forward over one layout, which is made from all of them.
 
     Args:

@@ -32,7 +32,7 @@ from chunkc._torch_compat.core import (
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import Request, budget_chooser
+from chunkc.compiler.build import PlanRequest, budget_chooser
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import Backend, SegmentCompiler, backend_options
@@ -41,7 +41,7 @@ from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Pass, Target, make_fastest_plan
+from chunkc.passes import Pass, PlanOptions, Target, make_fastest_plan
 from chunkc.report import Plan
 
 logger = logging.getLogger("chunkc")
@@ -50,7 +50,7 @@ logger = logging.getLogger("chunkc")
 def plan_ahead(
     model: nn.Module,
     target: Target,
-    options: Options,
+    options: PlanOptions,
     *,
     example_inputs: Mapping[str, Any] | Sequence[Any],
     dtype: torch.dtype | None,
@@ -97,7 +97,7 @@ def uncollected() -> Iterator[None]:
 def _plan(
     model: nn.Module,
     target: Target,
-    options: Options,
+    options: PlanOptions,
     example_inputs: Mapping[str, Any] | Sequence[Any],
     dtype: torch.dtype | None,
     backend: Backend,
@@ -106,7 +106,7 @@ def _plan(
     is_for_gpu: bool,
 ) -> Plan:
     started = time.perf_counter()
-    choose = budget_chooser(target.rates, lambda: Request(target, options, passes))
+    choose = budget_chooser(target.rates, lambda: PlanRequest(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
     captured = with_decisions(captured, measures=options.measures, scales=options.scales)
     capture_ms = 1e3 * (time.perf_counter() - started)
@@ -117,7 +117,7 @@ def _plan(
 def plan_schedule(
     schedule: Schedule,
     target: Target,
-    options: Options,
+    options: PlanOptions,
     stages: Sequence[StageRecord],
     backend: Backend,
     passes: Sequence[Pass] | None = None,

@@ -1,7 +1,7 @@
 """Work that ranks do together and that may fail on some of them: then it fails on all, with the cause.
 
-`exchange` is for work of every rank: files that each writes. `led` is for work that rank 0 alone can do (it has the
-disk, or a library writes the files), while the others take part in what it needs of them: reading parameters, which
+`exchange` is for work of every rank: files that each writes. `run_on_rank0` is for work that rank 0 alone does (it has
+the disk, or a library writes the files), while the others take part in what it needs of them: reading parameters, which
 all ranks do together, or taking values.
 """
 
@@ -32,12 +32,12 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     error: Exception | None = None
     try:
         own: Any = work()
-        said = pickle.dumps((True, own))
+        payload = pickle.dumps((True, own))
     except RankError:
         raise  # the ranks have come apart: nobody would hear it
     except Exception as raised:  # whatever failed: the others wait to hear of it, and it is raised below
-        error, own, said = raised, None, pickle.dumps((False, _told(raised, ranks.rank)))
-    heard = [pickle.loads(data) for data in ranks.collect(said)]
+        error, own, payload = raised, None, pickle.dumps((False, _forwarded_error(raised, ranks.rank)))
+    heard = [pickle.loads(data) for data in ranks.collect(payload)]
     if error is not None:
         raise error
     for is_done, value in heard:
@@ -93,7 +93,7 @@ def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
     return found.to(value.dtype)
 
 
-def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
+def run_on_rank0(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
     """Rank 0 does ``lead``, which may ask the others to do ``follow``, and all return what ``lead`` does.
 
     Args:
@@ -105,14 +105,14 @@ def led(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callab
     if ranks.size == 1:
         return lead(lambda value: None)
     if not ranks.is_first:
-        told: T = _follow(ranks, follow)
-        return told
+        result: T = _follow(ranks, follow)
+        return result
     try:
         result = lead(lambda value: _say(ranks, _MORE, value))
     except RankError:
         raise  # the ranks have come apart: nobody would hear it
     except Exception as error:  # whatever failed: the others wait to hear of it
-        _say(ranks, _FAILED, _told(error, 0))
+        _say(ranks, _FAILED, _forwarded_error(error, 0))
         raise
     _say(ranks, _DONE, result)
     return result
@@ -135,7 +135,7 @@ def _say(ranks: Ranks, what: str, value: object) -> None:
     ranks.collect(pickle.dumps((what, value)))
 
 
-def _told(error: Exception, rank: int) -> Exception:
+def _forwarded_error(error: Exception, rank: int) -> Exception:
     """``error`` as the other ranks raise it."""
     text = f"on rank {rank}: {error}"
     if isinstance(error, CheckpointError):
@@ -144,5 +144,5 @@ def _told(error: Exception, rank: int) -> Exception:
         return OSError(error.errno, text)
     if isinstance(error, ChunkcError):
         return ChunkcError(text)
-    # never a RankError, after which this rank would wait for the others in vain (`Ranks.joining`)
+    # never a RankError, after which this rank would wait for the others in vain (`Ranks.agreement_scope`)
     return ChunkcError(f"on rank {rank}: {type(error).__name__}: {error}")

@@ -104,11 +104,11 @@ class Ranks:
         return [number]
 
     @contextmanager
-    def joining(self) -> Iterator[None]:
+    def agreement_scope(self) -> Iterator[None]:
         """Within the block the ranks come to an agreement; one that raises before joins as ``refused``."""
         yield
 
-    def refuse(self) -> None:
+    def announce_failure(self) -> None:
         """This rank's call was refused: the others hear of it at their next agreement."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
@@ -137,7 +137,7 @@ class Ranks:
         """Replace ``tensor`` by the sum over the ranks that share chunks; the same bits in all replicas."""
 
     @contextmanager
-    def committed(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
+    def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
         """End the others as well when the block raises, where after an agreement they count on this rank.
 
         They hear of it now, and not at their timeout. Before that ``settle()`` waits until nobody is exchanging
@@ -145,7 +145,7 @@ class Ranks:
         """
         yield
 
-    def beside(self) -> Ranks:
+    def concurrent(self) -> Ranks:
         """The same ranks with a control group of its own, for one thread that works beside training.
 
         It is made by the first call, which all ranks make together, and closed with this object.
@@ -175,7 +175,7 @@ class JobRanks(Ranks):
         self.rank, self.size = rank, size
         self._timeout, self._store, self._number = timeout, store, number
         self._stories = Stories(store, f"chunkc/{number}", rank, size)
-        self._beside: JobRanks | None = None
+        self._concurrent: JobRanks | None = None
         self._data: DataGroup | None = None
         self._replicas: DataGroup | None = None
         self._control: Group | None = new_group("gloo", timeout, torch.device("cpu"), [range(size)])
@@ -225,7 +225,7 @@ class JobRanks(Ranks):
         )
 
     @contextmanager
-    def joining(self) -> Iterator[None]:
+    def agreement_scope(self) -> Iterator[None]:
         before = self._num_agreements
         try:
             yield
@@ -233,10 +233,10 @@ class JobRanks(Ranks):
             raise
         except Exception:  # whatever refused the call: the others wait for this rank
             if self._num_agreements == before:
-                self.refuse()
+                self.announce_failure()
             raise
 
-    def refuse(self) -> None:
+    def announce_failure(self) -> None:
         if self._stopped is None:
             self.agree_digest(Kind.REFUSED, 0, list)
 
@@ -339,7 +339,7 @@ class JobRanks(Ranks):
             return self._stopped
 
     @contextmanager
-    def committed(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
+    def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -366,13 +366,13 @@ class JobRanks(Ranks):
         for group in groups:
             if group is not None:
                 group.close()
-        if self._beside is not None:
-            self._beside.close()
+        if self._concurrent is not None:
+            self._concurrent.close()
 
-    def beside(self) -> Ranks:
-        if self._beside is None:
-            self._beside = JobRanks(self.rank, self.size, self._timeout, self._store, f"{self._number}/beside")
-        return self._beside
+    def concurrent(self) -> Ranks:
+        if self._concurrent is None:
+            self._concurrent = JobRanks(self.rank, self.size, self._timeout, self._store, f"{self._number}/concurrent")
+        return self._concurrent
 
 
 _DOES: Final[dict[Kind, str]] = {

@@ -34,7 +34,7 @@ from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target
+from chunkc.passes import PlanOptions, Target
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.scenarios.models import Transformer
@@ -230,7 +230,7 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
 def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
     scales = needs_scaling(captured.schedule.params) and scenario.measures is not False
     measures = scales if scenario.measures is None else scenario.measures
-    options = Options(
+    options = PlanOptions(
         chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate, measures=measures, scales=scales
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule

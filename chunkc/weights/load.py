@@ -72,7 +72,7 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
         RankError: when the ranks do not all load the same.
     """
     started_s = time.perf_counter()
-    with memory_of(model).ranks.joining():
+    with memory_of(model).ranks.agreement_scope():
         tensors = ModelTensors(model)
         names = [entry.name for entry in tensors.entries]
         tensors.ranks.agree(Kind.LOAD, lambda: [f"{path=!s}", f"{strict=}", *names])

@@ -81,7 +81,7 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
         RankError: when the ranks do not all save the same.
     """
     started_s = time.perf_counter()
-    with memory_of(model).ranks.joining():
+    with memory_of(model).ranks.agreement_scope():
         tensors, folder, limit_nbytes = ModelTensors(model), Path(directory), _parse_size(max_shard_size)
         entries = _saved_entries(model, tensors)
         tensors.ranks.agree(Kind.SAVE, lambda: [f"{directory=!s}", f"{limit_nbytes=}", *entries])

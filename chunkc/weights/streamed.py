@@ -106,7 +106,7 @@ class SavePretrained:
         if call.arguments.get("state_dict") is not None or not _is_compiled(model):
             return save(*call.args, **call.kwargs)
         handed = _dtype(model)
-        with memory_of(model).ranks.joining():
+        with memory_of(model).ranks.agreement_scope():
             if handed is not model.dtype and call.arguments.get("push_to_hub"):
                 raise ChunkcError(
                     f"save_pretrained(push_to_hub=True) would say that weights in {handed} are in {model.dtype}, the "

@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import torch
 from torch import nn
 
-from chunkc.distributed.coordination import led
+from chunkc.distributed.coordination import run_on_rank0
 from chunkc.errors import ChunkcError
 from chunkc.runtime.devices.host_slab import FreedPages
 from chunkc.runtime.model.parameters import ModelMemory
@@ -151,7 +151,9 @@ class ModelTensors:
                 tell(entry.name)
             return self.read(entry)
 
-        return led(self.ranks, lambda tell: lead(partial(read, tell)), lambda name: self.read(self.entry(name)))
+        return run_on_rank0(
+            self.ranks, lambda tell: lead(partial(read, tell)), lambda name: self.read(self.entry(name))
+        )
 
     def led_write(self, lead: Callable[[Callable[[Entry, torch.Tensor], None]], T]) -> T:
         """Rank 0 does ``lead``, which is given what `write` is; all ranks return, or raise, what it does."""
@@ -161,12 +163,12 @@ class ModelTensors:
             tell((entry.name, value.dtype))
             self.write(entry, value if entry.param is not None else self._of_first(value))
 
-        def follow(told: tuple[str, torch.dtype]) -> None:
-            entry = self.entry(told[0])
-            value = torch.empty((), dtype=told[1]).expand(entry.shape)
+        def follow(payload: tuple[str, torch.dtype]) -> None:
+            entry = self.entry(payload[0])
+            value = torch.empty((), dtype=payload[1]).expand(entry.shape)
             self.write(entry, value if entry.param is not None else self._of_first(value))
 
-        return led(self.ranks, lambda tell: lead(partial(write, tell)), follow)
+        return run_on_rank0(self.ranks, lambda tell: lead(partial(write, tell)), follow)
 
     def _of_first(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` of rank 0, in its dtype and shape."""

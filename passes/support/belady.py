@@ -19,7 +19,7 @@ import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.passes.support.draft import Stay
+from chunkc.passes.support.draft import ResidencyInterval
 
 NEVER = 1 << 60
 DIRTY_WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)
@@ -33,7 +33,7 @@ def belady(
     widths: Sequence[int],
     weights: Sequence[int] | None = None,
     separate: bool = False,
-) -> tuple[Stay, ...]:
+) -> tuple[ResidencyInterval, ...]:
     """The stays of all units with the least known volume.
 
     Args:
@@ -65,7 +65,7 @@ def belady(
 
 def _runs(
     steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares
-) -> Iterator[tuple[Stay, ...]]:
+) -> Iterator[tuple[ResidencyInterval, ...]]:
     """Yield the stays by the plain rule, and by the other weights.
 
     The other weights follow while the stays write units back that are needed again.
@@ -117,25 +117,25 @@ class _NoRangeError(Exception):
     """A block finds no range beside the units that are needed with it."""
 
 
-def volume(stays: Sequence[Stay], weights: Sequence[int]) -> int:
+def volume(stays: Sequence[ResidencyInterval], weights: Sequence[int]) -> int:
     """Fetches and write-backs, each weighing as its unit does."""
     return sum(weights[s.unit] * (2 if s.dirty else 1) for s in stays)
 
 
-def _writes_early(stays: Sequence[Stay]) -> bool:
+def _writes_early(stays: Sequence[ResidencyInterval]) -> bool:
     """Whether a unit is written back although it is needed again."""
     last = {s.unit: s.begin for s in stays}
     return any(s.dirty and s.begin < last[s.unit] for s in stays)
 
 
-def _idlest_places(stays: Sequence[Stay], shares: _Shares) -> tuple[Stay, ...]:
+def _idlest_places(stays: Sequence[ResidencyInterval], shares: _Shares) -> tuple[ResidencyInterval, ...]:
     """Move each stay to the place where nobody has stood for longest.
 
     Stays remain as they are where a block then finds no range. Which units stay is decided; a unit that does not stay
     until its next use may leave right after its last.
     """
     until = [-1] * shares.num_places
-    found = list[Stay]()
+    found = list[ResidencyInterval]()
     for stay in stays:  # in order of their first step
         width = shares.widths[stay.unit]
         starts = range(shares.room - width + 1) if width > 1 else _single_places(shares)
@@ -177,9 +177,9 @@ class _Places:
         self.num_freed = 0
         self.free = sorted((p < self.room, 0, p) for p in range(self.room if self.separate else 0, num_places))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        self.stays: list[Stay] = []
+        self.stays: list[ResidencyInterval] = []
 
-    def run(self) -> tuple[Stay, ...]:
+    def run(self) -> tuple[ResidencyInterval, ...]:
         for step, units in enumerate(self.steps):
             self._make_resident(step, units)
             self._use(step, units, self.dirties[step])
@@ -290,7 +290,7 @@ class _Places:
 
     def _end(self, unit: int) -> None:
         place = self.place[unit]
-        self.stays.append(Stay(unit, place, self.begin[unit], self.last[unit], self.dirty[unit]))
+        self.stays.append(ResidencyInterval(unit, place, self.begin[unit], self.last[unit], self.dirty[unit]))
         self.place[unit] = -1
         for p in range(place, place + self.widths[unit]):
             self.occupant[p], self.idle_since[p] = -1, self.last[unit]

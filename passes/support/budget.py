@@ -21,7 +21,7 @@ from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
 from chunkc.passes.chunk_mapping import commonest_dtype, units_of
 from chunkc.passes.segments import base_segments, segment_costs
 from chunkc.passes.support.belady import min_places
-from chunkc.passes.support.draft import BaseSegment, Demand, Liveness, Options, Target, Units
+from chunkc.passes.support.draft import BaseSegment, Demand, Liveness, PlanOptions, Target, Units
 from chunkc.passes.support.triples import residence_order, triples_nbytes
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -119,7 +119,7 @@ def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layou
 
 
 def with_residents(
-    layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: Options, num: int
+    layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: PlanOptions, num: int
 ) -> tuple[Layout, Demand]:
     """Place ``num`` triples of ``layout`` on the device, and return what then asks for places.
 
@@ -168,7 +168,7 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
     )
 
 
-def resident_triples(sizes: Sizes, target: Target, options: Options) -> int | None:
+def resident_triples(sizes: Sizes, target: Target, options: PlanOptions) -> int | None:
     """Return how many triples stand on the device when payloads are at home on the host.
 
     The number is the one that ``options`` wish, or the least that leaves the host enough room, whichever is larger. The
@@ -187,11 +187,11 @@ def most_within(sizes_nbytes: Sequence[int], margin_nbytes: int) -> int:
     return max(0, bisect_right(sizes_nbytes, margin_nbytes) - 1)
 
 
-def _wished(sizes: Sizes, options: Options) -> int:
+def _wished(sizes: Sizes, options: PlanOptions) -> int:
     return min(options.num_resident_triples, len(sizes.triples_nbytes) - 1)
 
 
-def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
+def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | None:
     """The home that ``options`` wish for or that moves least among those that fit; None where none fits."""
     slots = sizes.num_places * target.world_size
     unlimited = options.max_slots is None or options.max_slots >= slots
@@ -207,7 +207,7 @@ def choose_home(sizes: Sizes, target: Target, options: Options) -> Home | None:
     return Home.HOST if sizes.evicted_nbytes + sizes.triples_nbytes[triples] <= target.device_budget_nbytes else None
 
 
-def most_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
+def most_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
     """Return the number of places of the largest arena that the budget allows.
 
     The arena stands beside the peak of non-model bytes and resident triples.
@@ -219,12 +219,12 @@ def most_places(layout: Layout, demand: Demand, target: Target, options: Options
     return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
 
 
-def available_places(layout: Layout, demand: Demand, target: Target, options: Options) -> int:
+def available_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
     """As ``most_places``, but no more than every unit at once would take."""
     return min(most_places(layout, demand, target, options), sum(demand.units.num_groups))
 
 
-def needed_nbytes(sizes: Sizes, target: Target, options: Options) -> tuple[int, int]:
+def needed_nbytes(sizes: Sizes, target: Target, options: PlanOptions) -> tuple[int, int]:
     """``(device, host)`` budgets with which the mapping works.
 
     Where the device has room for the segments and what ``options`` wish there, host memory is what misses: the least
@@ -242,7 +242,7 @@ def needed_nbytes(sizes: Sizes, target: Target, options: Options) -> tuple[int, 
 
 
 def refuse(
-    schedule: Schedule, target: Target, options: Options, demand: Demand, sizes: Sizes, chunk_numel: int
+    schedule: Schedule, target: Target, options: PlanOptions, demand: Demand, sizes: Sizes, chunk_numel: int
 ) -> BudgetError:
     """The error for a mapping that does not fit: device memory first, then host memory."""
     device_nbytes, host_nbytes = needed_nbytes(sizes, target, options)
@@ -260,7 +260,7 @@ def refuse(
     return _error(target, options, text, moment, names, reason, chunk_numel, missing_nbytes, needs)
 
 
-def too_small(plan: Plan, target: Target, options: Options) -> BudgetError:
+def too_small(plan: Plan, target: Target, options: PlanOptions) -> BudgetError:
     """Make the error for a plan that takes more device memory than ``target`` has.
 
     Other plans that are known take more.
@@ -290,7 +290,7 @@ def _device_text(target: Target, missing_nbytes: int) -> str:
 
 def _error(
     target: Target,
-    options: Options,
+    options: PlanOptions,
     text: str,
     moment: str,
     names: tuple[str, ...],
@@ -321,7 +321,7 @@ def _error(
 
 
 def _device_moment(
-    demand: Demand, sizes: Sizes, options: Options, triples_nbytes: int
+    demand: Demand, sizes: Sizes, options: PlanOptions, triples_nbytes: int
 ) -> tuple[str, tuple[int, ...], str]:
     """``(segment name, parameters, reason)`` of the segment that needs most device memory."""
     widths = demand.units.num_groups

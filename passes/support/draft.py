@@ -63,7 +63,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class PlanOptions:
     """Wishes of the caller.
 
     Attributes:
@@ -184,7 +184,7 @@ class BaseSegment:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class ResidencyInterval:
     """One residence of ``unit`` from place ``place`` on.
 
     ``dirty``: gradients landed, so the stay ends with a write-back.
@@ -213,12 +213,12 @@ class Timeline:
 
     graph: GraphKind
     segments: tuple[Segment, ...]
-    fetches: tuple[tuple[Stay, ...], ...]
-    frees: tuple[tuple[Stay, ...], ...]
+    fetches: tuple[tuple[ResidencyInterval, ...], ...]
+    frees: tuple[tuple[ResidencyInterval, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ActionAccess:
     """An action without waits, and the resources that it reads and writes.
 
     Names of resources: ``d3`` slot, ``h7`` home, ``o7`` triple.
@@ -235,7 +235,7 @@ class Draft:
 
     schedule: Schedule
     target: Target
-    options: Options
+    options: PlanOptions
     fixed_layout: Layout | None = None
     note: str = ""
     stages: tuple[StageRecord, ...] = ()
@@ -247,9 +247,9 @@ class Draft:
     os_home: Home | None = None
     demand: Demand | None = None
     overlays: tuple[Overlay, ...] | None = None
-    stays: tuple[Stay, ...] | None = None
+    stays: tuple[ResidencyInterval, ...] | None = None
     timelines: tuple[Timeline, Timeline] | None = None
-    items: tuple[tuple[Item, ...], tuple[Item, ...]] | None = None
+    items: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
     programs: tuple[Program, ...] | None = None
 
     def with_stage(self, record: StageRecord) -> Draft:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Stream
 from chunkc.ir.plan import ROLE_LETTER, Role
-from chunkc.passes.support.draft import Item
+from chunkc.passes.support.draft import ActionAccess
 
 STREAMS = tuple(Stream)
 _NUMBER = {stream: index for index, stream in enumerate(STREAMS)}
@@ -57,13 +57,13 @@ class Analysis:
     latest: dict[Role, int] = field(default_factory=dict)
     num_instances: int = 0
 
-    def run(self, role: Role, items: Sequence[Item]) -> tuple[Action, ...]:
+    def run(self, role: Role, items: Sequence[ActionAccess]) -> tuple[Action, ...]:
         """Analyse one run of a program; its actions with their waits."""
         instance, self.num_instances = self.num_instances, self.num_instances + 1
         self.latest[role] = instance
         return tuple(self._action(role, instance, position, item) for position, item in enumerate(items))
 
-    def _action(self, role: Role, instance: int, position: int, item: Item) -> Action:
+    def _action(self, role: Role, instance: int, position: int, item: ActionAccess) -> Action:
         stream = _NUMBER[item.action.stream]
         clock = self.tails[stream]
         waits: list[int] = []
@@ -81,7 +81,7 @@ class Analysis:
         labels = tuple(f"{ROLE_LETTER[self.done[w].role]}{self.done[w].position}" for w in sorted(waits))
         return replace(item.action, waits=labels)
 
-    def _hazards(self, item: Item) -> set[int]:
+    def _hazards(self, item: ActionAccess) -> set[int]:
         found = {self.writers[r] for r in self._same_bytes((*item.reads, *item.writes)) if r in self.writers}
         for resource in self._same_bytes(item.writes):
             found.update(self.readers.get(resource, {}).values())
@@ -90,7 +90,7 @@ class Analysis:
     def _same_bytes(self, resources: Sequence[str]) -> Iterable[str]:
         return (name for r in resources for name in self.overlaps.get(r, (r,)))
 
-    def _touch(self, item: Item, stream: int, index: int) -> None:
+    def _touch(self, item: ActionAccess, stream: int, index: int) -> None:
         for resource in item.reads:
             self.readers.setdefault(resource, {})[stream] = index
         for resource in item.writes:
@@ -115,10 +115,10 @@ class Analysis:
 
 
 def synchronise(
-    forward: Sequence[Item],
-    backward: Sequence[Item],
-    step: Sequence[Item],
-    abandon: Sequence[Item],
+    forward: Sequence[ActionAccess],
+    backward: Sequence[ActionAccess],
+    step: Sequence[ActionAccess],
+    abandon: Sequence[ActionAccess],
     overlaps: Mapping[str, tuple[str, ...]],
     *,
     accumulates: bool = False,
@@ -129,7 +129,7 @@ def synchronise(
     micro-batch or more.
     """
     analysis = Analysis(overlaps)
-    items: dict[Role, Sequence[Item]] = {"forward": forward, "backward": backward, "step": step}
+    items: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
     graphs: tuple[Role, ...] = ("forward", "backward")
     order: tuple[Role, ...] = (*graphs, "step")
     for role in order:
@@ -152,6 +152,6 @@ def _both(action: Action, same: Action) -> Action:
     return replace(action, waits=tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
 
 
-def joined(items: Sequence[Item]) -> tuple[Action, ...]:
+def joined(items: Sequence[ActionAccess]) -> tuple[Action, ...]:
     """The actions of a transition that begins when all streams are idle, with their waits for each other."""
     return Analysis().run("transition", items)

@@ -22,7 +22,7 @@ from chunkc.cost.rates import CostRates
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Segment
-from chunkc.passes.support.draft import Draft, Item, Liveness, decided
+from chunkc.passes.support.draft import ActionAccess, Draft, Liveness, decided
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Positions:
         return numel * self._per_element
 
 
-def _released(backward: Sequence[Item], layout: Layout, pace: _Milliseconds | _Positions) -> dict[int, float]:
+def _released(backward: Sequence[ActionAccess], layout: Layout, pace: _Milliseconds | _Positions) -> dict[int, float]:
     """Return when the gradient of each chunk is at home, from the begin of backward.
 
     Computing and copies never wait for what comes to the device.

@@ -21,9 +21,9 @@ from itertools import cycle
 
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.passes.communication import Writer, home_name, slot_name, triple_name
+from chunkc.passes.communication import ActionEmitter, home_name, slot_name, triple_name
 from chunkc.passes.support.arena import buffers_of, shared_bytes, spare_slots, static_payloads, static_triples
-from chunkc.passes.support.draft import Item, Liveness
+from chunkc.passes.support.draft import ActionAccess, Liveness
 from chunkc.passes.support.triples import streamed_chunks
 from chunkc.passes.support.update_order import by_first_use
 
@@ -53,7 +53,7 @@ class Started:
 class StepWriter:
     """Writes updates on the device with their copies, as many under way as have slots of their own."""
 
-    writer: Writer
+    writer: ActionEmitter
     shared: Mapping[int, tuple[int, ...]]
     started: deque[Started] = field(default_factory=deque)
 
@@ -93,7 +93,7 @@ def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]
     return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
 
-def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[Item, ...]:
+def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
     """Write the updates of one step in a layout with its arena.
 
     The chunks ``host`` are updated on the host, in this order, and all others on the device. On a device that computes
@@ -101,7 +101,7 @@ def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[
     """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
-    step = StepWriter(Writer(layout), shared_bytes(layout))
+    step = StepWriter(ActionEmitter(layout), shared_bytes(layout))
     beside = step.writer.beside
     for chunk in host:
         read = [home_name(beside[chunk])] if chunk in beside else []

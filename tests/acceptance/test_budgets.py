@@ -19,7 +19,7 @@ from training import PLACEMENT, assert_same_bits
 import chunkc
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import Home
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 
 SHORT = replace(PLACEMENT, num_steps=3)
 MODELS = ("llama", "odd", pytest.param("albert", marks=pytest.mark.slow))
@@ -113,5 +113,5 @@ def test_sweep_from_smallest_to_resident(name: str, runner_of: GetRunner) -> Non
 def _resident_nbytes(runner: PlanRunner) -> int:
     """Least device bytes with which nothing moves, over all chunk sizes."""
     with pytest.raises(BudgetError) as caught:
-        runner.reset(Setup(Options(os_home="device"), device_nbytes=1))
+        runner.reset(Setup(PlanOptions(os_home="device"), device_nbytes=1))
     return caught.value.min_device_nbytes

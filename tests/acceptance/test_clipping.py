@@ -36,7 +36,7 @@ from training import assert_same_bits, assert_same_semantics
 
 import chunkc
 from chunkc.errors import ChunkcError
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.runtime.model.grad_clipping import ScaledGradients
 from chunkc.runtime.model.model import ModelRuntime
 
@@ -61,7 +61,7 @@ def test_placement_changes_no_bit_of_a_clipped_run(dtype: torch.dtype, runner_of
 
     found = runner.train(replace(smallest(runner), settings=DELAYED), RECIPE, make)
     cuts, chunk_numel = cuts_of(runner.plan), runner.plan.layout.chunk_numel
-    whole = runner.train(Setup(Options(os_home="device", cuts=cuts), host_arithmetic=True), RECIPE, make)
+    whole = runner.train(Setup(PlanOptions(os_home="device", cuts=cuts), host_arithmetic=True), RECIPE, make)
     assert runner.plan.layout.chunk_numel != chunk_numel
     assert_same_bits(found, whole)
 

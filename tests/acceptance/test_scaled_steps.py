@@ -17,7 +17,7 @@ from pair import Pair
 from torch import nn
 
 import chunkc
-from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.model.grad_clipping import ScaledGradients
 from chunkc.runtime.update.loss_scale import LossScale
 
@@ -147,8 +147,8 @@ class Wrong:
 
     @staticmethod
     def decision(monkeypatch: pytest.MonkeyPatch) -> None:
-        update = Gauge.update
-        monkeypatch.setattr(Gauge, "update", lambda self, inputs: update(self, replace(inputs, factor=None)))
+        update = GradNormTable.update
+        monkeypatch.setattr(GradNormTable, "update", lambda self, inputs: update(self, replace(inputs, factor=None)))
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from chunkc.cost.rates import known_rates
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.passes.chunk_mapping import pack
 from chunkc.passes.chunk_size import packings
 from chunkc.passes.liveness import analyse
@@ -117,7 +117,9 @@ def test_plans_move_as_much_but_for_the_group_at_the_turn(ranks: int, dtype: str
     numel, num_groups = 1024, 5
     found = chain(num_groups * ranks, numel)
     found = replace(found, params=tuple(replace(p, dtype=dtype) for p in found.params))
-    plan = planned(found, target(world_size=ranks), Options(chunk_numel=numel, os_home="host", max_slots=ranks)).plan
+    plan = planned(
+        found, target(world_size=ranks), PlanOptions(chunk_numel=numel, os_home="host", max_slots=ranks)
+    ).plan
     costs = ActionCosts(plan, known_rates(Hardware.parse("8xv100-240g")))
     moved = sum(costs.of(a).nbytes for p in plan.programs[:2] for a in p.actions if a.stream is Stream.COMM)
     assert moved == plan.moved_nbytes(Stream.COMM)
@@ -134,7 +136,7 @@ def test_a_rank_receives_6_bytes_a_parameter_in_every_micro_batch(ranks: int, dt
     found = replace(found, params=tuple(replace(p, dtype=dtype) for p in found.params))
     padded, at_turn = num_groups * ranks * numel, nbytes // 3 * numel * (ranks - 1)
     for accumulate in (1, 3):
-        options = Options(chunk_numel=numel, os_home="host", max_slots=2 * ranks, accumulate=accumulate)
+        options = PlanOptions(chunk_numel=numel, os_home="host", max_slots=2 * ranks, accumulate=accumulate)
         options = options if accumulate > 1 else replace(options, max_slots=ranks)
         for rank in (0, ranks - 1):
             plan = planned(found, target(world_size=ranks, rank=rank), options).plan

@@ -15,19 +15,19 @@ from schedules import target
 from torch import nn
 
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import Built, Request, build
+from chunkc.compiler.build import CompiledPlan, PlanRequest, build
 from chunkc.compiler.memory.footprint import Footprint, Step, graph_footprint
 from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, make_plan
+from chunkc.passes import PlanOptions, make_plan
 from chunkc.passes.lower import LoweredSegment
 from chunkc.runtime.execution.bound_action import SegmentCallable
 
 Reader = Callable[[LoweredSegment, SegmentCallable], Footprint]
-OPTIONS = Options(chunk_numel=64 * 64)
+OPTIONS = PlanOptions(chunk_numel=64 * 64)
 
 
 class Wavy(nn.Module):
@@ -82,10 +82,10 @@ class Counting(SegmentCompiler):
         return compile_eager(segment)
 
 
-def built(captured: Captured, device_nbytes: int, read: Reader | None) -> tuple[Built, Counting]:
+def built(captured: Captured, device_nbytes: int, read: Reader | None) -> tuple[CompiledPlan, Counting]:
     """A plan for this budget: verified, and within it."""
     compiler = Counting(read)
-    found = build(captured, Request(target(device_nbytes), OPTIONS), compiler)
+    found = build(captured, PlanRequest(target(device_nbytes), OPTIONS), compiler)
     verify(found.planned.plan)
     assert found.planned.plan.memory.device_peak_nbytes <= device_nbytes
     assert found.planned.plan.memory.device_budget_nbytes == device_nbytes
@@ -195,7 +195,7 @@ def test_another_shape_keeps_the_layout_and_is_corrected_too(captured: Captured)
     larger = capture_once(Wavy(), torch.randn(52, 64))
     with pytest.raises(BudgetError) as caught:
         make_plan(larger.schedule, target(bound(captured)), OPTIONS, layout=first.layout)
-    request = Request(target(bound(captured)), OPTIONS, layout=first.layout)
+    request = PlanRequest(target(bound(captured)), OPTIONS, layout=first.layout)
     plan = build(larger, request, Counting(fused)).planned.plan
     assert plan.layout == first.layout
     assert first.memory.device_peak_nbytes < plan.memory.device_peak_nbytes <= bound(captured)
@@ -207,7 +207,7 @@ def test_reserved_bytes_are_part_of_what_an_error_asks_for(captured: Captured) -
     for read in (None, fused):
         where = replace(target(1), reserved_nbytes=5000)
         with pytest.raises(BudgetError) as caught:
-            build(captured, Request(where, OPTIONS), Counting(read))
+            build(captured, PlanRequest(where, OPTIONS), Counting(read))
         assert caught.value.min_device_nbytes == least(captured, read) + 5000
         assert caught.value.missing_nbytes == least(captured, read) - 1
         assert "5000 of them reserved" in str(caught.value)

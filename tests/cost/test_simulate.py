@@ -29,7 +29,7 @@ from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.ir.plan_file import load_plan
 from chunkc.ir.verify import verify
 from chunkc.ir.work import Kind, Work
-from chunkc.passes import Options, make_evaluation_plan
+from chunkc.passes import PlanOptions, make_evaluation_plan
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ def test_every_way_to_manage_memory_can_be_simulated(name: str) -> None:
 
 def test_an_evaluation_is_joined_at_both_ends() -> None:
     found = layers(4, 64)
-    training = planned(found, target(device=600), Options(chunk_numel=64)).plan
+    training = planned(found, target(device=600), PlanOptions(chunk_numel=64)).plan
     forward = replace(found, backward=replace(found.backward, operators=()))
     plan = make_evaluation_plan(forward, target(device=600), layout=training.layout).plan
     timeline = simulate_with(with_work(plan, 3), RATES)

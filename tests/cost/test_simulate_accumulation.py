@@ -12,13 +12,13 @@ from chunkc.cost import simulate_with
 from chunkc.cost.simulate import flops_of, price
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 
-HOST = Options(chunk_numel=64, os_home="host", max_slots=3)
-RESIDENT = Options(chunk_numel=64, os_home="device")
+HOST = PlanOptions(chunk_numel=64, os_home="host", max_slots=3)
+RESIDENT = PlanOptions(chunk_numel=64, os_home="device")
 
 
-def plan_with(num: int, options: Options) -> Plan:
+def plan_with(num: int, options: PlanOptions) -> Plan:
     return with_work(planned(chain(3), target(), replace(options, accumulate=num)).plan, 3)
 
 
@@ -56,7 +56,7 @@ def test_counts_are_those_of_all_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("options", [HOST, RESIDENT, replace(HOST, streamed_share=0.5)])
-def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: Options) -> None:
+def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: PlanOptions) -> None:
     """Only the first are simulated for a price."""
     plan = plan_with(9, options)
     timeline, found = simulate_with(plan, RATES), price(plan, RATES)
@@ -67,7 +67,7 @@ def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: Opti
 
 @pytest.mark.parametrize("rank", range(2))
 @pytest.mark.parametrize("options", [replace(HOST, max_slots=4), RESIDENT], ids=["moving", "resident"])
-def test_micro_batches_of_several_ranks_are_simulated(options: Options, rank: int) -> None:
+def test_micro_batches_of_several_ranks_are_simulated(options: PlanOptions, rank: int) -> None:
     """The sums are reduced in every one of them, or in the last; the link moves what the plan says."""
     options = replace(options, accumulate=3, measures=True)
     plan = with_work(planned(chain(3), target(world_size=2, rank=rank), options).plan, 3)
@@ -82,7 +82,7 @@ def test_micro_batches_of_several_ranks_are_simulated(options: Options, rank: in
 
 
 @pytest.mark.parametrize("options", [replace(HOST, max_slots=4), RESIDENT], ids=["moving", "resident"])
-def test_the_price_of_many_micro_batches_on_ranks_is_that_of_the_simulation(options: Options) -> None:
+def test_the_price_of_many_micro_batches_on_ranks_is_that_of_the_simulation(options: PlanOptions) -> None:
     """One more micro-batch costs what the one before it did, with exchanges or without."""
     plan = with_work(planned(chain(3), target(world_size=2), replace(options, accumulate=9)).plan, 3)
     machine = rates(links=LINKS)

@@ -14,7 +14,7 @@ from placements import MIXED, PLACEMENTS, Identities, check_mixed, check_placeme
 from plan_runner import GetRunner, Setup
 from training import PLACEMENT, assert_same_bits
 
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 
 pytestmark = pytest.mark.gpu
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -73,7 +73,7 @@ def test_mixed_placement_changes_no_bit(
 def test_the_same_run_gives_the_same_bits(dtype: torch.dtype, runner_of: GetRunner) -> None:
     """Updates by kernels, and by the host: torch's kernels must repeat themselves for the comparisons above."""
     runner = runner_of("odd", dtype)
-    for setup in (Setup(Options(os_home="device")), half_evicted(runner)):
+    for setup in (Setup(PlanOptions(os_home="device")), half_evicted(runner)):
         assert_same_bits(runner.train(setup, SHORT), runner.train(setup, SHORT))
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from training import SEMANTICS, GetPlain, assert_same_semantics, train_measured
 
 import chunkc
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
 pytestmark = pytest.mark.gpu
@@ -48,7 +48,7 @@ def test_updates_on_the_device_are_torchs(
 ) -> None:
     """Everything resident: the kernels update, and nothing moves."""
     runner = runner_of(name)
-    found = runner.train(Setup(Options(os_home="device")), SEMANTICS)
+    found = runner.train(Setup(PlanOptions(os_home="device")), SEMANTICS)
     assert runner.stats()["h2d_nbytes"] == 0
     assert_same_semantics(found, plain_of(name, SEMANTICS), plain_64_of(name, SEMANTICS))
 
@@ -74,7 +74,7 @@ def test_hyperparameters_are_those_of_their_group_at_the_call_of_step(
 ) -> None:
     """Case 3: they change in every step, in tables that are copied to the device while the host goes on."""
     runner, options = runner_of("odd"), SCHEDULED.options
-    setup = smallest(runner) if os_home == "host" else Setup(Options(os_home="device"))
+    setup = smallest(runner) if os_home == "host" else Setup(PlanOptions(os_home="device"))
     setup = replace(setup, settings=DebugSettings(poison=True, max_delay_ms=0.5, seed=5))
     found = runner.train(setup, SCHEDULED, lambda model: kinds[0](groups(model), **options), reschedule)
     plain = runner.case.build().to(machine.torch_device)

@@ -18,7 +18,7 @@ from chunkc.ir.replay import Facts, Machine
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.training import EFFECTS, begin, finish
 from chunkc.ir.verify import replayed_programs
-from chunkc.passes import Options, Target
+from chunkc.passes import PlanOptions, Target
 from chunkc.report.memory_curve import Kind, memory_curve
 from chunkc.report.moments import moments
 from chunkc.report.text import full_text
@@ -31,7 +31,7 @@ CHUNK_NBYTES = 4 * NUMEL
 def two_ranks(num_replicas: int = 1, accumulate: int = 1, rank: int = 1) -> Plan:
     """Six layers of one chunk for each of two ranks, of which three have room on the device at once."""
     where = replace(schedules.target(3 * 2 * CHUNK_NBYTES, world_size=2, rank=rank), num_replicas=num_replicas)
-    options = Options(chunk_numel=NUMEL, accumulate=accumulate)
+    options = PlanOptions(chunk_numel=NUMEL, accumulate=accumulate)
     return planned_somewhere(chain(6, numel=2 * NUMEL), where, options).plan
 
 
@@ -72,7 +72,7 @@ def test_it_holds_what_the_verifier_has_there(name: str) -> None:
 
 
 @given(request=mixed())
-def test_it_holds_what_the_verifier_has_there_in_any_plan(request: tuple[Schedule, Target, Options]) -> None:
+def test_it_holds_what_the_verifier_has_there_in_any_plan(request: tuple[Schedule, Target, PlanOptions]) -> None:
     assert disagreements(planned_somewhere(*request).plan) == []
 
 

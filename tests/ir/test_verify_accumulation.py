@@ -16,9 +16,9 @@ from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import ACCUMULATING, DEFERRING, replayed_pairs, verify
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 
-HOST = Options(chunk_numel=64, os_home="host", accumulate=3)
+HOST = PlanOptions(chunk_numel=64, os_home="host", accumulate=3)
 SHARED = schedule(
     [param("a", 20), param("b", 20), param("c", 64), param("d", 64), param("e", 64)],
     [op([0]), op([1]), op([2]), op([3]), op([4])],

@@ -13,12 +13,12 @@ from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import FIRST_BACKWARDS
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target, make_plan
+from chunkc.passes import PlanOptions, Target, make_plan
 
-Request = tuple[Schedule, Target, Options]
+Request = tuple[Schedule, Target, PlanOptions]
 PAYLOAD = GRADIENT = 64 * 4
 TRIPLE = 64 * 12
-TWO = Options(chunk_numel=64, os_home="host", accumulate=2)
+TWO = PlanOptions(chunk_numel=64, os_home="host", accumulate=2)
 
 
 @given(accumulating())

@@ -7,22 +7,22 @@ from schedules import chain, gpt_like, planned, schedules, target
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.passes.chunk_size import candidates, evaluate
 from chunkc.passes.liveness import analyse
 
 
-def note(found: Schedule, device: int, options: Options) -> str:
+def note(found: Schedule, device: int, options: PlanOptions) -> str:
     return next(s.note for s in planned(found, target(device), options).plan.stages if s.name == "chunk_size")
 
 
 def test_a_given_size_is_rounded_up_and_says_why() -> None:
-    plan = planned(chain(3), target(), Options(chunk_numel=65)).plan
+    plan = planned(chain(3), target(), PlanOptions(chunk_numel=65)).plan
     assert plan.layout.chunk_numel == 128
     assert "rounded up from 65, chunks start at multiples of 256 bytes" in note(
-        chain(3), 1 << 40, Options(chunk_numel=65)
+        chain(3), 1 << 40, PlanOptions(chunk_numel=65)
     )
-    assert planned(chain(3), target(), Options(chunk_numel=64)).plan.layout.chunk_numel == 64
+    assert planned(chain(3), target(), PlanOptions(chunk_numel=64)).plan.layout.chunk_numel == 64
 
 
 @given(schedules())
@@ -39,7 +39,7 @@ def test_the_least_bytes_moved_win() -> None:
     plan = planned(found, where).plan
     moved = plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
     liveness = analyse(found)
-    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, where, Options(), n)]
+    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, where, PlanOptions(), n)]
     prices = [c.moved_nbytes for c in tried if c.moved_nbytes is not None]
     assert moved == min(prices) < max(prices)
 
@@ -48,7 +48,7 @@ def test_what_fits_is_resident_with_least_waste() -> None:
     found = gpt_like(6, 128, 1000, dtype="float32")
     liveness = analyse(found)
     chosen = planned(found, target()).plan.layout
-    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, target(), Options(), n)]
+    tried = [c for n in candidates(found, liveness, 1) for c in evaluate(found, liveness, target(), PlanOptions(), n)]
     best = min(tried, key=lambda c: (c.waste_nbytes, len(c.layout.chunks)))
     assert chosen.chunk_numel == best.chunk_numel and chosen.utilisation() > 0.95
 
@@ -69,5 +69,5 @@ def test_a_group_of_ranks_may_hold_just_the_largest_tensor() -> None:
     for world_size in (2, 8):
         tried = candidates(found, analyse(found), world_size)
         assert {largest // world_size, largest // world_size * 65 // 64} <= set(tried)
-        layout = evaluate(found, analyse(found), target(), Options(), largest // world_size)[0].layout
+        layout = evaluate(found, analyse(found), target(), PlanOptions(), largest // world_size)[0].layout
         assert layout.chunk_numel * world_size == largest

@@ -15,12 +15,12 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Target, make_plan
+from chunkc.passes import PlanOptions, Target, make_plan
 
 
 def test_own_chunks_are_fetched_and_groups_gathered() -> None:
     """Four layers in two groups, one place of two slots; this is rank 1."""
-    options = Options(chunk_numel=64, os_home="host", max_slots=2)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=2)
     result = planned(chain(4), target(world_size=2, rank=1), options)
     assert texts(result, "forward") == [
         "f0 fetch c1 -> d1 @h2d after s1",
@@ -50,7 +50,7 @@ def test_own_chunks_are_fetched_and_groups_gathered() -> None:
 @pytest.mark.parametrize("rank", range(3))
 def test_computing_goes_on_beside_a_reduction_on_every_rank(rank: int) -> None:
     """Four chunks in two groups of three: the last two ranks own padding, in which no gradient lands."""
-    options = Options(chunk_numel=64, os_home="host", max_slots=6)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=6)
     result = planned(chain(4), target(world_size=3, rank=rank), options)
     labels = dict(result.plan.program("backward").labelled())
     reduces = {label for label, action in labels.items() if action.op is Op.REDUCE}
@@ -61,7 +61,9 @@ def test_computing_goes_on_beside_a_reduction_on_every_rank(rank: int) -> None:
 @pytest.mark.parametrize("rank", range(3))
 def test_every_wait_of_a_plan_with_padding_is_needed(rank: int) -> None:
     """A collective of a group reads and writes the slots of padding too."""
-    plan = planned(chain(4), target(world_size=3, rank=rank), Options(chunk_numel=64, os_home="host", max_slots=3)).plan
+    plan = planned(
+        chain(4), target(world_size=3, rank=rank), PlanOptions(chunk_numel=64, os_home="host", max_slots=3)
+    ).plan
     tried = 0
     for name in ("forward", "backward", "step"):
         program = plan.program(name)
@@ -77,7 +79,7 @@ def test_every_wait_of_a_plan_with_padding_is_needed(rank: int) -> None:
 
 
 def test_resident_plans_gather_stale_copies_again() -> None:
-    result = planned(chain(4), target(world_size=2), Options(chunk_numel=64))
+    result = planned(chain(4), target(world_size=2), PlanOptions(chunk_numel=64))
     assert texts(result, "forward") == [
         "f0 gather g0 @comm after s0",
         "f1 gather g1 @comm after s1",
@@ -90,7 +92,7 @@ def test_resident_plans_gather_stale_copies_again() -> None:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_computing_goes_on_beside_the_exchanges_of_a_resident_plan(accumulate: int) -> None:
     """40 layers in 20 groups: each of eight segments needs two or three further groups, or has had them reduced."""
-    options = Options(chunk_numel=64, accumulate=accumulate)
+    options = PlanOptions(chunk_numel=64, accumulate=accumulate)
     plan = planned(chain(40), target(world_size=2), options).plan
     gathers = {label: a.index for label, a in plan.program("forward").labelled() if a.op is Op.GATHER}
     runs = [a for a in plan.program("forward").actions if a.op is Op.RUN]
@@ -109,7 +111,7 @@ def test_a_group_that_is_still_read_is_reduced_later(rank: int) -> None:
     """Another graph over a resident layout reads layer 0 only, which it does not train, after layer 1 has landed."""
     layers, uses = chain(6), (1, 2, 3, 0, 4, 5)
     backward = [op([i], [i] if i else []) for i in uses]
-    where, options = target(world_size=2, rank=rank), Options(chunk_numel=64)
+    where, options = target(world_size=2, rank=rank), PlanOptions(chunk_numel=64)
     layout = planned(layers, where, options).plan.layout
     other = schedule(layers.params, [op([i]) for i in reversed(uses)], backward)
     plan = make_plan(other, where, options, layout=layout, check=check).plan
@@ -122,7 +124,7 @@ def test_a_group_that_is_still_read_is_reduced_later(rank: int) -> None:
 
 def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
     """Two layers in one group, states on the host; this is rank 1. The first micro-batch opens its own chunk too."""
-    options = Options(chunk_numel=64, os_home="host", max_slots=4, accumulate=2)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=4, accumulate=2)
     result = planned(chain(2), target(world_size=2, rank=1), options)
     moves = [text.split(" after ")[0] for text in texts(result, "accumulate")]
     assert moves == [
@@ -141,7 +143,7 @@ def test_gradient_chunks_of_other_ranks_are_opened_and_reduced() -> None:
 
 
 def test_resident_gradient_chunks_are_reduced_where_they_stand() -> None:
-    result = planned(chain(2), target(world_size=2), Options(chunk_numel=64, accumulate=2))
+    result = planned(chain(2), target(world_size=2), PlanOptions(chunk_numel=64, accumulate=2))
     assert texts(result, "accumulate") == [
         "b0 open c3 -> d3 @h2d after f0",
         "b1 run bwd.0 @compute",
@@ -155,7 +157,7 @@ def test_resident_gradient_chunks_are_reduced_where_they_stand() -> None:
 
 @given(requests(), st.integers(1, 3), st.integers(2, 4))
 def test_replicas_plan_as_one_of_them_alone(
-    request: tuple[Schedule, Target, Options], accumulate: int, num_replicas: int
+    request: tuple[Schedule, Target, PlanOptions], accumulate: int, num_replicas: int
 ) -> None:
     """The same chunks, actions and memory; each reduction also brings the means of the other replicas."""
     found, where, options = request
@@ -173,13 +175,15 @@ def test_replicas_plan_as_one_of_them_alone(
 
 def test_a_layout_of_other_replicas_is_refused() -> None:
     where = target(world_size=2)
-    layout = planned(chain(4), where, Options(chunk_numel=64)).plan.layout
+    layout = planned(chain(4), where, PlanOptions(chunk_numel=64)).plan.layout
     with pytest.raises(ValueError, match="rank 0 of 2, the target is rank 0 of 2 in each of 3 replicas"):
         make_plan(chain(4), replace(where, num_replicas=3), layout=layout)
 
 
 @given(requests(), st.integers(1, 3))
-def test_all_ranks_carry_out_the_same_collectives(request: tuple[Schedule, Target, Options], accumulate: int) -> None:
+def test_all_ranks_carry_out_the_same_collectives(
+    request: tuple[Schedule, Target, PlanOptions], accumulate: int
+) -> None:
     """Same mapping, same order of gathers, releases and reduces: a rank decides nothing of its own."""
     found, where, options = request
     options = replace(options, accumulate=accumulate)

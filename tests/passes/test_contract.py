@@ -9,7 +9,7 @@ import pytest
 from schedules import chain, target
 
 from chunkc.errors import PlanError
-from chunkc.passes import PIPELINE, Draft, Options, PassOrderError, check_order, make_plan, run_passes
+from chunkc.passes import PIPELINE, Draft, PassOrderError, PlanOptions, check_order, make_plan, run_passes
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Fake:
 
 
 def draft() -> Draft:
-    return Draft(chain(2), target(), Options())
+    return Draft(chain(2), target(), PlanOptions())
 
 
 def test_the_pipeline_keeps_its_own_contracts() -> None:

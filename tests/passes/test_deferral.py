@@ -16,9 +16,9 @@ from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Target, make_plan
+from chunkc.passes import PlanOptions, Target, make_plan
 
-RESIDENT = Options(chunk_numel=64, os_home="device", accumulate=3)
+RESIDENT = PlanOptions(chunk_numel=64, os_home="device", accumulate=3)
 
 
 def test_programs_without_exchanges_keep_their_labels_and_waits() -> None:
@@ -72,7 +72,7 @@ def test_a_step_gathers_and_reduces_every_group_once(accumulate: int) -> None:
     ],
     ids=["one micro-batch", "chunks move", "one rank"],
 )
-def test_other_plans_do_not_defer(where: Target, options: Options) -> None:
+def test_other_plans_do_not_defer(where: Target, options: PlanOptions) -> None:
     assert not planned(chain(4), where, options).plan.defers_reduction
 
 
@@ -86,7 +86,7 @@ def test_a_graph_that_trains_less_than_others_does_not_defer() -> None:
 
 @given(requests(), st.integers(2, 4), st.booleans())
 def test_resident_plans_of_ranks_defer_and_verify(
-    request: tuple[Schedule, Target, Options], accumulate: int, measures: bool
+    request: tuple[Schedule, Target, PlanOptions], accumulate: int, measures: bool
 ) -> None:
     """Whatever the schedule: `planned_somewhere` verifies, and the programs take no memory that others do not."""
     found, where, options = request

@@ -14,7 +14,7 @@ from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule, Schedule
 from chunkc.ir.verify import verify, verify_beside
-from chunkc.passes import Options, Target, make_evaluation_plan
+from chunkc.passes import PlanOptions, Target, make_evaluation_plan
 
 
 def forward_of(found: Schedule) -> Schedule:
@@ -27,7 +27,7 @@ def evaluation(found: Schedule, where: Target, layout: Layout) -> Plan:
 
 
 @given(requests())
-def test_every_evaluation_is_verified_beside_its_training(request: tuple[Schedule, Target, Options]) -> None:
+def test_every_evaluation_is_verified_beside_its_training(request: tuple[Schedule, Target, PlanOptions]) -> None:
     training = planned_somewhere(*request).plan
     where = target(training.memory.device_budget_nbytes, PLENTY, training.layout.world_size, training.layout.rank)
     plan = evaluation(request[0], where, training.layout)
@@ -42,7 +42,7 @@ def test_every_evaluation_is_verified_beside_its_training(request: tuple[Schedul
 
 
 def test_chunks_pass_through_the_slots_and_leave() -> None:
-    training = planned(chain(4, 64), target(768), Options(chunk_numel=64))
+    training = planned(chain(4, 64), target(768), PlanOptions(chunk_numel=64))
     layout = training.plan.layout
     assert len(layout.slots) == 2
     found = make_evaluation_plan(forward_of(chain(4, 64)), target(768), layout=layout, check=check)
@@ -65,14 +65,14 @@ def test_chunks_pass_through_the_slots_and_leave() -> None:
 
 
 def test_everything_resident_moves_nothing() -> None:
-    training = planned(chain(4, 64), target(), Options(chunk_numel=64))
+    training = planned(chain(4, 64), target(), PlanOptions(chunk_numel=64))
     plan = evaluation(chain(4, 64), target(), training.plan.layout)
     assert [str(a) for a in plan.program("evaluate").actions] == ["run fwd.0 @compute"]
     assert plan.program("evaluate").entry == training.plan.program("forward").entry
 
 
 def test_activations_that_do_not_fit_beside_the_arena_are_refused_with_numbers() -> None:
-    layout = planned(chain(4, 64), target(768), Options(chunk_numel=64)).plan.layout
+    layout = planned(chain(4, 64), target(768), PlanOptions(chunk_numel=64)).plan.layout
     with pytest.raises(BudgetError, match=r"it needs 812 bytes of device memory.*gives 768") as caught:
         evaluation(chain(4, 64, live=300), target(768), layout)
     assert (caught.value.missing_nbytes, caught.value.min_device_nbytes) == (44, 812)
@@ -93,7 +93,7 @@ def test_a_training_iteration_is_no_evaluation() -> None:
 
 
 def test_plans_of_other_layouts_do_not_stand_beside_each_other() -> None:
-    resident, tight = (planned(chain(4, 64), target(n), Options(chunk_numel=64)).plan for n in (PLENTY, 768))
+    resident, tight = (planned(chain(4, 64), target(n), PlanOptions(chunk_numel=64)).plan for n in (PLENTY, 768))
     plan = evaluation(chain(4, 64), target(), resident.layout)
     verify_beside(plan, resident)
     with pytest.raises(PlanError, match="another layout"):

@@ -25,13 +25,13 @@ from chunkc.ir.actions import LANDINGS, Op, Stream
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Planned, Target, measuring_plan
+from chunkc.passes import Planned, PlanOptions, Target, measuring_plan
 
-Request = tuple[Schedule, Target, Options]
-MEASURES = Options(chunk_numel=4096, os_home="host", measures=True)
+Request = tuple[Schedule, Target, PlanOptions]
+MEASURES = PlanOptions(chunk_numel=4096, os_home="host", measures=True)
 
 
-def gpt(options: Options = MEASURES, device_nbytes: int = 200_000) -> Planned:
+def gpt(options: PlanOptions = MEASURES, device_nbytes: int = 200_000) -> Planned:
     return planned_somewhere(gpt_like(2, 64, 500, dtype="float32"), target(device_nbytes), options)
 
 
@@ -69,7 +69,7 @@ def test_ranks_add_up_their_norms_behind_whatever_else_they_exchange(request: Re
 def test_the_decision_of_several_ranks_waits_for_their_sum(rank: int) -> None:
     """Four chunks in groups of three: rank 0 owns two of them, rank 1 and 2 one and padding."""
     where = target(world_size=3, rank=rank)
-    plan = planned(chain(4), where, Options(chunk_numel=64, os_home="host", max_slots=3, measures=True)).plan
+    plan = planned(chain(4), where, PlanOptions(chunk_numel=64, os_home="host", max_slots=3, measures=True)).plan
     backward = plan.program("backward")
     norms = {f"b{i}": a.index for i, a in enumerate(backward.actions) if a.op is Op.NORM}
     assert sorted(norms.values()) == [[0, 3], [1], [2]][rank]
@@ -86,7 +86,7 @@ def test_the_decision_of_several_ranks_waits_for_their_sum(rank: int) -> None:
 
 def test_a_rank_without_norms_takes_part() -> None:
     """Two chunks in one group of three: rank 2 owns padding alone."""
-    options = Options(chunk_numel=64, os_home="host", max_slots=3, measures=True)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=3, measures=True)
     plan = planned(chain(2), target(world_size=3, rank=2), options).plan
     backward, step = plan.program("backward").actions, plan.program("step").actions
     assert not [a for a in backward if a.op is Op.NORM] and backward[-1].op is Op.SUM
@@ -112,7 +112,7 @@ def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
 
 def test_a_sum_that_is_measured_too_early_is_refused() -> None:
     """In both backwards, whose actions are the same."""
-    plan = planned(chain(3), target(), Options(chunk_numel=64, os_home="host", accumulate=3, measures=True)).plan
+    plan = planned(chain(3), target(), PlanOptions(chunk_numel=64, os_home="host", accumulate=3, measures=True)).plan
     position = next(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.NORM)
 
     def swapped(program: Program) -> Program:
@@ -211,6 +211,6 @@ def test_a_decision_follows_updates_of_what_no_graph_touches() -> None:
 
 def test_resident_plans_measure_too() -> None:
     """Nothing moves; norms, the decision and updates follow each other on one stream, without a wait."""
-    plan = planned(gpt_like(1, 64, 500), target(), Options(measures=True)).plan
+    plan = planned(gpt_like(1, 64, 500), target(), PlanOptions(measures=True)).plan
     assert not [a for p in plan.programs for a in p.actions if a.waits]
     assert plan.measures

@@ -9,13 +9,13 @@ from schedules import Schedule, chain, op, param, planned, schedule, schedules, 
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Home
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.passes.support.arena import static_triples
 
 
 @given(schedules())
 def test_the_last_byte_decides(found: Schedule) -> None:
-    options = Options(chunk_numel=256)
+    options = PlanOptions(chunk_numel=256)
     plan = planned(found, target(), options).plan
     need = plan.memory.device_peak_nbytes
     assert planned(found, target(need), options).plan.layout == plan.layout
@@ -28,7 +28,7 @@ def test_the_last_byte_decides(found: Schedule) -> None:
 
 def test_payload_slots_come_first_and_adjacent_then_the_triples() -> None:
     params = [param("w", 100), param("frozen", 64), param("unused", 64)]
-    plan = planned(schedule(params, [op([0, 1])], [op([0], [0])]), target(), Options(chunk_numel=64)).plan
+    plan = planned(schedule(params, [op([0, 1])], [op([0], [0])]), target(), PlanOptions(chunk_numel=64)).plan
     assert [(s.offset, s.nbytes) for s in plan.layout.slots] == [
         (0, 256), (256, 256), (512, 256), (768, 768), (1536, 768),
     ]  # fmt: skip
@@ -38,14 +38,14 @@ def test_payload_slots_come_first_and_adjacent_then_the_triples() -> None:
 
 
 def test_payloads_that_fit_without_their_states_go_up_and_down_once() -> None:
-    plan = planned(chain(4), target(4 * 256 + 1024), Options(chunk_numel=64)).plan
+    plan = planned(chain(4), target(4 * 256 + 1024), PlanOptions(chunk_numel=64)).plan
     total = 4 * 256
     assert plan.moved_nbytes(Stream.H2D) == plan.moved_nbytes(Stream.D2H) == total
     assert {c.os_home for c in plan.layout.chunks} == {Home.HOST}
 
 
 def test_wishes_are_honoured() -> None:
-    wish = Options(chunk_numel=64)
+    wish = PlanOptions(chunk_numel=64)
     assert planned(chain(2), target(), replace(wish, os_home="host")).drafts[-1][1].os_home is Home.HOST
     assert planned(chain(2), target(), replace(wish, os_home="device")).drafts[-1][1].os_home is Home.DEVICE
     assert planned(chain(2), target(), replace(wish, max_slots=1)).drafts[-1][1].os_home is Home.HOST

@@ -32,9 +32,9 @@ from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import PIPELINE, Options, Target, make_plan
+from chunkc.passes import PIPELINE, PlanOptions, Target, make_plan
 
-Request = tuple[Schedule, Target, Options]
+Request = tuple[Schedule, Target, PlanOptions]
 
 
 @given(requests())
@@ -78,7 +78,7 @@ def test_nothing_moves_when_everything_fits(found: Schedule) -> None:
 @given(schedules())
 def test_with_plenty_of_memory_least_is_moved(found: Schedule) -> None:
     """One chunk size, states on the host, and budgets from the least that works to plenty."""
-    options = Options(chunk_numel=256, os_home="host")
+    options = PlanOptions(chunk_numel=256, os_home="host")
     try:
         planned(found, target(1), options)
     except BudgetError as error:
@@ -90,7 +90,7 @@ def test_with_plenty_of_memory_least_is_moved(found: Schedule) -> None:
 
 def test_a_plan_that_does_not_fit_reads_like_this() -> None:
     """Three layers, two slots of one chunk each: fetches ahead, drops in forward, write-backs in backward."""
-    result = planned(chain(3), target(2 * 256 + 256), Options(chunk_numel=64))
+    result = planned(chain(3), target(2 * 256 + 256), PlanOptions(chunk_numel=64))
     assert texts(result, "forward") == [
         "f0 fetch c0 -> d0 @h2d after s1",
         "f1 fetch c1 -> d1 @h2d after s2",
@@ -121,7 +121,7 @@ def test_a_plan_that_does_not_fit_reads_like_this() -> None:
 
 
 def test_a_plan_that_fits_reads_like_this() -> None:
-    result = planned(chain(2), target(2 * 256 + 2 * 768 + 512), Options(chunk_numel=64))
+    result = planned(chain(2), target(2 * 256 + 2 * 768 + 512), PlanOptions(chunk_numel=64))
     assert texts(result, "forward") == ["f0 run fwd.0 @compute"]
     assert texts(result, "backward") == [
         "b0 run bwd.0 @compute",
@@ -142,7 +142,7 @@ def test_equal_cuts_make_equal_segments(request: Request) -> None:
     first, second = (
         tuple(s.first_op for s in evicted.graph_segments(g) if s.first_op) for g in ("forward", "backward")
     )
-    identity = planned(found, target(), Options(cuts=(first, second), os_home="device")).plan
+    identity = planned(found, target(), PlanOptions(cuts=(first, second), os_home="device")).plan
     bounds = [(s.name, s.first_op, s.end_op, s.reads, s.lands) for s in evicted.segments]
     assert [(s.name, s.first_op, s.end_op, s.reads, s.lands) for s in identity.segments] == bounds
 
@@ -163,7 +163,7 @@ def test_a_layout_serves_another_shape_of_the_model(request: Request) -> None:
 
 
 def test_a_larger_shape_that_does_not_fit_beside_the_arena_is_refused() -> None:
-    options = Options(chunk_numel=64)
+    options = PlanOptions(chunk_numel=64)
     first = planned(chain(4), target(4 * 256), options).plan
     with pytest.raises(BudgetError, match="another shape of Model does not fit beside the arena") as caught:
         make_plan(chain(4, live=4096), target(4 * 256), options, layout=first.layout)
@@ -176,7 +176,7 @@ def test_a_larger_shape_that_does_not_fit_beside_the_arena_is_refused() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_larger_shape_beside_a_resident_layout_is_told_what_it_needs(world_size: int) -> None:
-    options = Options(chunk_numel=64)
+    options = PlanOptions(chunk_numel=64)
     first = planned(chain(4, live=64), target(world_size=world_size), options).plan
     assert all(c.home is Home.DEVICE for c in first.layout.chunks)
     tight = target(first.memory.device_peak_nbytes, world_size=world_size)
@@ -200,18 +200,18 @@ def test_a_layout_of_another_model_is_refused() -> None:
 
 
 def test_max_slots_limits_the_arena() -> None:
-    plans = [planned(chain(8), target(), Options(chunk_numel=64, max_slots=n)).plan for n in (1, 3, 7)]
+    plans = [planned(chain(8), target(), PlanOptions(chunk_numel=64, max_slots=n)).plan for n in (1, 3, 7)]
     assert [len(p.layout.slots) for p in plans] == [1, 3, 7]
     moved = [p.moved_nbytes(Stream.H2D) for p in plans]
     assert moved == sorted(moved, reverse=True)
     wide = schedule([param("a", 64), param("b", 64)], [op([0, 1])], [op([0, 1], [0, 1])])
     with pytest.raises(ValueError, match="max_slots=1 is too few: an operator needs 2 slots"):
-        make_plan(wide, target(), Options(chunk_numel=64, max_slots=1))
+        make_plan(wide, target(), PlanOptions(chunk_numel=64, max_slots=1))
 
 
 def test_cuts_outside_a_graph_are_refused() -> None:
     with pytest.raises(ValueError, match="cut 3 is not inside the forward graph of 3 operators"):
-        make_plan(chain(3), target(), Options(cuts=((3,), ())))
+        make_plan(chain(3), target(), PlanOptions(cuts=((3,), ())))
 
 
 def digests() -> list[str]:
@@ -229,7 +229,7 @@ def test_plans_do_not_depend_on_hash_seeds() -> None:
 
 
 def test_a_plan_survives_json() -> None:
-    plan = planned(gpt_like(2, 64, 500), target(300_000), Options(chunk_numel=4096)).plan
+    plan = planned(gpt_like(2, 64, 500), target(300_000), PlanOptions(chunk_numel=4096)).plan
     assert Plan.from_json(plan.to_json()) == plan
 
 

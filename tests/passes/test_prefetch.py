@@ -8,9 +8,9 @@ from schedules import chain, op, param, planned, planned_somewhere, requests, sc
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Program
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target
+from chunkc.passes import PlanOptions, Target
 
-Request = tuple[Schedule, Target, Options]
+Request = tuple[Schedule, Target, PlanOptions]
 
 
 def lead(program: Program, chunk: str) -> int:
@@ -23,7 +23,7 @@ def lead(program: Program, chunk: str) -> int:
 
 def test_a_fetch_runs_ahead_by_the_slots_that_there_are() -> None:
     for num_slots in (2, 3, 4):
-        options = Options(chunk_numel=64, os_home="host", max_slots=num_slots)
+        options = PlanOptions(chunk_numel=64, os_home="host", max_slots=num_slots)
         forward = planned(chain(8), target(), options).plan.program("forward")
         assert [lead(forward, f"c{i}") for i in range(8)] == [*range(num_slots), *[num_slots - 1] * (8 - num_slots)]
 
@@ -55,7 +55,7 @@ def test_segments_merge_where_no_action_stands_between() -> None:
     """a and b stay resident: one segment, though no operator needs both; c needs a place and a cut."""
     params = [param(name, 64) for name in "abc"]
     found = schedule(params, [op([0]), op([1]), op([0]), op([1]), op([2])], [op([2]), op([0, 1, 2], [0, 1, 2])])
-    plan = planned(found, target(), Options(chunk_numel=64, os_home="host")).plan
+    plan = planned(found, target(), PlanOptions(chunk_numel=64, os_home="host")).plan
     assert [(s.name, s.first_op, s.end_op) for s in plan.segments] == [
         ("fwd.0", 0, 1), ("fwd.1", 1, 4), ("fwd.2", 4, 5), ("bwd.0", 0, 2),
     ]  # fmt: skip
@@ -66,7 +66,7 @@ def test_segments_merge_up_to_the_last_byte_of_the_budget() -> None:
     params = [param("x", 64), param("y", 64), param("b", 128)]
     backward = [op([0], [0]), op([2], live=1000), op([1, 2], [1, 2])]
     found = schedule(params, [op([0, 1]), op([2])], backward)
-    options = Options(chunk_numel=128, os_home="host")
+    options = PlanOptions(chunk_numel=128, os_home="host")
     bounds = []
     for cap in (1255, 1256):
         plan = planned(found, target(2 * 512 + cap), options).plan
@@ -79,7 +79,7 @@ def test_copies_of_one_iteration_do_not_pile_up_behind_the_next_use() -> None:
     params = [param("small", 64), param("large", 180), param("other", 64)]
     found = schedule(params, [op([0]), op([1]), op([0]), op([2])], [op([2], [2]), op([0], [0]), op([1], [1])])
     for extra in range(3):
-        plan = planned(found, target((3 + extra) * 256 + 720), Options(chunk_numel=64, os_home="host")).plan
+        plan = planned(found, target((3 + extra) * 256 + 720), PlanOptions(chunk_numel=64, os_home="host")).plan
         standing: set[str] = set()
         for action in plan.program("forward").actions:
             if action.op is Op.FETCH:

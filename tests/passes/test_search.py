@@ -22,7 +22,7 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Draft, Options, Target, assemble, make_fastest_plan, make_plan
+from chunkc.passes import Draft, PlanOptions, Target, assemble, make_fastest_plan, make_plan
 from chunkc.passes.search import MAX_ACTIONS, Search
 
 NUMEL = 4096
@@ -111,7 +111,7 @@ def test_no_other_count_and_share_is_much_faster(
         gpu_update_gparam_per_s={"float32": 1.0},
     )
     where = machine(known, num_layers_of_room * NUMEL * 4)
-    wanted = Options(chunk_numel=NUMEL, measures=measures)
+    wanted = PlanOptions(chunk_numel=NUMEL, measures=measures)
     found = make_fastest_plan(schedule, where, wanted)
     steps_ms = []
     for triples, keeps, sixths in product(range(num_layers + 1), (False, True), range(7)):
@@ -125,7 +125,7 @@ def test_payloads_of_resident_triples_stay_with_them() -> None:
     """They are neither fetched nor evicted, and the step is no longer than with payloads that move."""
     known = replace(by_latency(500.0), cpu_update_gparam_per_s={"float32": 2e-4})
     where = machine(known, 14 * NUMEL * 4)
-    wanted = Options(chunk_numel=NUMEL, num_resident_triples=2)
+    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_triples=2)
     moving, staying = (make_plan(working_chain(), where, replace(wanted, keeps_payloads=k)).plan for k in (False, True))
     moved = [{a.target for p in plan.programs for a in p.actions if a.op is Op.FETCH} for plan in (moving, staying)]
     kept = {f"c{c.index}" for c in staying.layout.chunks if c.home is Home.DEVICE}
@@ -135,7 +135,7 @@ def test_payloads_of_resident_triples_stay_with_them() -> None:
 
 
 def test_a_given_chunk_size_is_kept() -> None:
-    found = make_fastest_plan(working_chain(), machine(by_latency(3000.0), TIGHT), Options(chunk_numel=NUMEL))
+    found = make_fastest_plan(working_chain(), machine(by_latency(3000.0), TIGHT), PlanOptions(chunk_numel=NUMEL))
     assert found.plan.layout.chunk_numel == NUMEL
     assert {c.options.chunk_numel for c in found.candidates} == {NUMEL}
 
@@ -158,19 +158,19 @@ def test_the_table_of_candidates_says_why() -> None:
     assert found.plan.stages[-1].name == "search" and f"of {len(found.candidates)} plans simulated" in note
 
 
-def searching(draft_with: Callable[[Options], Draft]) -> Search:
-    return Search(draft_with, assemble, by_latency(3000.0), Options())
+def searching(draft_with: Callable[[PlanOptions], Draft]) -> Search:
+    return Search(draft_with, assemble, by_latency(3000.0), PlanOptions())
 
 
 def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
     first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
 
-    def refuse(options: Options) -> Draft:
+    def refuse(options: PlanOptions) -> Draft:
         raise BudgetError("no", moment="", tensors=(), missing_nbytes=7, min_device_nbytes=0, min_host_nbytes=0)
 
     search = searching(refuse)
     best = search.run(first)
-    assert best.options == Options() and math.isfinite(best.step_ms)
+    assert best.options == PlanOptions() and math.isfinite(best.step_ms)
     assert {(c.step_ms, c.outcome) for c in search.tried[1:]} == {(math.inf, "7 bytes missing")}
     assert len(search.tried) == len({c.options for c in search.tried}), "each is tried once"
 
@@ -204,7 +204,7 @@ def num_host_updates(plan: Plan) -> int:
 
 def test_a_slow_host_updates_less() -> None:
     """Triples go to the device, resident or streamed, and the step is shorter for it."""
-    wanted = Options(chunk_numel=NUMEL)
+    wanted = PlanOptions(chunk_numel=NUMEL)
     roomy = 20 * NUMEL * 4
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), roomy), wanted)
     fast = make_fastest_plan(working_chain(), machine(slow_host(1e3), roomy), wanted)
@@ -217,10 +217,10 @@ def test_a_slow_host_updates_less() -> None:
 
 
 def test_given_placements_are_kept() -> None:
-    wanted = Options(chunk_numel=NUMEL, num_resident_triples=1)
+    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_triples=1)
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), wanted)
     assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(1, 0.0)}
-    streamed = Options(chunk_numel=NUMEL, streamed_share=1.0)
+    streamed = PlanOptions(chunk_numel=NUMEL, streamed_share=1.0)
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), streamed)
     assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(0, 1.0)}
 
@@ -229,4 +229,4 @@ def test_streamed_and_host_updates_balance_where_copies_and_host_are_as_slow() -
     """B / (B + 12 U) by hand: 12 bytes at 12 GB/s take as long as one parameter at 1 Gparam/s."""
     known = rates(h2d=CopyLaw(0.0, 12.0), d2h=CopyLaw(0.0, 24.0), cpu_update_gparam_per_s={"float32": 1.0})
     first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
-    assert Search(lambda options: first, assemble, known, Options())._balanced_share() == pytest.approx(0.5)
+    assert Search(lambda options: first, assemble, known, PlanOptions())._balanced_share() == pytest.approx(0.5)

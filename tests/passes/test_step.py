@@ -10,16 +10,16 @@ from schedules import op, param, planned, planned_somewhere, requests, schedule,
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target
+from chunkc.passes import PlanOptions, Target
 
-Request = tuple[Schedule, Target, Options]
+Request = tuple[Schedule, Target, PlanOptions]
 
 
 def test_updates_follow_the_first_use_of_the_next_forward() -> None:
     """Chunks are numbered by dtype; forward uses the bfloat16 parameter between the two others."""
     params = [param("a", 64), param("half", 128, dtype="bfloat16"), param("b", 64)]
     found = schedule(params, [op([0]), op([1]), op([2])], [op([0, 1, 2], [0, 1, 2])])
-    plan = planned(found, target(), Options(chunk_numel=64)).plan
+    plan = planned(found, target(), PlanOptions(chunk_numel=64)).plan
     assert [plan.layout.params_of(c) for c in range(3)] == [(0,), (2,), (1,)]
     assert [a.target for a in plan.program("step").actions] == ["c0", "c2", "c1"]
 

@@ -12,7 +12,7 @@ from schedules import chain, planned, target
 from chunkc.cli import main
 from chunkc.ir.actions import parse
 from chunkc.ir.schedule import GraphSchedule
-from chunkc.passes import Options, make_evaluation_plan
+from chunkc.passes import PlanOptions, make_evaluation_plan
 from chunkc.report import Plan
 
 
@@ -20,7 +20,7 @@ from chunkc.report import Plan
 def plan() -> Plan:
     """Four chunks of 64 KiB through two slots."""
     numel, device = 16 << 10, target(192 << 10)
-    layout = planned(chain(4, numel), device, Options(chunk_numel=numel)).plan.layout
+    layout = planned(chain(4, numel), device, PlanOptions(chunk_numel=numel)).plan.layout
     forward = replace(chain(4, numel), backward=GraphSchedule("backward", ()))
     return Plan.of(make_evaluation_plan(forward, device, layout=layout).plan)
 

@@ -9,7 +9,7 @@ from schedules import chain, planned, target
 
 from chunkc.cost import simulate_with
 from chunkc.ir.actions import Stream
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.report.frame import Phase, Work, frame_of, pieces
 
 PLAN = with_work(evicting().build(), 3)
@@ -68,7 +68,7 @@ def test_phases_and_waits() -> None:
 def test_every_micro_batch_has_its_phases() -> None:
     """Resident: six times 3 ms of segments, three gradients that land in 1 ms each or in 1.5 where they are added, and
     three updates of 1 ms."""
-    found = planned(chain(3), target(), Options(chunk_numel=64, os_home="device", accumulate=3)).plan
+    found = planned(chain(3), target(), PlanOptions(chunk_numel=64, os_home="device", accumulate=3)).plan
     plan = with_work(found, 3)
     frame = frame_of(plan, simulate_with(plan, RATES))
     names = ["forward", "backward", "forward", "accumulate", "forward", "accumulate", "step"]

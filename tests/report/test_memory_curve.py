@@ -19,7 +19,7 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.actions import FROM_SLOT, TO_SLOT
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule
-from chunkc.passes import Options, make_evaluation_plan
+from chunkc.passes import PlanOptions, make_evaluation_plan
 from chunkc.report.frame import clock_of
 from chunkc.report.memory_curve import Kind, MemoryCurve, memory_curve
 
@@ -130,7 +130,7 @@ def test_residents_change_between_parameters_and_gradients() -> None:
 def test_an_evaluation_has_a_curve() -> None:
     """Four chunks through two slots, and back to an empty device."""
     numel, device = 16 << 10, schedules.target(192 << 10)
-    layout = planned(schedules.chain(4, numel), device, Options(chunk_numel=numel)).plan.layout
+    layout = planned(schedules.chain(4, numel), device, PlanOptions(chunk_numel=numel)).plan.layout
     forward = replace(schedules.chain(4, numel), backward=GraphSchedule("backward", ()))
     plan = make_evaluation_plan(forward, device, layout=layout).plan
     curve = memory_curve(plan, None)

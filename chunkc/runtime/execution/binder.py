@@ -1,7 +1,8 @@
 """Binding: what an action of a plan does, as a function over the memory it works on.
 
 Binding replays a program once from its entry state, because which slot a parameter stands in at a ``run`` follows from
-the actions before it. What changes from step to step (values of the graphs, byte counters) stands in ``Frame``.
+the actions before it. What changes from step to step (values of the graphs, byte counters) stands in
+`RunEnvironment`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Update
-from chunkc.runtime.execution.bound_action import AnnouncedUpdate, Bound, CompiledGraph, Frame
+from chunkc.runtime.execution.bound_action import AnnouncedUpdate, BoundAction, CompiledGraph, RunEnvironment
 from chunkc.runtime.execution.collectives import Exchanges
-from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
 from chunkc.runtime.update.cpu_adam import Piece
 
@@ -31,7 +32,7 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
-        gauge: where norms and the decision on them stand; a plan that measures has one.
+        norm_table: where norms and the decision on them stand; a plan that measures has one.
         ranks: with which chunks are exchanged.
         updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
             gradient chunk's (-1 where there is none), or None.
@@ -42,8 +43,8 @@ class Binder:
     store: ChunkStore
     device: Device
     graphs: Mapping[GraphKind, CompiledGraph]
-    frame: Frame
-    gauge: Gauge | None = None
+    frame: RunEnvironment
+    norm_table: GradNormTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
     recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
@@ -54,19 +55,19 @@ class Binder:
     def __post_init__(self) -> None:
         self._occupancy = Occupancy(self.plan.layout)
 
-    def bind(self, program: Program) -> tuple[Bound, ...]:
+    def bind(self, program: Program) -> tuple[BoundAction, ...]:
         """The program's actions in order, ready to be launched."""
         self._program, self._occupancy = program.name, Occupancy.of(self.plan.layout, program.entry.resident)
         return tuple(self._bind(label, action) for label, action in program.labelled())
 
-    def _bind(self, label: str, action: Action) -> Bound:
+    def _bind(self, label: str, action: Action) -> BoundAction:
         update: Update | None = self._update_of(action) if action.op in (Op.UPDATE, Op.RESTORE) else None
         if action.op is Op.DECIDE:
-            update = self._gauge(action)
+            update = self._norm_table(action)
         work = update.restore if update is not None else self._work(action)
         self._occupancy.apply(action)
         wanted = None if action.op is Op.RESTORE else update
-        return Bound(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
+        return BoundAction(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
@@ -187,7 +188,7 @@ class Binder:
         return release
 
     def _sum(self, action: Action) -> Callable[[], None]:
-        return self._exchanges().sum(self._gauge(action), str(action))
+        return self._exchanges().sum(self._norm_table(action), str(action))
 
     def _group(self, action: Action) -> tuple[int, int]:
         """A group, and the slot of its first chunk: they stand one behind the other."""
@@ -292,27 +293,27 @@ class Binder:
         span = slice(part.first, part.first + part.end - part.start)
         return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
 
-    def _gauge(self, action: Action) -> Gauge:
-        if self.gauge is None:
+    def _norm_table(self, action: Action) -> GradNormTable:
+        if self.norm_table is None:
             raise PlanError(f"`{action}` has no place in a plan that does not measure gradients")
-        return self.gauge
+        return self.norm_table
 
     def _norm(self, action: Action) -> Callable[[], None]:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
-        gauge = self._gauge(action)
+        norm_table = self._norm_table(action)
         landed = {param for segment in self.plan.segments for param in segment.lands}
         pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
         gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
-        return self.device.make_norm(gradient, pieces, gauge.table[chunk.index])
+        return self.device.make_norm(gradient, pieces, norm_table.table[chunk.index])
 
     def _update_of(self, action: Action) -> Update:
         chunk, slots = self._chunk(action), None
-        beside = self.plan.layout.grad_chunks().get(chunk.index)
-        grad_chunk = None if beside is None else self.plan.layout.chunks[beside]
+        grad_index = self.plan.layout.grad_chunks().get(chunk.index)
+        grad_chunk = None if grad_index is None else self.plan.layout.chunks[grad_index]
         if action.stream is Stream.COMPUTE:
-            gradient_slot = -1 if beside is None else self._slot_of(beside)
+            gradient_slot = -1 if grad_index is None else self._slot_of(grad_index)
             triple_slot = self._occupancy.slot_of[f"os{chunk.index}"]
             slots = self._slot_of(chunk.index), triple_slot, gradient_slot
         key = (chunk.index, slots)

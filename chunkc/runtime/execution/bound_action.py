@@ -50,7 +50,7 @@ class CompiledGraph:
 
 
 @dataclass(slots=True)
-class Frame:
+class RunEnvironment:
     """State that changes while programs run: values by name, and bytes moved by each program's latest run.
 
     ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
@@ -64,7 +64,7 @@ class Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class BoundAction:
     """An action with the function that does it.
 
     ``update`` stands in for ``work`` where hyperparameters are needed. ``is_sum``: the findings of norms stand once the

@@ -16,8 +16,8 @@ from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
-from chunkc.runtime.execution.bound_action import Frame
-from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.execution.bound_action import RunEnvironment
+from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore
 
 Work = Callable[[], None]
@@ -30,7 +30,7 @@ class Exchanges:
     plan: Plan
     store: ChunkStore
     ranks: Ranks
-    frame: Frame
+    frame: RunEnvironment
     program: str
 
     def gather(self, group: int, first_slot: int, text: str) -> Work:
@@ -62,13 +62,13 @@ class Exchanges:
 
         return reduce
 
-    def sum(self, gauge: Gauge, text: str) -> Work:
+    def sum(self, norm_table: GradNormTable, text: str) -> Work:
         """Add up over all ranks the findings of this rank's norms."""
         place, ranks = self._place(text), self.ranks
 
         def add_up() -> None:
-            gauge.total()
-            ranks.total(gauge.totals, place)
+            norm_table.total()
+            ranks.total(norm_table.totals, place)
 
         return add_up
 

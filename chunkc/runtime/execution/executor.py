@@ -22,8 +22,8 @@ from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Event
 from chunkc.runtime.execution.binder import Binder
-from chunkc.runtime.execution.bound_action import CompiledGraph, Frame
-from chunkc.runtime.execution.grad_norm import Gauge, Outcome
+from chunkc.runtime.execution.bound_action import CompiledGraph, RunEnvironment
+from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
@@ -38,7 +38,7 @@ class Executor:
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
-        gauge: what its backward measures of gradients, and the decision of its step; None where the plan has none.
+        norm_table: what its backward measures of gradients, and the decision of its step; None where the plan has none.
         trace: set it to a list to record the text of every action launched.
         step_number: of the step for which it ran forward last, as ``enter_step`` was told.
     """
@@ -56,20 +56,20 @@ class Executor:
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
-        self.gauge: Gauge | None = None
+        self.norm_table: GradNormTable | None = None
         if plan.measures:
-            self.gauge = Gauge(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
+            self.norm_table = GradNormTable(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
         self._decide = _label_of(plan, "step", Op.DECIDE)
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
         self._ranks = ranks or Ranks()
         self._exchanged: dict[str, int] = {}
-        self._frame = Frame()
+        self._frame = RunEnvironment()
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame, self.gauge, self._ranks)
+        binder = Binder(plan, store, device, self._graphs, self._frame, self.norm_table, self._ranks)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
@@ -150,7 +150,7 @@ class Executor:
         factor: torch.Tensor | None = None,
         found: torch.Tensor | None = None,
         loss_scale: LossScale | None = None,
-    ) -> Outcome | None:
+    ) -> StepDecision | None:
         """Launch the step program with these hyperparameters; host updates run while the caller goes on.
 
         Args:
@@ -159,13 +159,13 @@ class Executor:
         Returns:
             What becomes of it, where ``found`` may have it skipped.
         """
-        gauge, num_params = self.gauge, len(self.plan.layout.params)
-        if gauge is None:
+        norm_table, num_params = self.norm_table, len(self.plan.layout.params)
+        if norm_table is None:
             self._launch("step", StepInputs(hypers, steps, num_params))
             return None
-        inputs = StepInputs(hypers, steps, num_params, factor, gauge.control, gauge.seen, found, loss_scale)
+        inputs = StepInputs(hypers, steps, num_params, factor, norm_table.control, norm_table.seen, found, loss_scale)
         self._launch("step", inputs)
-        return None if found is None else Outcome(self._events[self._decide], gauge.seen)
+        return None if found is None else StepDecision(self._events[self._decide], norm_table.seen)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
@@ -236,8 +236,8 @@ class Executor:
                 events[bound.label] = launch(bound.stream, bound.text, waits, work)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(name, position, error) from error
-            if bound.is_sum and self.gauge is not None:
-                self.gauge.ready = (events[bound.label],)
+            if bound.is_sum and self.norm_table is not None:
+                self.norm_table.ready = (events[bound.label],)
             if self.trace is not None:
                 self.trace.append(bound.text)
         if self._ranks.size > 1:

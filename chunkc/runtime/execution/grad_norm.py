@@ -18,7 +18,7 @@ ROW_NUMEL = 2
 """Columns of a row: sum of squares; and 1 where an element is infinite or NaN, else 0."""
 
 
-class Gauge:
+class GradNormTable:
     """The norms of one plan's chunks and the decision on them; all tensors are made once.
 
     Attributes:
@@ -77,7 +77,7 @@ class Gauge:
         """The work of ``decide`` in a program that updates nothing: there is nothing to decide."""
 
 
-class Outcome:
+class StepDecision:
     """Whether a step that may be skipped was; known once its decision has been taken on the device."""
 
     def __init__(self, event: Event, seen: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class Outcome:
         return self._is_skipped
 
 
-class Skipped(Outcome):
+class SkippedStep(StepDecision):
     """The outcome of a step that was not even launched."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.protocol import Device, Event
-from chunkc.runtime.execution.grad_norm import Gauge, Outcome
+from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.model.parameters import ModelMemory
 from chunkc.runtime.update.loss_scale import LossScale, multiply
 
@@ -45,8 +45,8 @@ class ScaledGradients(ModelMemory):
         self.wants_norms = False
         self.loss_scale: LossScale | None = None
         self.is_scaled_outside = False
-        self.outcome: Outcome | None = None
-        self._gauge: Gauge | None = None  # of the plan that ran the latest backward
+        self.outcome: StepDecision | None = None
+        self._norm_table: GradNormTable | None = None  # of the plan that ran the latest backward
 
     def scale_by(self, loss_scale: LossScale) -> None:
         """Multiply tangents by ``loss_scale``, and skip steps that overflow, from now on."""
@@ -57,7 +57,7 @@ class ScaledGradients(ModelMemory):
         """The scale that backward is to apply."""
         return None if self.is_scaled_outside else self.loss_scale
 
-    def _note_landed(self, gauge: Gauge | None, graded: frozenset[int], scale: LossScale | None) -> None:
+    def _note_landed(self, norm_table: GradNormTable | None, graded: frozenset[int], scale: LossScale | None) -> None:
         """Note that the gradients of ``graded`` have landed, multiplied by ``scale``.
 
         Keep what was measured if these gradients are all.
@@ -65,8 +65,8 @@ class ScaledGradients(ModelMemory):
         gradients = self.gradients
         if scale is not None:
             gradients.factor = gradients.unscaling = scale.inverse()
-        self._gauge = gauge
-        is_all = gauge is not None and gradients.landed == graded and not gradients.apart
+        self._norm_table = norm_table
+        is_all = norm_table is not None and gradients.landed == graded and not gradients.apart
         gradients.measured = gradients.handed_out(graded) if is_all else None
 
     def _refuse_scaling_parts(self) -> None:
@@ -146,15 +146,15 @@ class ScaledGradients(ModelMemory):
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip all gradients by their global norm; see ``chunkc.clip_grad_norm_``."""
-        with self.ranks.joining():
+        with self.ranks.agreement_scope():
             present = self.check_step({})
         self._agree_on_gradients(present, f"clipping to {max_norm} by the {norm_type}-norm")
         self.wants_norms = True
         if not present:
             return torch.zeros((), dtype=torch.float32, device=self.device.torch_device)
-        gauge = self._measured(present)
-        if gauge is not None and norm_type == 2.0:
-            norm, factor = self._on_compute(gauge.total_norm, gauge.ready), self.gradients.factor
+        norm_table = self._measured(present)
+        if norm_table is not None and norm_type == 2.0:
+            norm, factor = self._on_compute(norm_table.total_norm, norm_table.ready), self.gradients.factor
             norm = norm if factor is None else norm * factor
         else:
             norms = [torch.linalg.vector_norm(g, norm_type) for g in self._exact(present) if g.numel()]
@@ -174,7 +174,7 @@ class ScaledGradients(ModelMemory):
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
                 "the compiled model and call optimizer.step()"
             )
-        with self.ranks.joining():
+        with self.ranks.agreement_scope():
             present = self.check_step({})
         self._agree_on_gradients(present, "unscaling", scaler)
         self.wants_norms = True
@@ -202,16 +202,16 @@ class ScaledGradients(ModelMemory):
 
     def _find_nonfinite(self, present: frozenset[int]) -> torch.Tensor:
         """1 where a gradient of ``present`` is infinite or NaN, else 0: float32 [], on the device."""
-        gauge = self._measured(present)
-        if gauge is not None:
-            return self._on_compute(gauge.found_nonfinite, gauge.ready)
+        norm_table = self._measured(present)
+        if norm_table is not None:
+            return self._on_compute(norm_table.found_nonfinite, norm_table.ready)
         is_finite = all([bool(gradient.isfinite().all()) for gradient in self._exact(present)])  # all ranks read all
         return torch.tensor(float(not is_finite), dtype=torch.float32, device=self.device.torch_device)
 
-    def _measured(self, present: frozenset[int]) -> Gauge | None:
-        """Gauge of the gradients of ``present``; None unless they are what the latest backward measured."""
+    def _measured(self, present: frozenset[int]) -> GradNormTable | None:
+        """Norms of the gradients of ``present``; None unless they are what the latest backward measured."""
         is_all = present == self.gradients.measured and all(self.gradients.is_handle(index) for index in present)
-        return self._gauge if is_all else None
+        return self._norm_table if is_all else None
 
     def _multiply(self, present: Iterable[int], factor: torch.Tensor) -> None:
         """Gradients in chunks later, by the step; plain tensors in ``param.grad`` now."""
@@ -246,5 +246,5 @@ class ScaledGradients(ModelMemory):
     def _on_compute(self, read: Callable[[], torch.Tensor], waits: Sequence[Event]) -> torch.Tensor:
         """Return ``read()`` on the compute stream, behind what has been launched there and ``waits``."""
         found = list[torch.Tensor]()
-        self.device.launch(Stream.COMPUTE, "read the gauge", waits, lambda: found.append(read()))
+        self.device.launch(Stream.COMPUTE, "read the norms", waits, lambda: found.append(read()))
         return found[0]

@@ -24,7 +24,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.execution.executor import Executor
-from chunkc.runtime.execution.grad_norm import Outcome, Skipped
+from chunkc.runtime.execution.grad_norm import SkippedStep, StepDecision
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
 from chunkc.runtime.model.program_state import AtStake, Transitions
@@ -124,7 +124,7 @@ class ModelRuntime(Transitions):
             self._count_forward(executor)
             return outputs
 
-        with self.ranks.committed("a forward", self.device.synchronize), self.changing(AtStake.DEVICE):
+        with self.ranks.collective_section("a forward", self.device.synchronize), self.changing(AtStake.DEVICE):
             if program == "forward":
                 self.to_cold()
             self._uncover()
@@ -137,7 +137,7 @@ class ModelRuntime(Transitions):
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
-        with self.ranks.committed("a forward without a plan", self.device.synchronize):
+        with self.ranks.collective_section("a forward without a plan", self.device.synchronize):
             self.to_cold()
             with self.changing(AtStake.DEVICE):
                 self._uncover()
@@ -171,7 +171,7 @@ class ModelRuntime(Transitions):
             RankError: when the ranks do other things, or make gradients of other parameters.
         """
         own = self.requested.of_rank(executor.graded_params, reached)
-        with self.ranks.joining():
+        with self.ranks.agreement_scope():
             self.settle()
             goes_on = self._check_backward(executor, own)
             program = self._backward_program(executor, self.gradients.num_micro_batches + (not goes_on))
@@ -185,10 +185,12 @@ class ModelRuntime(Transitions):
             self._unreduced = executor.plan.program(program).exit.phase == "unreduced"
             self.gradients.land(executor.graded_params)
             self.gradients.hand_out(executor, sorted(requested), None if scale is None else scale.scale)
-            self._note_landed(None if self._unreduced else executor.gauge, frozenset(executor.graded_params), scale)
+            self._note_landed(
+                None if self._unreduced else executor.norm_table, frozenset(executor.graded_params), scale
+            )
             return outputs
 
-        with self.ranks.committed("a backward", self.device.synchronize), self.changing(AtStake.GRADIENTS):
+        with self.ranks.collective_section("a backward", self.device.synchronize), self.changing(AtStake.GRADIENTS):
             if executor.plan.program(program).entry.phase != "unreduced":
                 self.reduce_gradients()
             self._begin_backward(executor, goes_on=goes_on)
@@ -228,7 +230,7 @@ class ModelRuntime(Transitions):
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run the backward of a graph whose forward ran without a plan; gradients stay apart from chunks."""
-        with self.ranks.joining():
+        with self.ranks.agreement_scope():
             self.settle()
             self._refuse_scaling_parts()
             graded = graph.graded_params
@@ -245,7 +247,7 @@ class ModelRuntime(Transitions):
                 number=self.requested.number(own),
             )
             requested = self.requested.of_any(own, numbers)
-        with self.ranks.committed("a backward without a plan", self.device.synchronize):
+        with self.ranks.collective_section("a backward without a plan", self.device.synchronize):
             self.to_cold()
             with self.changing(AtStake.GRADIENTS):
                 self._begin_backward(graph, goes_on=goes_on)
@@ -307,7 +309,7 @@ class ModelRuntime(Transitions):
         if self._executor is None:
             backward_rules.refuse_unplanned(self, sorted(stepped))
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
         """Launch the step program and raise the autograd version of every parameter that it changes.
 
         Called in a transaction, after `prepare_step`.
@@ -318,10 +320,10 @@ class ModelRuntime(Transitions):
         assigned = [i for i in hypers if not self.gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
         self._is_foreign_step([i for i in self.gradients.unshown() if i not in hypers])
-        with self.ranks.committed("a step", self.device.synchronize):
+        with self.ranks.collective_section("a step", self.device.synchronize):
             return self._step(hypers, steps)
 
-    def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+    def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
         """`step`, on which all ranks have agreed."""
         self.reduce_gradients()
         self._num_expected = self.gradients.num_micro_batches or self._num_expected
@@ -333,14 +335,14 @@ class ModelRuntime(Transitions):
         found = gradients.found
         if scale is not None:
             found = self._find_nonfinite(frozenset(hypers))
-        if executor.gauge is None and found is not None and bool(found):
+        if executor.norm_table is None and found is not None and bool(found):
             self._restore_landed()
             gradients.forget()
             self._consumed = True
             self.accounting.steps.end()
-            self.outcome = Skipped()
+            self.outcome = SkippedStep()
             return self.outcome
-        if executor.gauge is None and gradients.factor is not None:
+        if executor.norm_table is None and gradients.factor is not None:
             self.device.synchronize()
             self._apply_factor()
         factor = gradients.factor

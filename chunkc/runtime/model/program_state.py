@@ -142,12 +142,12 @@ class Transitions(ScaledGradients):
         executor = self._running()
         executor.agree(Kind.REDUCE, "reduce_all")
         with (
-            self.ranks.committed("a reduction of gradients", self.device.synchronize),
+            self.ranks.collective_section("a reduction of gradients", self.device.synchronize),
             self.changing(AtStake.GRADIENTS),
         ):
             executor.reduce_all()
             self._unreduced = False
-            self._note_landed(executor.gauge, frozenset(executor.graded_params), None)
+            self._note_landed(executor.norm_table, frozenset(executor.graded_params), None)
         return True
 
     def _forward_program(self, executor: Executor) -> str:

@@ -96,7 +96,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.runtime.ranks.joining():
+        with self.runtime.ranks.agreement_scope():
             self._step()
         return loss
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chunkc.distributed.process_group import Lines, Ranks
 from chunkc.errors import ChunkcError
-from chunkc.runtime.execution.grad_norm import Outcome
+from chunkc.runtime.execution.grad_norm import StepDecision
 from chunkc.runtime.storage.transaction import Transactions
 from chunkc.runtime.update.update_inputs import Hyper
 
@@ -109,7 +109,7 @@ class OptimizerRuntime(Protocol):
         """
         ...
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> Outcome | None:
+    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
         """Launch the step program for the parameters in ``hypers``.
 
         A parameter's step 1 starts from zero moments. Called in a transaction.

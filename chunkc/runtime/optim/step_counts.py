@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.execution.grad_norm import Outcome
+from chunkc.runtime.execution.grad_norm import StepDecision
 from chunkc.runtime.optim.state_dict import OptimizerRuntime, managed
 
 _MAX_NAMED = 5
@@ -28,7 +28,7 @@ class _Taken:
     """Steps taken, by index; one fewer for ``latest`` where ``outcome`` says that the step was skipped."""
 
     counts: Mapping[int, int] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: StepDecision | None = None
     latest: tuple[int, ...] = ()
 
     def settled(self) -> _Taken:
@@ -76,7 +76,7 @@ class StepCounts:
         """The counts that the next step of ``indexes`` brings."""
         return {index: self._taken.counts.get(index, 0) + 1 for index in indexes}
 
-    def advance(self, counts: Mapping[int, int], outcome: Outcome | None) -> None:
+    def advance(self, counts: Mapping[int, int], outcome: StepDecision | None) -> None:
         """A step was launched that brings ``counts``, unless ``outcome`` says that it was skipped."""
         self._taken = _Taken({**self._taken.counts, **counts}, outcome, tuple(counts))
         self._take_over(counts)

@@ -39,7 +39,7 @@ class ChunkValues:
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
         self._static = static_slots
-        self._beside = store.layout.grad_chunks()
+        self._grad_chunks = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
         """Move what is left in ``staging`` into chunks, one parameter at a time.
@@ -184,8 +184,8 @@ class ChunkValues:
         return self._store.payload_home(chunk)
 
     def _gradient(self, chunk: Chunk) -> torch.Tensor:
-        beside = self._beside.get(chunk.index)
-        return self._payload(chunk if beside is None else self._layout.chunks[beside])
+        grad_chunk = self._grad_chunks.get(chunk.index)
+        return self._payload(chunk if grad_chunk is None else self._layout.chunks[grad_chunk])
 
     def _triple(self, chunk: Chunk) -> Triple:
         if chunk.os_home is Home.DEVICE:

@@ -11,7 +11,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.compiler.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.execution.grad_norm import Gauge
+from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.triton_kernels.grad_norm import TILE_NUMEL, make_norm_tiles
 
 SIZES = ((1,), (53,), (13, 7), (0,), (64, 1024), (1025,), (300, 700), (1,), (2, 40_000))
@@ -41,8 +41,8 @@ def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
     pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
     tables = [make_norm_tiles(found, "cpu") for found in pieces]
     assert sum(int((t[:, 1] - t[:, 0]).sum()) for t in tables) == sum(i.numel for i in layout.params if i.trainable)
-    gauge = Gauge(len(layout.chunks), torch.device("cpu"))
-    rows = sum(t.numel() * t.element_size() for t in (gauge.table, gauge.control))
+    norm_table = GradNormTable(len(layout.chunks), torch.device("cpu"))
+    rows = sum(t.numel() * t.element_size() for t in (norm_table.table, norm_table.control))
     scratch = max(8 * t.shape[0] for t in tables)
     return sum(t.numel() * t.element_size() for t in tables) + rows + scratch, norms_nbytes(layout.params)
 

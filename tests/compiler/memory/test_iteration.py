@@ -21,7 +21,7 @@ from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, make_plan
+from chunkc.passes import PlanOptions, make_plan
 
 MODELS = ("odd", "resnet", "albert", "gpt2_dropout")
 
@@ -108,7 +108,7 @@ def test_a_corrected_schedule_gives_just_the_bytes_that_were_found(share: float)
     again = make_plan(
         corrected(schedule, plan.segments, found),
         target(1 << 40),
-        Options(chunk_numel=plan.layout.chunk_numel, cuts=(cuts[0], cuts[1]), os_home="host"),
+        PlanOptions(chunk_numel=plan.layout.chunk_numel, cuts=(cuts[0], cuts[1]), os_home="host"),
     ).plan
     spans = [(s.graph, s.first_op, s.end_op) for s in plan.segments]
     assert [(s.graph, s.first_op, s.end_op) for s in again.segments] == spans

@@ -12,11 +12,11 @@ from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, sch
 from chunkc.errors import BudgetError
 from chunkc.hardware.usable_memory import slack_nbytes
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options, Target, make_plan
+from chunkc.passes import PlanOptions, Target, make_plan
 
 
 @given(requests())
-def test_named_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, Options]) -> None:
+def test_named_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, PlanOptions]) -> None:
     """With that byte less, the error names the device, or more host memory where the device holds every segment."""
     found, where, options = request
     hopeless = replace(where, device_budget_nbytes=0)
@@ -42,7 +42,7 @@ def test_named_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, 
 
 
 @given(requests())
-def test_named_host_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, Options]) -> None:
+def test_named_host_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, PlanOptions]) -> None:
     found, where, options = request
     options = replace(options, os_home="host")
     try:
@@ -61,7 +61,7 @@ def test_the_error_names_moment_tensors_and_numbers() -> None:
     backward = [op([0], [0]), op([1, 2], [], live=1000, workspace=200), op([], [1, 2])]
     found = schedule(params, [op([0]), op([1])], backward)
     with pytest.raises(BudgetError) as caught:
-        make_plan(found, target(1000), Options(chunk_numel=64, os_home="host", cuts=((), (2,))))
+        make_plan(found, target(1000), PlanOptions(chunk_numel=64, os_home="host", cuts=((), (2,))))
     error = caught.value
     assert (error.moment, error.tensors) == ("bwd.1", ("wide.a", "wide.b"))
     assert error.min_device_nbytes == 2 * 256 + 1200 and error.missing_nbytes == 712
@@ -76,20 +76,20 @@ def test_the_error_names_a_gradient_that_lands_beside_its_parameter() -> None:
     """The operator that makes it reads no parameter."""
     found = schedule([param("wide", 64)], [op([0])], [op([], [0], live=1000)])
     with pytest.raises(BudgetError) as caught:
-        make_plan(found, target(1000), Options(chunk_numel=64, os_home="host", accumulate=2))
+        make_plan(found, target(1000), PlanOptions(chunk_numel=64, os_home="host", accumulate=2))
     assert (caught.value.moment, caught.value.tensors) == ("bwd.0", ("wide",))
 
 
 def test_states_asked_onto_the_device_that_do_not_fit_are_refused() -> None:
     with pytest.raises(BudgetError, match="or optimizer states on the host") as caught:
-        make_plan(chain(2), target(2000), Options(chunk_numel=64, os_home="device"))
+        make_plan(chain(2), target(2000), PlanOptions(chunk_numel=64, os_home="device"))
     assert caught.value.min_device_nbytes == 2 * (256 + 768) + 512
     assert caught.value.tensors == ("layers.0.weight", "layers.1.weight")
 
 
 def test_a_host_too_small_is_refused_unless_everything_is_resident() -> None:
     with pytest.raises(BudgetError, match=r"too few\. At host") as caught:
-        make_plan(chain(4), target(1000, host=100), Options(chunk_numel=64))
+        make_plan(chain(4), target(1000, host=100), PlanOptions(chunk_numel=64))
     assert caught.value.min_host_nbytes == 4 * (256 + 768)
     assert planned(chain(4), target(host=0)).plan.memory.host_nbytes == 0
 
@@ -97,7 +97,7 @@ def test_a_host_too_small_is_refused_unless_everything_is_resident() -> None:
 @pytest.mark.parametrize("host", [500, 2000, 3072])
 def test_host_memory_is_what_misses_where_the_device_has_room_for_the_segments(host: int) -> None:
     """Four triples of 768 bytes and four payloads of 256: 2000 bytes of device hold two payloads and one triple."""
-    options = Options(chunk_numel=64)
+    options = PlanOptions(chunk_numel=64)
     with pytest.raises(BudgetError, match=r"too few\. At host") as caught:
         make_plan(chain(4), target(2000, host=host), options)
     error = caught.value
@@ -110,7 +110,7 @@ def test_host_memory_is_what_misses_where_the_device_has_room_for_the_segments(h
 
 def test_device_memory_is_what_misses_where_segments_have_no_room() -> None:
     with pytest.raises(BudgetError, match=r"too few\. At bwd") as caught:
-        make_plan(chain(4), target(500, host=3072), Options(chunk_numel=64))
+        make_plan(chain(4), target(500, host=3072), PlanOptions(chunk_numel=64))
     assert caught.value.min_device_nbytes > 500 and caught.value.min_host_nbytes <= 3072
 
 

@@ -11,23 +11,27 @@ from chunkc.ir.actions import Op, Stream, parse
 from chunkc.ir.plan import Role
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Options, Target
-from chunkc.passes.support.draft import Item, decided
+from chunkc.passes import PlanOptions, Target
+from chunkc.passes.support.draft import ActionAccess, decided
 from chunkc.passes.support.hazards import Analysis, synchronise
 from chunkc.passes.support.updates import on_host, step_items
 
 
-def item(text: str, reads: str = "", writes: str = "") -> Item:
-    return Item(parse(text), tuple(reads.split()), tuple(writes.split()))
+def item(text: str, reads: str = "", writes: str = "") -> ActionAccess:
+    return ActionAccess(parse(text), tuple(reads.split()), tuple(writes.split()))
 
 
 @given(requests())
-def test_third_and_later_iterations_wait_as_the_second(request: tuple[Schedule, Target, Options]) -> None:
+def test_third_and_later_iterations_wait_as_the_second(request: tuple[Schedule, Target, PlanOptions]) -> None:
     draft = planned_somewhere(*request).drafts[-1][1]
     forward, backward = decided(draft.items, "items")
     layout, liveness = decided(draft.layout, "layout"), decided(draft.liveness, "liveness")
     step = step_items(layout, liveness, 0.0, on_host(layout, liveness, 0.0))
-    cycle: tuple[tuple[Role, tuple[Item, ...]], ...] = (("forward", forward), ("backward", backward), ("step", step))
+    cycle: tuple[tuple[Role, tuple[ActionAccess, ...]], ...] = (
+        ("forward", forward),
+        ("backward", backward),
+        ("step", step),
+    )
     analysis = Analysis()
     rounds = [[analysis.run(role, items) for role, items in cycle] for _ in range(4)]
     assert rounds[1] == rounds[2] == rounds[3]
@@ -36,7 +40,7 @@ def test_third_and_later_iterations_wait_as_the_second(request: tuple[Schedule, 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_wait_can_be_left_out(num_slots: int, world_size: int) -> None:
-    options = Options(chunk_numel=64, os_home="host", max_slots=num_slots * world_size)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=num_slots * world_size)
     plan = planned(chain(6), target(world_size=world_size), options).plan
     tried = 0
     for program in plan.programs:
@@ -80,7 +84,7 @@ def test_a_hazard_that_no_label_can_name_is_an_error() -> None:
 
 def test_updates_do_not_hold_back_what_they_do_not_touch() -> None:
     """A fetch of the next forward waits for no later update than that of its own chunk, and not twice."""
-    plan = planned(chain(6), target(), Options(chunk_numel=64, os_home="host", max_slots=3)).plan
+    plan = planned(chain(6), target(), PlanOptions(chunk_numel=64, os_home="host", max_slots=3)).plan
     fetches = [a for a in plan.program("forward").actions if a.op is Op.FETCH]
     order = [a.index for a in plan.program("step").actions]
     assert order == [5, 3, 1, 0, 2, 4]

@@ -11,12 +11,12 @@ from schedules import chain, gpt_like, op, param, planned, schedule, schedules, 
 
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.passes.liveness import analyse
 from chunkc.passes.support.draft import Liveness
 from chunkc.passes.support.triples import residence_order, spread, streamed_chunks, triple_order, triples_nbytes
 
-ON_HOST = Options(chunk_numel=64, os_home="host")
+ON_HOST = PlanOptions(chunk_numel=64, os_home="host")
 
 
 def laid_out(found: Schedule, world_size: int = 1, rank: int = 0) -> tuple[Layout, Liveness]:
@@ -70,7 +70,7 @@ def test_the_order_is_that_of_the_next_forward() -> None:
 
 @pytest.mark.parametrize(("share", "wanted"), [(0.0, 0), (0.3, 2), (0.4, 3), (0.5, 4), (1.0, 7)])
 def test_the_share_is_of_those_at_home_on_the_host(share: float, wanted: int) -> None:
-    options = Options(chunk_numel=64, os_home="host", num_resident_triples=3)
+    options = PlanOptions(chunk_numel=64, os_home="host", num_resident_triples=3)
     layout = planned(chain(10), target(), options).plan.layout
     streamed = streamed_chunks(layout, analyse(chain(10)), share)
     assert len(streamed) == wanted
@@ -79,7 +79,7 @@ def test_the_share_is_of_those_at_home_on_the_host(share: float, wanted: int) ->
 
 def test_shares_of_large_models_are_exact_to_half_a_chunk() -> None:
     found = gpt_like(24, 256)
-    layout = planned(found, target(), Options(os_home="host")).plan.layout
+    layout = planned(found, target(), PlanOptions(os_home="host")).plan.layout
     count = len(triple_order(layout, analyse(found)))
     for share in (0.1, 0.37, 0.5, 0.9):
         assert abs(len(streamed_chunks(layout, analyse(found), share)) - share * count) <= 0.5
@@ -88,4 +88,4 @@ def test_shares_of_large_models_are_exact_to_half_a_chunk() -> None:
 @pytest.mark.parametrize("wrong", [{"num_resident_triples": -1}, {"streamed_share": 1.01}, {"streamed_share": -0.1}])
 def test_options_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} must"):
-        Options(**wrong)
+        PlanOptions(**wrong)

@@ -15,7 +15,7 @@ from schedules import accumulating, chain, mixed, planned, planned_somewhere, ta
 from chunkc.cost.simulate import price
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import Plan
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.passes.support.draft import decided
 from chunkc.passes.support.update_order import Job, earliest_deadline_first
 
@@ -86,7 +86,7 @@ def updated(plan: Plan) -> list[int]:
     return [a.index for a in plan.program("step").actions if a.op is Op.UPDATE and a.stream is Stream.CPU]
 
 
-ON_HOST = Options(chunk_numel=64, os_home="host", max_slots=3)
+ON_HOST = PlanOptions(chunk_numel=64, os_home="host", max_slots=3)
 
 
 def test_plans_order_by_time_where_rates_are_known_and_else_by_positions() -> None:

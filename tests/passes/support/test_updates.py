@@ -27,16 +27,16 @@ from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import verify, verify_beside
-from chunkc.passes import Options, Planned, Target, make_evaluation_plan, make_plan
+from chunkc.passes import Planned, PlanOptions, Target, make_evaluation_plan, make_plan
 from chunkc.passes.liveness import analyse
 from chunkc.passes.os_placement import most_resident_triples
 from chunkc.passes.support.arena import buffers_of, num_payload_slots, spare_slots, static_triples
 from chunkc.passes.support.budget import demand_of
 
-Request = tuple[Schedule, Target, Options]
+Request = tuple[Schedule, Target, PlanOptions]
 PAYLOAD = GRADIENT = 64 * 4
 TRIPLE = 64 * 12
-ON_HOST = Options(chunk_numel=64, os_home="host")
+ON_HOST = PlanOptions(chunk_numel=64, os_home="host")
 
 
 def with_room(request: Request) -> Planned:
@@ -118,7 +118,7 @@ def test_a_host_too_small_is_eased_by_the_least_number_of_triples(request: Reque
 def test_a_host_too_small_for_two_of_four_triples() -> None:
     """The device has room for one slot, the gradient before it lands, and two triples."""
     where = target(PAYLOAD + GRADIENT + 2 * TRIPLE, host=4 * PAYLOAD + 2 * TRIPLE)
-    for options in (ON_HOST, Options(chunk_numel=64)):
+    for options in (ON_HOST, PlanOptions(chunk_numel=64)):
         plan = planned(chain(4), where, options).plan
         assert [c.os_home for c in plan.layout.chunks] == [Home.DEVICE, Home.HOST, Home.DEVICE, Home.HOST]
         assert plan.memory.host_nbytes == 4 * PAYLOAD + 2 * TRIPLE and plan.memory.device_peak_nbytes == 2048
@@ -178,7 +178,7 @@ def test_a_step_with_triples_everywhere_reads_like_this() -> None:
 def test_a_chunk_size_is_searched_that_lets_triples_pass_through() -> None:
     """Larger chunks would move fewer bytes, but only because no buffer fits."""
     found = gpt_like(12, 256, 1000)
-    plan = planned(found, target(8 << 20), Options(os_home="host", streamed_share=0.5)).plan
+    plan = planned(found, target(8 << 20), PlanOptions(os_home="host", streamed_share=0.5)).plan
     assert len(buffers_of(plan.layout)) >= 2
 
 
@@ -212,7 +212,7 @@ def test_buffers_are_laid_out_beyond_the_slots_that_are_used_where_there_is_memo
     replace(ON_HOST, num_resident_triples=3, streamed_share=1.0, max_slots=12),
 ])  # fmt: skip
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_no_wait_can_be_left_out(options: Options, world_size: int) -> None:
+def test_no_wait_can_be_left_out(options: PlanOptions, world_size: int) -> None:
     """A reuse of bytes before their last reader is refused, under whichever slot's name."""
     options = replace(options, max_slots=(options.max_slots or 1) * world_size)
     plan = planned(chain(12), target(world_size=world_size), options).plan
@@ -279,12 +279,12 @@ def test_places_that_are_kept_leave_a_smaller_margin() -> None:
 def test_half_of_a_large_model_is_streamed() -> None:
     """Its bytes are counted by the plan as they are by hand."""
     found = gpt_like(12, 256, 1000)
-    plan = planned(found, target(16 << 20), Options(os_home="host", streamed_share=0.5)).plan
+    plan = planned(found, target(16 << 20), PlanOptions(os_home="host", streamed_share=0.5)).plan
     step = plan.program("step").actions
     loaded = [plan.layout.chunks[a.index] for a in step if a.op is Op.LOAD]
     updates = sum(a.op is Op.UPDATE for a in step)
     assert abs(len(loaded) - updates / 2) <= 0.5
     streamed = sum(c.used_numel * (2 + 12) for c in loaded)
-    without = planned(found, target(16 << 20), Options(os_home="host", chunk_numel=plan.layout.chunk_numel))
+    without = planned(found, target(16 << 20), PlanOptions(os_home="host", chunk_numel=plan.layout.chunk_numel))
     for stream in (Stream.H2D, Stream.D2H):
         assert plan.moved_nbytes(stream) == without.plan.moved_nbytes(stream) + streamed

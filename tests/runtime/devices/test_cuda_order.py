@@ -189,7 +189,7 @@ def test_every_wait_of_the_plan_is_kept(
     iterate(model, optimizer, 2)
     plan = chunkc.plan_of(model)
     texts = [str(a) for name in ("forward", "backward", "step") for a in plan.program(name).actions]
-    assert [launch.label for launch in recorder.launches if launch.label != "read the gauge"] == texts * 2
+    assert [launch.label for launch in recorder.launches if launch.label != "read the norms"] == texts * 2
     waits = [(launch.stream, recorder.launches[w].stream) for launch in recorder.launches for w in launch.waits]
     crossings = {pair for pair in waits if pair[0] is not pair[1]}
     assert crossings >= {

@@ -13,7 +13,7 @@ from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
 from chunkc.ir.verify import verify
-from chunkc.passes import Draft, Options, Planned, Target, assemble, make_plan
+from chunkc.passes import Draft, Planned, PlanOptions, Target, assemble, make_plan
 
 PLENTY = 1 << 50
 
@@ -60,12 +60,12 @@ def check(name: str, draft: Draft) -> None:
         verify(assemble(draft))
 
 
-def planned(found: Schedule, where: Target, options: Options = Options()) -> Planned:  # noqa: B008 - frozen
+def planned(found: Schedule, where: Target, options: PlanOptions = PlanOptions()) -> Planned:  # noqa: B008 - frozen
     """A plan that the verifier accepted."""
     return make_plan(found, where, options, check=check)
 
 
-def planned_somewhere(found: Schedule, where: Target, options: Options) -> Planned:
+def planned_somewhere(found: Schedule, where: Target, options: PlanOptions) -> Planned:
     """As ``planned``; where the budgets do not suffice, with those that the error names."""
     try:
         return planned(found, where, options)
@@ -122,7 +122,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
+def requests(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     """A schedule, budgets from hopeless to everything resident, one to four ranks, any option."""
     found = draw(schedules())
     world_size = draw(st.sampled_from([1, 1, 2, 4]))
@@ -139,11 +139,11 @@ def requests(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
     chosen: dict[str, Any] = {"chunk_numel": draw(st.sampled_from([None, 64, 256, 700, 5000]))}
     chosen["os_home"] = draw(st.sampled_from(["auto", "auto", "host", "device"]))
     chosen["cuts"] = draw(st.sampled_from([None, (cuts[0], cuts[1])]))
-    return found, where, Options(**chosen)
+    return found, where, PlanOptions(**chosen)
 
 
 @st.composite
-def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
+def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     """Any request, with any number of resident triples and any share of streamed ones."""
     found, where, options = draw(requests())
     home = draw(st.sampled_from(["auto", "host", "host", "host"]))
@@ -155,7 +155,7 @@ def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
 
 
 @st.composite
-def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, Options]:
+def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     """Any request, with several micro-batches and optimizer states anywhere."""
     found, where, options = draw(requests())
     home = draw(st.sampled_from(["auto", "host", "host"]))

@@ -17,7 +17,7 @@ from training import PLACEMENT, Recipe, Trained, assert_same_bits
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home
 from chunkc.ir.plan import Plan
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
 MakeSetup = Callable[[PlanRunner], Setup]
@@ -33,9 +33,9 @@ def smallest(runner: PlanRunner) -> Setup:
     return Setup(options_of(runner), device_nbytes=memory.device_budget_nbytes, host_nbytes=memory.host_budget_nbytes)
 
 
-def options_of(runner: PlanRunner) -> Options:
+def options_of(runner: PlanRunner) -> PlanOptions:
     """The search decides, but where a case is about parameters over several chunks: there chunks are small."""
-    return Options(chunk_numel=SPANNING_NUMEL) if runner.case.name == "odd" else Options()
+    return PlanOptions(chunk_numel=SPANNING_NUMEL) if runner.case.name == "odd" else PlanOptions()
 
 
 def smallest_plan(runner: PlanRunner) -> Plan:
@@ -51,7 +51,7 @@ def smallest_plan(runner: PlanRunner) -> Plan:
 def coarse(runner: PlanRunner) -> Setup:
     """The least memory that works with chunks of a quarter of the model: few segments, quickly compiled."""
     numel = sum(info.numel for info in runner.captured.schedule.params)
-    options = Options(chunk_numel=numel // 4)
+    options = PlanOptions(chunk_numel=numel // 4)
     device_nbytes, host_nbytes = runner.smallest(options)
     return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
 
@@ -67,14 +67,14 @@ def half_evicted(runner: PlanRunner) -> Setup:
 def all_on_host(runner: PlanRunner) -> Setup:
     """All homes on the host; every payload is fetched once in forward and stays until its gradient has landed."""
     tight = smallest_plan(runner)
-    return Setup(Options(chunk_numel=tight.layout.chunk_numel, os_home="host", cuts=cuts_of(tight)))
+    return Setup(PlanOptions(chunk_numel=tight.layout.chunk_numel, os_home="host", cuts=cuts_of(tight)))
 
 
 def all_on_device(runner: PlanRunner) -> Setup:
     """Nothing moves; small chunks, and cuts where the smallest budget has them."""
     tight = smallest_plan(runner)
     chunk_numel = max(64, tight.layout.chunk_numel // 3)
-    return Setup(Options(chunk_numel=chunk_numel, os_home="device", cuts=cuts_of(tight)))
+    return Setup(PlanOptions(chunk_numel=chunk_numel, os_home="device", cuts=cuts_of(tight)))
 
 
 PLACEMENTS: dict[str, MakeSetup] = {
@@ -97,7 +97,7 @@ def mixed(
     def make(runner: PlanRunner) -> Setup:
         tight = smallest_plan(runner)
         chunk_numel = max(64, tight.layout.chunk_numel // 3)
-        options = Options(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
+        options = PlanOptions(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
         slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
         wishes: dict[str, Any] = {"num_resident_triples": num_resident_triples, "streamed_share": streamed_share}
         wishes["keeps_payloads"] = keeps_payloads
@@ -135,7 +135,7 @@ class Identities:
         on_host = host_arithmetic or any(c.os_home is Home.HOST for c in plan.layout.chunks)
         key = id(runner), recipe, cuts, on_host
         if key not in self._runs:
-            options = Options(os_home="device", cuts=cuts)
+            options = PlanOptions(os_home="device", cuts=cuts)
             setup = Setup(options, settings=DebugSettings(), host_arithmetic=on_host)
             self._runs[key] = runner.train(setup, recipe)
             assert spans_of(runner.plan) == spans_of(plan), "the identity plan is cut elsewhere"

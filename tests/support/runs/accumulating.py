@@ -18,7 +18,7 @@ from training import Recipe, Trained, cast, read_state, to_host
 
 import chunkc
 from chunkc.ir.plan import Plan
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 
 Norms = list[float]
 
@@ -142,7 +142,7 @@ def tightest_plan(runner: PlanRunner, num: int) -> Plan:
 
 def _like_tightest(runner: PlanRunner, num: int, **wishes: object) -> Setup:
     plan = tightest_plan(runner, num)
-    options = Options(chunk_numel=plan.layout.chunk_numel, cuts=cuts_of(plan), accumulate=num)
+    options = PlanOptions(chunk_numel=plan.layout.chunk_numel, cuts=cuts_of(plan), accumulate=num)
     return Setup(replace(options, **wishes), host_arithmetic=True)  # type: ignore[arg-type]
 
 

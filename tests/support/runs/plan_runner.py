@@ -26,7 +26,7 @@ from chunkc.compiler.validation import unique_params
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
-from chunkc.passes import Options
+from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.model.model import ModelRuntime
@@ -46,7 +46,7 @@ class Setup:
     ``host_arithmetic``: chunks on the device are updated by the host's arithmetic too.
     """
 
-    options: Options = Options()  # noqa: RUF009 - frozen
+    options: PlanOptions = PlanOptions()  # noqa: RUF009 - frozen
     device_nbytes: int = BIG_NBYTES
     host_nbytes: int = BIG_NBYTES
     settings: DebugSettings = POISON
@@ -71,7 +71,7 @@ class ReplannedModel(CompiledModel):
         self.shapes.captured()
         return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
 
-    def replan(self, runtime: ModelRuntime, options: Options, device_nbytes: int, host_nbytes: int) -> None:
+    def replan(self, runtime: ModelRuntime, options: PlanOptions, device_nbytes: int, host_nbytes: int) -> None:
         """Go on with ``runtime`` and a plan for these budgets, which no search by a machine's rates makes another."""
         if self.captured is None:
             raise RuntimeError("capture first: run a forward")
@@ -180,7 +180,7 @@ class PlanRunner:
         """Numbers of the latest step."""
         return chunkc.stats(self.model)
 
-    def smallest(self, options: Options = Options()) -> tuple[int, int]:  # noqa: B008 - frozen
+    def smallest(self, options: PlanOptions = PlanOptions()) -> tuple[int, int]:  # noqa: B008 - frozen
         """``(device, host)`` bytes that the error names when one byte is all there is."""
         try:
             self.reset(Setup(options, device_nbytes=1, host_nbytes=BIG_NBYTES))
