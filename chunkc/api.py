@@ -160,7 +160,7 @@ def compile(  # the name that torch.compile taught users
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     if factor is not None:
-        runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
+        runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
         module._buffers[name] = buffer
     _share_buffers(model, ranks)
@@ -278,7 +278,7 @@ def stats(model: nn.Module) -> dict[str, int]:
         PlanNotReadyError: before the first training forward.
     """
     plan, compiled = plan_of(model), _compiled(model)
-    compiled.runtime.drain()
+    compiled.runtime.parameters.drain()
     layout = plan.layout
     return {
         "budget_nbytes": plan.memory.device_budget_nbytes,
@@ -292,7 +292,7 @@ def stats(model: nn.Module) -> dict[str, int]:
         "planned_h2d_nbytes": plan.moved_nbytes(Stream.H2D),
         "planned_d2h_nbytes": plan.moved_nbytes(Stream.D2H),
         "planned_comm_nbytes": plan.moved_nbytes(Stream.COMM),
-        "num_foreign_steps": compiled.runtime.foreign.num_steps,
+        "num_foreign_steps": compiled.runtime.parameters.foreign.num_steps,
         **compiled.counts_since_warm_up(),
     }
 
@@ -323,7 +323,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         ChunkcError: when the gradients were already stepped.
     """
     runtime = _compiled(model).runtime
-    return runtime.transactions.run(lambda: runtime.clip(float(max_norm), float(norm_type)))
+    return runtime.transactions.run(lambda: runtime.clipping.clip(float(max_norm), float(norm_type)))
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:

@@ -122,13 +122,13 @@ def record_timeline(
         )
     if recorder.records is not None:
         raise ChunkcError("record_timeline is already recording on this device; end that block first")
-    runtime.drain()
+    runtime.parameters.drain()
     recorder.records = spans = list[Span]()
     try:
         yield
     finally:
         try:
-            runtime.drain()
+            runtime.parameters.drain()
         finally:
             recorder.records = None
         _write(Path(path), plan_of(model), spans, hw)

@@ -167,7 +167,7 @@ def profiled(pair: Pair, config: Any) -> Counter[str]:
     """How often each name was seen in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
         step(pair)
-        pair.model._compiled_call_impl.runtime.drain()
+        pair.model._compiled_call_impl.runtime.parameters.drain()
     return Counter({event.key: event.count for event in seen.key_averages()})
 
 

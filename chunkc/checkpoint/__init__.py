@@ -133,7 +133,7 @@ def save_checkpoint(
                 done.set_result(work())
                 return done
             except BaseException:
-                runtime.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
+                runtime.parameters.end_snapshot(contents.reader)  # updates would wait for a reader that never comes
                 raise
 
         return runtime.transactions.run(gather_and_save)
@@ -179,7 +179,7 @@ def load_checkpoint(
             logger.warning("the asynchronous save before this load had failed: %s", error)
         given = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
         runtime.ranks.agree(Kind.LOAD, lambda: given)
-    runtime.to_cold()  # ranks exchange here, and no more while each of them reads
+    runtime.state.to_cold()  # ranks exchange here, and no more while each of them reads
     ranks = runtime.ranks
     path = of_first(ranks, lambda: _find(Path(directory)))
     manifest = folders.verify(path, ranks)
@@ -278,7 +278,7 @@ def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Content
             path=root,
         ) from error
     finally:
-        runtime.end_snapshot(contents.reader)
+        runtime.parameters.end_snapshot(contents.reader)
     if contents.ranks.is_first:
         if keep is not None:
             folders.prune(root, keep)

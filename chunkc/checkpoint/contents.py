@@ -36,6 +36,7 @@ from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.model.program_state import ModelPhase
 from chunkc.runtime.optim.optimizer import Adam, AdamW
 from chunkc.runtime.optim.state_dict import managed
 from chunkc.runtime.storage.snapshot import SnapshotReader
@@ -84,9 +85,7 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
         ChunkcError: when it is not compiled or a part of what is, in a forked child, when gradients wait, or when an
             update has failed.
     """
-    runtime = memory_of(model)
-    if not isinstance(runtime, ModelRuntime):
-        raise TypeError(f"a compiled model has a {type(runtime).__name__}")
+    runtime: ModelRuntime = memory_of(model).runtime
     runtime.device.check_usable()
     runtime.settle()
     given = set(model.parameters())
@@ -96,7 +95,7 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
             f"{outside[0]} ({len(outside)} in all) is a parameter of the compiled model, but not of the module given. "
             "A checkpoint holds whole models: give the one that chunkc.compile returned"
         )
-    if runtime.is_broken:
+    if runtime.state.phase is ModelPhase.BROKEN:
         raise ChunkcError(
             "an update failed halfway through the last step(), so parameters are of two steps and no checkpoint: load "
             "an earlier one into a newly compiled model"
@@ -117,7 +116,7 @@ def check_optimizer(optimizer: object, runtime: ModelRuntime) -> Optimizer:
     """
     if not isinstance(optimizer, (Adam, AdamW)):
         raise ChunkcError(f"a checkpoint takes chunkc's AdamW or Adam, not {type(optimizer).__module__}'s optimizer")
-    if any(managed(param)[0] is not runtime for group in optimizer.param_groups for param in group["params"]):
+    if any(managed(param)[0] is not runtime.steps for group in optimizer.param_groups for param in group["params"]):
         raise ChunkcError("the optimizer steps another model than the one given; pass the two that belong together")
     return optimizer
 
@@ -139,10 +138,10 @@ def gather(
     Raises:
         ChunkcError: for what a checkpoint cannot hold; nothing is open then.
     """
-    runtime.staging.check_complete()
-    runtime.drain()
+    runtime.parameters.staging.check_complete()
+    runtime.parameters.drain()
     tensors, encoder, steps = ModelTensors(model), Encoder(PREFIX), optimizer.step_counts
-    scale = runtime.loss_scale
+    scale = runtime.clipping.loss_scale
     held = model.state_dict(keep_vars=True)
     objects = {
         "model": {
@@ -153,7 +152,7 @@ def gather(
         "optimizer": {
             "class": type(optimizer).__name__,
             "groups": encoder.encode(_named_groups(optimizer, runtime), "optimizer.param_groups"),
-            "steps": {runtime.name_of(index): count for index, count in steps.items()},
+            "steps": {runtime.parameters.name_of(index): count for index, count in steps.items()},
         },
         "scheduler": None if scheduler is None else encoder.encode(scheduler.state_dict(), "scheduler.state_dict()"),
         "loss_scale": scale.state_dict() if scale is not None and scale.is_dynamic else None,
@@ -164,8 +163,8 @@ def gather(
     values = {f"model.{e.name}": tensors.read(e) for e in tensors.entries if e.param is None}
     whole = {key: Kept.whole(value) for key, value in (values | encoder.tensors | states).items()}
     reader = None
-    if runtime.is_in_first_replica:
-        reader = runtime.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
+    if runtime.parameters.is_in_first_replica:
+        reader = runtime.parameters.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
     params = _params(runtime, steps, reader)
     return Contents(
         step=max(steps.values(), default=0),
@@ -173,7 +172,7 @@ def gather(
         nbytes=sum(found.nbytes for found in (params | whole).values()),
         objects=objects,
         reader=reader,
-        is_lasting=not any(runtime.staging.holds(index) for index in range(len(runtime.infos))),
+        is_lasting=not any(runtime.parameters.staging.holds(index) for index in range(len(runtime.infos))),
         ranks=runtime.ranks.concurrent(),
     )
 
@@ -202,12 +201,12 @@ def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotRea
     """This rank's shares of all tensors of parameters, by key, in the order of chunks."""
     found: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
-        info, dtype = runtime.infos[index], runtime.staging.dtypes[index]
-        ranges = runtime.own_ranges(index) if runtime.is_in_first_replica else ()
+        info, dtype = runtime.infos[index], runtime.parameters.staging.dtypes[index]
+        ranges = runtime.parameters.own_ranges(index) if runtime.parameters.is_in_first_replica else ()
         share = Share(info.shape, info.stride, ranges)
-        for key, stored, position in _stored(info.name, dtype, runtime.is_trained(index), index in steps):
+        for key, stored, position in _stored(info.name, dtype, runtime.parameters.is_trained(index), index in steps):
             read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
-            if reader is not None and info.numel and not runtime.staging.holds(index):
+            if reader is not None and info.numel and not runtime.parameters.staging.holds(index):
                 read = partial(_read_chunks, reader, index, position, stored)
             found[key] = Kept(stored, share, read)
     return found
@@ -242,7 +241,7 @@ def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.
     """A parameter that has no chunks: rank 0 has all of it."""
     if not runtime.infos[index].numel:
         return share.empty(dtype)
-    value, state = runtime.staging.kept(index)
+    value, state = runtime.parameters.staging.kept(index)
     if position > 0:
         moments = None if state is None else (state.exp_avg, state.exp_avg_sq)
         value = torch.zeros(value.shape) if moments is None else moments[position - 1]
@@ -255,6 +254,6 @@ def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str,
     """The parameter groups, with names in place of parameters."""
     named = []
     for group in optimizer.param_groups:
-        names = [runtime.name_of(managed(param)[1]) for param in group["params"]]
+        names = [runtime.parameters.name_of(managed(param)[1]) for param in group["params"]]
         named.append({**group, "params": names})
     return named

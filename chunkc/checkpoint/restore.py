@@ -116,11 +116,11 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
         ChunkcError: when the groups are of another optimizer.
     """
     runtime, groups, first = fit.runtime, [], 0
-    ours = [[runtime.name_of(managed(p)[1]) for p in group["params"]] for group in optimizer.param_groups]
+    ours = [[runtime.parameters.name_of(managed(p)[1]) for p in group["params"]] for group in optimizer.param_groups]
     unknown = {name for group in saved["groups"] for name in group["params"]} - fit.params.keys()
     if unknown:
         raise fit.refuse(f"its optimizer has {_listed(unknown)}, which are none of its parameters")
-    theirs = [[runtime.name_of(fit.params[name]) for name in group["params"]] for group in saved["groups"]]
+    theirs = [[runtime.parameters.name_of(fit.params[name]) for name in group["params"]] for group in saved["groups"]]
     if [set(names) for names in ours] != [set(names) for names in theirs]:
         raise fit.refuse(
             f"its optimizer has groups of {[len(names) for names in theirs]} parameters and the one here of "
@@ -130,7 +130,7 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
         _check_group(fit, group, bool(optimizer.defaults["decoupled_weight_decay"]))
         groups.append({**group, "params": list(range(first, first + len(names)))})
         first += len(names)
-    untrained = [name for name in saved["steps"] if not runtime.is_trained(fit.params[name])]
+    untrained = [name for name in saved["steps"] if not runtime.parameters.is_trained(fit.params[name])]
     if untrained:
         raise fit.refuse(f"{_listed(untrained)} have optimizer states there and are not trained here")
     return groups
@@ -211,7 +211,7 @@ class _Writer:
             return Share.whole(shape)
         index = fit.params[name]
         info = fit.runtime.infos[index]
-        return Share(info.shape, info.stride, fit.runtime.own_ranges(index))
+        return Share(info.shape, info.stride, fit.runtime.parameters.own_ranges(index))
 
     def take(self, key: str, flats: Flats) -> None:
         """Take what was read of one tensor, and write its parameter or buffer once all of it is there."""
@@ -230,15 +230,15 @@ class _Writer:
         runtime, index = fit.runtime, fit.params[name]
         source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
         moments = [held[key] for moment in MOMENTS if (key := f"{prefix}.{moment}") in held]
-        handed_over = runtime.staging.dtypes[index]
+        handed_over = runtime.parameters.staging.dtypes[index]
         is_finer = torch.promote_types(fit.shapes[source].dtype, handed_over) is not handed_over
-        is_exact = runtime.is_trained(index) and (bool(moments) or is_finer)
-        if runtime.staging.holds(index):
+        is_exact = runtime.parameters.is_trained(index) and (bool(moments) or is_finer)
+        if runtime.parameters.staging.holds(index):
             share = self._share(name, ())
             _stage(runtime, index, share, held[source], moments, is_exact=is_exact)
             return
         value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
-        runtime.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
+        runtime.parameters.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
 
 
 def _stage(
@@ -246,19 +246,19 @@ def _stage(
 ) -> None:
     """Write a parameter that has no chunks yet: rank 0 keeps it, and the others learn that it has a value."""
     if not share.ranges:
-        runtime.write_param(index, stand_in(runtime.staging.dtypes[index], share.shape))
+        runtime.parameters.write_param(index, stand_in(runtime.parameters.staging.dtypes[index], share.shape))
         return
     whole = share.tensor(value)
     if not is_exact:
-        runtime.write_param(index, whole, keep_finer=False)
+        runtime.parameters.write_param(index, whole, keep_finer=False)
         return
     if moments:
         exp_avg, exp_avg_sq = (share.tensor(flats) for flats in moments)
     else:
-        state = runtime.staging.kept(index)[1]
+        state = runtime.parameters.staging.kept(index)[1]
         none = torch.zeros(share.shape)
         exp_avg, exp_avg_sq = (none, none) if state is None else (state.exp_avg, state.exp_avg_sq)
-    runtime.write_state(index, exp_avg, exp_avg_sq, whole.float())
+    runtime.parameters.write_state(index, exp_avg, exp_avg_sq, whole.float())
 
 
 def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -269,7 +269,7 @@ def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: l
     """
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
-    scale, saved = fit.runtime.loss_scale, objects["loss_scale"]
+    scale, saved = fit.runtime.clipping.loss_scale, objects["loss_scale"]
     if scale is not None and scale.is_dynamic and saved is not None:
         scale.load_state_dict(saved)
     write_generators_of(fit.runtime.ranks.rank, objects["generators"])

@@ -121,7 +121,7 @@ class CompiledModel:
         self.breaks = BrokenForwards(
             type(model).__name__, runtime, settings.compiler, _weakly(self.request), _weakly(self._on_built)
         )
-        runtime.plan_recorded = _weakly(self.breaks.plan_recorded)
+        runtime.steps.plan_recorded = _weakly(self.breaks.plan_recorded)
         choose = budget_chooser(settings.target.rates, _weakly(self.request))
         whole = CaptureBackend(on_capture=_weakly(self._on_capture), choose_budget=choose, **options)
         parts = CaptureBackend(
@@ -197,7 +197,7 @@ class CompiledModel:
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._capture_started_s = time.perf_counter()
         try:
-            with capture_settings(), self.runtime.entering():
+            with capture_settings(), self.runtime.parameters.entering():
                 return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
@@ -287,10 +287,10 @@ class CompiledModel:
             reserved_nbytes=settings.target.reserved_nbytes + others_nbytes,
             host_budget_nbytes=settings.target.host_budget_nbytes - accounting.others_host_nbytes(layout),
         )
-        held_nbytes, is_host = self.runtime.staged_nbytes(), self.runtime.device.torch_device.type == "cpu"
+        held_nbytes, is_host = self.runtime.parameters.staging.nbytes(), self.runtime.device.torch_device.type == "cpu"
         target = self._with_least(target)
         has_norms = any(executor.norm_table is not None for executor in self.runtime.executors.values())
-        wanted = self.runtime.measures and (layout is None or has_norms)
+        wanted = self.runtime.tracks_grad_norm and (layout is None or has_norms)
         options = replace(settings.options, measures=settings.options.measures or wanted)
         return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
 

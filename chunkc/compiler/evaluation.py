@@ -176,7 +176,7 @@ class Evaluator:
     def _run_program(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         runtime = self._owner.runtime
         before, self._started_s = runtime.accounting.num_evaluations, time.perf_counter()
-        with capture_settings(), runtime.entering():
+        with capture_settings(), runtime.parameters.entering():
             outputs = self.shapes.call(signature, args, kwargs)
         if runtime.accounting.num_evaluations == before:  # a stance of torch.compiler, or nothing to compute
             self._refused.add(signature)
@@ -232,7 +232,7 @@ def _callable(
             raise ChunkcError("the compiled model was deleted before its forward ran")
         if key not in runtime.executors:
             with torch.inference_mode(False):  # views of the arena are ordinary tensors
-                store = runtime.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
+                store = runtime.parameters.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
                 runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
         return _evaluate(runtime, runtime.executors[key], args, held_nbytes)
 
@@ -247,15 +247,15 @@ def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_n
     executor.agree(Kind.EVALUATE, "evaluate")
     with runtime.ranks.collective_section("an evaluation", runtime.device.synchronize):
         runtime.settle()
-        runtime.to_cold()
-        runtime.join()
+        runtime.state.to_cold()
+        runtime.parameters.join()
         runtime.device.check_usable()
         runtime.accounting.start_evaluation(held_nbytes)
         try:
-            with runtime.changing(AtStake.DEVICE):
+            with runtime.state.changing(AtStake.DEVICE):
                 outputs = executor.evaluate(args)
         except BaseException:
-            runtime.recover()
+            runtime.state.recover()
             raise
     runtime.accounting.num_asked_syncs += 1
     runtime.accounting.end_evaluation(runtime.layout, outputs)

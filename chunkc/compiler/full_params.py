@@ -48,10 +48,12 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
 
     def plain(param: torch.Tensor) -> torch.Tensor:
         index: int = param._chunkc_index  # type: ignore[attr-defined]
-        blank = runtime.staging.is_blank(index)
-        value = runtime.staging.empty(index).fill_(torch.nan) if blank else runtime.read_exact(index)
+        blank = runtime.parameters.staging.is_blank(index)
+        value = (
+            runtime.parameters.staging.empty(index).fill_(torch.nan) if blank else runtime.parameters.read_exact(index)
+        )
         real = nn.Parameter(value, requires_grad=param.requires_grad)
-        opened.append(_Opened(index, real, runtime.version_of(index)))
+        opened.append(_Opened(index, real, runtime.parameters.version_of(index)))
         return real
 
     held: set[torch.Tensor] = set()
@@ -70,18 +72,18 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
 def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collection[torch.Tensor]) -> None:
     lost: dict[str, str] = {}
     for param in opened:
-        name, dtype = runtime.name_of(param.index), runtime.staging.dtypes[param.index]
+        name, dtype = runtime.parameters.name_of(param.index), runtime.parameters.staging.dtypes[param.index]
         if param.real not in held:
             lost[name] = "replaced"
         elif param.real.dtype is not dtype or tuple(param.real.shape) != runtime.infos[param.index].shape:
             lost[name] = f"converted to {tuple(param.real.shape)} {param.real.dtype}"
-        elif runtime.version_of(param.index) != param.version:
+        elif runtime.parameters.version_of(param.index) != param.version:
             lost[name] = "changed by the compiled model meanwhile"
         else:
             is_written = _is_written(runtime, param)
             runtime.ranks.agree(Kind.READ, lambda: [f"{name} was {'' if is_written else 'not '}written"], name)  # noqa: B023
             if is_written:
-                runtime.write_param(param.index, param.real.detach())
+                runtime.parameters.write_param(param.index, param.real.detach())
             if param.real.grad is not None:
                 lost[name] = "given a gradient, which the compiled model cannot step"
     if lost:
@@ -91,6 +93,6 @@ def _keep_written(runtime: ModelRuntime, opened: Sequence[_Opened], held: Collec
 
 def _is_written(runtime: ModelRuntime, param: _Opened) -> bool:
     """Whether a block has changed it; one without a value was NaN everywhere when the block began."""
-    if runtime.staging.is_blank(param.index):
+    if runtime.parameters.staging.is_blank(param.index):
         return not bool(param.real.isnan().all())
-    return not torch.equal(param.real, runtime.read_exact(param.index))
+    return not torch.equal(param.real, runtime.parameters.read_exact(param.index))

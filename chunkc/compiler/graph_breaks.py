@@ -133,7 +133,7 @@ class BrokenForwards:
             for record, one in zip(self._recorded, built, strict=True):
                 self._planned(record.slot, one)
         executors = [install(self._runtime, r.slot) for r in self._recorded]
-        self._runtime.begin_with(executors[0])
+        self._runtime.state.switch_to(executors[0])
         logger.info("%s runs as %d graphs from the next iteration on", self._name, len(executors))
 
     def _planned(self, slot: GraphSlot, built: CompiledPlan) -> None:

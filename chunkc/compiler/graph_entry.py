@@ -62,10 +62,11 @@ def _check_own(slot: GraphSlot, runtime: ModelRuntime, args: list[Any]) -> None:
     """
     for position, index in slot.params:
         if args[position] is not inner_of(runtime.params[index]):
+            name = runtime.parameters.name_of(index)
             raise ChunkcError(
-                f"compiled code was run on a tensor that is not {runtime.name_of(index)} of the model that it was "
-                "compiled for; torch.compile has been told to compile no more (torch.compiler.set_stance, or a "
-                "recompile limit). Let it compile this call"
+                f"compiled code was run on a tensor that is not {name} of the model that it was compiled for; "
+                "torch.compile has been told to compile no more (torch.compiler.set_stance, or a recompile limit). Let "
+                "it compile this call"
             )
 
 
@@ -75,7 +76,7 @@ def _measure(runtime: ModelRuntime, slot: GraphSlot) -> None:
     The slot does so where somebody asks for the norm of gradients and there is room for what measuring takes. Nothing
     else differs.
     """
-    if runtime.measures and slot.measuring is not None:
+    if runtime.tracks_grad_norm and slot.measuring is not None:
         plan, slot.measuring = slot.measuring(), None
         if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
             slot.plan = plan
@@ -96,7 +97,7 @@ def install(runtime: ModelRuntime, slot: GraphSlot) -> Executor:
         runtime.accounting.reserve(plan.memory.device_peak_nbytes)
         static = static_slots(plan.layout, plan.program("forward").entry.resident)
         with without_modes():
-            store = runtime.adopt(plan.layout, static)
+            store = runtime.parameters.adopt(plan.layout, static)
             runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
     return runtime.executors[key]
 
@@ -139,6 +140,6 @@ def frozen_callable(graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRun
         found = runtime_of()
         if found is None:
             raise ChunkcError("the compiled model was deleted before its forward ran")
-        return unplanned.forward(args, found.read_param)
+        return unplanned.forward(args, found.parameters.read_param)
 
     return forward

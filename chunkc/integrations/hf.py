@@ -124,7 +124,7 @@ class ChunkcTrainer(Trainer):
         check_compiled(runtime, args)
         if is_compiled:
             check_dtype(runtime, args)
-        runtime.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
+        runtime.steps.expect_clipping()  # Trainer asks for the norm before each step, whether it clips or not
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -239,7 +239,7 @@ class ChunkcTrainer(Trainer):
         if self.accelerator.scaler is not None or checkpoint is None:
             super()._load_scaler(checkpoint)
             return
-        built_in, path = compiled_of(self._managed).runtime.loss_scale, Path(checkpoint) / SCALER_NAME
+        built_in, path = compiled_of(self._managed).runtime.clipping.loss_scale, Path(checkpoint) / SCALER_NAME
         if built_in is not None and path.is_file():
             built_in.load_state_dict(torch.load(path, weights_only=True))
 
@@ -272,8 +272,8 @@ class _PreparedOptimizer(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the latest step met an overflow, so that the scheduler waits; asks the device only in fp16."""
-        outcome = self._runtime.outcome
-        return outcome is not None and outcome.is_skipped()
+        decision = self._runtime.steps.decision
+        return decision is not None and decision.is_skipped()
 
 
 def _of_fp32_outputs(loss: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import nn
 from chunkc.distributed.coordination import run_on_rank0
 from chunkc.errors import ChunkcError
 from chunkc.runtime.devices.host_slab import FreedPages
-from chunkc.runtime.model.parameters import ModelMemory
+from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.params.managed_tensor import ManagedTensor
 
 T = TypeVar("T")
@@ -184,14 +184,14 @@ class ModelTensors:
             yield entry.name, self.read(entry)
 
 
-def memory_of(model: nn.Module) -> ModelMemory:
+def memory_of(model: nn.Module) -> Parameters:
     """Memory of the values of a compiled model, or of the compiled model that ``model`` is a part of.
 
     Raises:
         ChunkcError: when there is none, or several.
     """
     params = list(model.parameters())
-    found: list[ModelMemory] = [p._chunkc_runtime for p in params if isinstance(p, ManagedTensor)]
+    found: list[Parameters] = [p._chunkc_store for p in params if isinstance(p, ManagedTensor)]
     if not found or len(found) < len(params) or any(memory is not found[0] for memory in found):
         raise ChunkcError(
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "

@@ -248,7 +248,7 @@ def half() -> Pair:
 def fp16(half: Pair) -> Pair:
     half.restart()
     half.optimizer.max_grad_norm = None
-    half.model._compiled_call_impl.runtime.is_scaled_outside = False
+    half.model._compiled_call_impl.runtime.clipping.is_scaled_outside = False
     return half
 
 

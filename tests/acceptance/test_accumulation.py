@@ -137,7 +137,7 @@ class LosesOne(ModelRuntime):
         super()._enter_backward(executor, program)
         self.num_backwards += 1
         if self.num_backwards == 4:
-            self.gradients.landed.clear()
+            self.gradients.chunk_grads.clear()
 
 
 class AddsTwice(ModelRuntime):
@@ -149,9 +149,9 @@ class AddsTwice(ModelRuntime):
         outputs = super().backward(executor, args, reached)
         self.num_backwards += 1
         if self.num_backwards == 1:
-            param = max(self.gradients.landed, key=lambda p: self.infos[p].numel)
-            self.drain()
-            values = self._chunk_values()
+            param = max(self.gradients.chunk_grads, key=lambda p: self.infos[p].numel)
+            self.parameters.drain()
+            values = self.parameters.values
             values.write_gradient(param, 2 * values.read_gradient(param))
         return outputs
 

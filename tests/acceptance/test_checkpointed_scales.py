@@ -112,7 +112,7 @@ def test_a_scale_is_taken_over_where_it_is_dynamic_on_both_sides(
     assert target.scale == wanted
     both = [runtime_of(run.model) for run in (source, target)]
     for index in range(len(both[0].params)):
-        states = [runtime.read_state(index) for runtime in both]
+        states = [runtime.parameters.read_state(index) for runtime in both]
         assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
     counts = dict(target.optimizer.step_counts)
     assert math.isfinite(float.fromhex(target.step(0)[0]))

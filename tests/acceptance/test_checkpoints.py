@@ -157,12 +157,12 @@ def test_another_dtype_policy_keeps_the_masters(tmp_path: Path, there: str, here
 
 def check_states(first: Run, second: Run) -> None:
     runtimes = [runtime_of(run.model) for run in (first, second)]
-    states = [[runtime.read_state(index) for index in range(len(runtime.params))] for runtime in runtimes]
+    states = [[runtime.parameters.read_state(index) for index in range(len(runtime.params))] for runtime in runtimes]
     for one, other in zip(*states, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     handed_over = next(iter(second.model.state_dict().values())).dtype
     for index, p in enumerate(second.model.parameters()):
-        assert torch.equal(p._chunkc_runtime.read_exact(index), states[0][index][2].to(handed_over))
+        assert torch.equal(p._chunkc_store.read_exact(index), states[0][index][2].to(handed_over))
 
 
 def test_staged_and_blank_models_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_the_model_alone_is_loaded_without_moments(tmp_path: Path) -> None:
     index = {n: p._chunkc_index for n, p in first.model.named_parameters()}
     for name in second.model.state_dict():
         if name in index:
-            assert torch.equal(after[name], runtime_of(first.model).read_state(index[name])[2]), name
+            assert torch.equal(after[name], runtime_of(first.model).parameters.read_state(index[name])[2]), name
     check_equal({n: v for n, v in after.items() if "exp" in n}, {n: v for n, v in before.items() if "exp" in n})
 
 

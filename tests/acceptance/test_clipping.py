@@ -7,6 +7,7 @@ the device are slow, so that updates run long after the call that clipped them.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ from training import assert_same_bits, assert_same_semantics
 import chunkc
 from chunkc.errors import ChunkcError
 from chunkc.passes import PlanOptions
-from chunkc.runtime.model.grad_clipping import ScaledGradients
+from chunkc.runtime.model.grad_clipping import GradClipping
 from chunkc.runtime.model.model import ModelRuntime
 
 
@@ -69,10 +70,16 @@ def test_placement_changes_no_bit_of_a_clipped_run(dtype: torch.dtype, runner_of
 class Forgetful(ModelRuntime):
     """Clips for the eye only: the step is not told."""
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norm = super().clip(max_norm, norm_type)
-        self.gradients.factor = None
-        return norm
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        clip = self.clipping.clip
+
+        def forget(max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+            norm = clip(max_norm, norm_type)
+            self.gradients.factor = None
+            return norm
+
+        self.clipping.clip = forget
 
 
 def test_a_dropped_factor_is_noticed(runner_of: GetRunner, max_norm: float) -> None:
@@ -207,7 +214,7 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
 
 def test_gradients_read_one_by_one_are_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above would notice: such a wait is none that the script asked for."""
-    monkeypatch.setattr(ScaledGradients, "_measured", lambda self, present: None)
+    monkeypatch.setattr(GradClipping, "_measured", lambda self, present: None)
     backward(pair, 1)
     before = chunkc.stats(pair.model)["num_unasked_syncs"]
     clip(pair, 0.05)

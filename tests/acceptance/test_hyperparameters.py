@@ -89,7 +89,7 @@ def test_hyperparameters_are_those_at_the_call_of_step(pair: tuple[Any, Any], ru
     drained = Schedule()
 
     def drain_first(step: int, optimizer: torch.optim.Optimizer) -> None:
-        runner.compiled.runtime.drain()
+        runner.compiled.runtime.parameters.drain()
         drained(step, optimizer)
 
     again = runner.train(_slow(runner), RECIPE, lambda m: pair[0](_groups(m), **RECIPE.options), drain_first)

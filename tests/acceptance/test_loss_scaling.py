@@ -84,7 +84,7 @@ def test_the_step_after_an_overflow_is_normal(pair: Pair) -> None:
         built_in(pair, step)
     with_overflow = state_of(pair)
     pair.restart()
-    pair.model._compiled_call_impl.runtime.loss_scale.scale.fill_(2.0**15)
+    pair.model._compiled_call_impl.runtime.clipping.loss_scale.scale.fill_(2.0**15)
     for step in (0, 2, 3):
         built_in(pair, step)
     without = state_of(pair)
@@ -265,7 +265,7 @@ def test_a_static_scale_stays_and_skips() -> None:
 
 def test_bf16_and_fp32_need_none() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert make("resident", dtype=dtype).model._compiled_call_impl.runtime.loss_scale is None
+        assert make("resident", dtype=dtype).model._compiled_call_impl.runtime.clipping.loss_scale is None
 
 
 def test_a_scaler_asks_for_losses_that_it_scaled(pair: Pair) -> None:

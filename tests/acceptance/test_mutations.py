@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from placements import Identities, smallest
@@ -23,11 +24,13 @@ LONG_AGO = 1_000_000
 class FaithfulRuntime(ModelRuntime):
     """Changes nothing, so that a mutant is refused for its mistake."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        step = self.steps.step
+        self.steps.step = lambda hypers, steps: step(*self.mutate(hypers, steps))
+
     def mutate(self, hypers: Hypers, steps: Steps) -> tuple[Hypers, Steps]:
         return hypers, steps
-
-    def step(self, hypers: Hypers, steps: Steps) -> None:
-        super().step(*self.mutate(hypers, steps))
 
 
 class DroppedChunk(FaithfulRuntime):

@@ -87,10 +87,10 @@ def test_a_save_that_is_written_late_is_of_the_moment_of_the_call(
 ) -> None:
     def change_all(run: Run) -> None:
         runtime = runtime_of(run.model)
-        snapshot = runtime._store.snapshot
+        snapshot = runtime.parameters._store.snapshot
         change(run)
-        indexes = [i for i in range(len(runtime.params)) if change is written or runtime.is_trained(i)]
-        changed = {part.chunk for index in indexes for part in runtime._store.parts(index)}
+        indexes = [i for i in range(len(runtime.params)) if change is written or runtime.parameters.is_trained(i)]
+        changed = {part.chunk for index in indexes for part in runtime.parameters._store.parts(index)}
         assert snapshot.num_copies == len(changed)
 
     save_late(tmp_path, change_all, **options)
@@ -178,7 +178,7 @@ def test_a_snapshot_that_nobody_reads_holds_up_nobody(tmp_path: Path) -> None:
     runtime = runtime_of(run.model)
     with pytest.raises(TypeError):
         chunkc.save_checkpoint(None, run.model, run.optimizer, run.scheduler)  # type: ignore[arg-type]
-    assert runtime._store.snapshot is None
+    assert runtime.parameters._store.snapshot is None
     lost = gather(run.model, runtime, run.optimizer, run.scheduler, None, 0)
     wanted = run.bits()
     path = run.save(tmp_path)

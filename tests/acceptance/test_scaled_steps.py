@@ -18,7 +18,7 @@ from torch import nn
 
 import chunkc
 from chunkc.runtime.execution.grad_norm import GradNormTable
-from chunkc.runtime.model.grad_clipping import ScaledGradients
+from chunkc.runtime.model.grad_clipping import GradClipping
 from chunkc.runtime.update.loss_scale import LossScale
 
 
@@ -138,12 +138,12 @@ class Wrong:
 
     @staticmethod
     def clip(monkeypatch: pytest.MonkeyPatch) -> None:
-        multiply = ScaledGradients._multiply
-        monkeypatch.setattr(ScaledGradients, "_multiply", lambda self, present, f: multiply(self, present, 1.05 * f))
+        multiply = GradClipping._multiply
+        monkeypatch.setattr(GradClipping, "_multiply", lambda self, present, f: multiply(self, present, 1.05 * f))
 
     @staticmethod
     def dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ScaledGradients, "_multiply", lambda self, present, factor: None)
+        monkeypatch.setattr(GradClipping, "_multiply", lambda self, present, factor: None)
 
     @staticmethod
     def decision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_the_model_stays_as_it_is() -> None:
     held = {n: (id(t), t.device) for n, t in (*model.named_parameters(), *model.named_buffers())}
     chunkc.plan(model, "emulated-64m-1g", example_inputs=batch, backend="eager")
     assert held == {n: (id(t), t.device) for n, t in (*model.named_parameters(), *model.named_buffers())}
-    assert all(p.grad is None and not hasattr(p, "_chunkc_runtime") for p in model.parameters())
+    assert all(p.grad is None and not hasattr(p, "_chunkc_store") for p in model.parameters())
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def test_parameters_stand_where_kernels_take_them(name: str, dtype: torch.dtype,
     """In every slot every parameter starts on 256 bytes; Inductor asks for 16."""
     runner = runner_of(name, dtype)
     runner.train(smallest(runner), replace(PLACEMENT, num_steps=1))
-    layout, store = runner.plan.layout, runner.compiled.runtime._store
+    layout, store = runner.plan.layout, runner.compiled.runtime.parameters._store
     used = {p for segment in runner.plan.segments for p in (*segment.reads, *segment.lands)}
     whole = [p for p in used if layout.placements[p].num_chunks == 1 and layout.params[p].numel]
     views = [store.param_in_slot(p, slot.index) for p in whole for slot in layout.slots]

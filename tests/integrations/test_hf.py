@@ -98,7 +98,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     scaler.scale(pair.model(*batch(0)) * torch.inf).backward()
     assert not chunkc.plan_of(pair.model).measures
     scaler.step(pair.optimizer)
-    assert pair.model._compiled_call_impl.runtime.outcome.is_skipped()
+    assert pair.model._compiled_call_impl.runtime.steps.decision.is_skipped()
 
 
 @pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "fp16"])

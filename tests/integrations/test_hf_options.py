@@ -91,7 +91,7 @@ def test_built_in_scaling_goes_on_from_a_trainers_scaler(tmp_path: Path) -> None
     state = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict() | {"_growth_tracker": 7}
     torch.save(state, tmp_path / "scaler.pt")
     trainer._load_scaler(str(tmp_path))
-    assert trainer.model._compiled_call_impl.runtime.loss_scale.state_dict() == state
+    assert trainer.model._compiled_call_impl.runtime.clipping.loss_scale.state_dict() == state
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_a_write_is_rounded_to_the_dtype_handed_over_before_and_after_the_first_
     optimizer.zero_grad()
     model(torch.ones(4, 8, dtype=torch.bfloat16)).backward()
     index = model.second.weight._chunkc_index
-    assert torch.equal(model.second.weight._chunkc_runtime.read_state(index)[2], fine.bfloat16().float())
+    assert torch.equal(model.second.weight._chunkc_store.read_state(index)[2], fine.bfloat16().float())
 
 
 def test_tied_parameters_are_one_entry() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn, Protocol
-
-from torch import nn
+from typing import NamedTuple, NoReturn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.model.parameters import Parameters
+from chunkc.runtime.model.program_state import ModelPhase
 from chunkc.runtime.params.gradients import Gradients
+from chunkc.runtime.update.loss_scale import LossScale
 
 
 class Undeclared(NamedTuple):
@@ -21,20 +22,10 @@ class Undeclared(NamedTuple):
     loses_gradients: bool = False
 
 
-class Trained(Protocol):
-    """The attributes and methods of a model that the rules need."""
-
-    accumulate: int
-    gradients: Gradients
-
-    @property
-    def params(self) -> Sequence[nn.Parameter]: ...
-    def names(self, indexes: Sequence[int]) -> str: ...
-
-
-def refuse_undeclared(model: Trained, graded: Sequence[int], *, is_under_way: bool) -> Undeclared | None:
+def refuse_undeclared(
+    parameters: Parameters, gradients: Gradients, graded: Sequence[int], *, is_under_way: bool
+) -> Undeclared | None:
     """Why a backward that makes gradients of ``graded`` may not run where one is declared for each step."""
-    gradients = model.gradients
     if is_under_way:
         return Undeclared(
             "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
@@ -43,43 +34,44 @@ def refuse_undeclared(model: Trained, graded: Sequence[int], *, is_under_way: bo
             "are discarded",
             loses_gradients=True,
         )
-    waiting = [i for i in graded if hasattr(model.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
+    waiting = [i for i in graded if hasattr(parameters.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
     if waiting:
         return Undeclared(
-            f"{model.names(waiting)} still hold gradients of an earlier backward (stepped or not); adding to them "
+            f"{parameters.names(waiting)} still hold gradients of an earlier backward (stepped or not); adding to them "
             "was not declared. Call zero_grad() before backward()"
         )
     return None
 
 
-def refuse_more(model: Trained, graded: Sequence[int], *, is_under_way: bool) -> Undeclared | None:
+def refuse_more(
+    parameters: Parameters, gradients: Gradients, graded: Sequence[int], *, is_under_way: bool
+) -> Undeclared | None:
     """Return why a backward may not run where several are declared, or None.
 
     Reasons: the backward is one more than declared, or adds to gradients that were stepped.
     """
-    gradients = model.gradients
     gradients.drop_removed()
-    stale = [i for i in graded if hasattr(model.params[i].grad, "_chunkc_index")]
+    stale = [i for i in graded if hasattr(parameters.params[i].grad, "_chunkc_index")]
     stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
     if stale:
         return Undeclared(
-            f"{model.names(stale)} still hold gradients that step() has consumed; the next ones cannot be added to "
-            "them. Call zero_grad() after each step()"
+            f"{parameters.names(stale)} still hold gradients that step() has consumed; the next ones cannot be added "
+            "to them. Call zero_grad() after each step()"
         )
-    if gradients.num_micro_batches < model.accumulate:
+    if gradients.num_micro_batches < gradients.accumulate:
         return None
     lost = ""
     if is_under_way:
         lost = ". This backward() reaches more forwards than are left: all gradients since then are discarded"
     return Undeclared(
-        f"gradients of {model.accumulate} backwards were added up since the last step, as many as "
-        f"chunkc.compile(..., accumulate={model.accumulate}) declares. Call optimizer.step() and zero_grad(), or "
+        f"gradients of {gradients.accumulate} backwards were added up since the last step, as many as "
+        f"chunkc.compile(..., accumulate={gradients.accumulate}) declares. Call optimizer.step() and zero_grad(), or "
         f"declare more{lost}",
         loses_gradients=is_under_way,
     )
 
 
-def refuse_partial(model: Trained, missing: Sequence[int]) -> None:
+def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> None:
     """Refuse a backward that does not ask for the gradients of ``missing``.
 
     Raises:
@@ -87,26 +79,26 @@ def refuse_partial(model: Trained, missing: Sequence[int]) -> None:
     """
     if missing:
         raise ChunkcError(
-            f"this backward leaves out the gradients of {model.names(missing)}, as torch.autograd.grad and "
+            f"this backward leaves out the gradients of {parameters.names(missing)}, as torch.autograd.grad and "
             "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
             "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
         )
 
 
-def refuse_unplanned(model: Trained, stepped: Sequence[int]) -> NoReturn:
+def refuse_unplanned(parameters: Parameters, stepped: Sequence[int]) -> NoReturn:
     """Refuse a step by gradients of ``stepped`` before a forward of the model has made the plan.
 
     Raises:
         ChunkcError: always.
     """
     raise ChunkcError(
-        f"the gradients of {model.names(stepped)} come from parts of the model that were called by themselves, and "
-        "no forward of the whole model has run, so that there is no plan to step by: run forward and backward of the "
-        "model before the first step(); gradients that wait are added"
+        f"the gradients of {parameters.names(stepped)} come from parts of the model that were called by themselves, "
+        "and no forward of the whole model has run, so that there is no plan to step by: run forward and backward of "
+        "the model before the first step(); gradients that wait are added"
     )
 
 
-def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_consumed: bool) -> None:
+def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str) -> None:
     """Refuse to read or write a gradient that no memory holds any more.
 
     A gradient that was zeroed is known without memory.
@@ -114,7 +106,6 @@ def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_c
     Args:
         index: of the parameter, which is called ``name``.
         stamp: of the backward whose gradient is asked for.
-        is_consumed: whether a step took the latest gradients.
 
     Raises:
         ChunkcError: when it is gone.
@@ -122,7 +113,7 @@ def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_c
     is_current = stamp == gradients.stamp_of(index)
     if is_current and (gradients.is_kept(index) or index in gradients.zeroed):
         return
-    reason = "was consumed by step()" if is_consumed else "was discarded"
+    reason = "was consumed by step()" if gradients.is_consumed else "was discarded"
     if not is_current:
         reason = "of an earlier backward is gone"
     raise ChunkcError(
@@ -131,14 +122,77 @@ def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str, *, is_c
     )
 
 
-def refuse_broken(*, is_broken: bool) -> None:
+def refuse_broken(phase: ModelPhase) -> None:
     """Refuse a model whose parameters are of two steps.
 
     Raises:
         ChunkcError: when it is.
     """
-    if is_broken:
+    if phase is ModelPhase.BROKEN:
         raise ChunkcError(
             "an update failed halfway through the last step(), so some parameters have taken it and others have "
             "not; load a checkpoint into a newly compiled model"
         )
+
+
+def refuse_scaling_parts(own_scale: LossScale | None) -> None:
+    """Refuse built-in loss scaling where a forward has several graphs.
+
+    A tangent may be scaled already there, by the graph behind it, or not.
+
+    Raises:
+        ChunkcError: when there is an ``own_scale``.
+    """
+    if own_scale is not None:
+        raise ChunkcError(
+            "built-in loss scaling needs a forward of one graph, but this one breaks into several (the log says "
+            "where): scale the loss with chunkc.GradScaler, train in bfloat16, or remove the breaks"
+        )
+
+
+def refuse_hooks(parameters: Parameters) -> None:
+    """Refuse gradient hooks on parameters.
+
+    Raises:
+        ChunkcError: when there are any.
+    """
+    hooked = [i for i, p in enumerate(parameters.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ChunkcError(
+            f"{parameters.names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+            "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
+        )
+
+
+def present_gradients(parameters: Parameters, gradients: Gradients) -> frozenset[int]:
+    """Indexes of all parameters that have a gradient now.
+
+    Raises:
+        ChunkcError: when one of them cannot be stepped: stale, consumed, or of a parameter that is not trained.
+    """
+    params = parameters.params
+    present = [i for i, p in enumerate(params) if p.grad is not None]
+    stale = [i for i in present if hasattr(params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
+    if stale:
+        raise ChunkcError(
+            f"{parameters.names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
+            "place (`param.grad.copy_(g)`) or plain tensors"
+        )
+    lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
+    if lost and gradients.pending:
+        raise ChunkcError(
+            f"{parameters.names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
+            "zero_grad() after each step()"
+        )
+    if not gradients.pending and any(gradients.is_handle(i) for i in present):
+        raise ChunkcError(
+            "step() was already called for the gradients of the last backward; call zero_grad() and run forward "
+            "and backward before the next step()"
+        )
+    untrained = [i for i in present if not parameters.is_trained(i)]
+    if untrained:
+        raise ChunkcError(
+            f"{parameters.names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
+            "so they have no optimizer state; set their .grad to None, or use them in the forward"
+        )
+    return frozenset(present)

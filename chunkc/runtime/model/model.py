@@ -8,8 +8,10 @@ model to the cold state with the parameters of the last step; inside a backward,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
+from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,26 +23,44 @@ from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.distributed.rank_advice import backward_line
 from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
+from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.devices.requested import RequestedGradients
 from chunkc.runtime.execution.executor import Executor
-from chunkc.runtime.execution.grad_norm import SkippedStep, StepDecision
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
-from chunkc.runtime.model.program_state import AtStake, Transitions
+from chunkc.runtime.model.grad_clipping import GradClipping
+from chunkc.runtime.model.gradient_values import GradientValues
+from chunkc.runtime.model.memory_accounting import Accounting
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
+from chunkc.runtime.model.parameters import Parameters
+from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
 from chunkc.runtime.params.autograd_coverage import find_accumulators, left_out
-from chunkc.runtime.update.update_inputs import Hyper, step_lines
+from chunkc.runtime.params.gradients import Gradients
 
 
-class ModelRuntime(Transitions):
-    """State machine over the executors of one model; see the module docstring.
+class ModelRuntime:
+    """The programs of one model over its memory; see the module docstring.
+
+    Args:
+        infos: all parameters by index, in compute dtype.
+        params: the same; they become managed.
+        accumulate: backwards whose gradients one step may take.
+        ranks: with which the model is trained.
 
     Attributes:
+        parameters: their values, and optimizer states.
+        gradients: where they stand. ``gradient_values``: what they are.
+        clipping: norms, scales and pending factors of gradients.
+        state: the phase between two programs, and the executors of all captured graphs.
+        steps: of the optimizers.
+        requested: which gradients backwards are asked for.
+        accounting: reservation on the device and what was measured of it.
+        saving: the latest checkpoint, done or under way (kept by what saves them).
         num_forwards: compiled forwards so far.
-        executors: of every captured graph, by a key of its own.
         ran: what has run forward in the latest call.
-        measures: ``wants_norms`` as the call under way found it.
-        plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
+        tracks_grad_norm: ``clipping.wants_norms`` as the call under way found it.
     """
 
     def __init__(
@@ -51,35 +71,53 @@ class ModelRuntime(Transitions):
         accumulate: int = 1,
         ranks: Ranks | None = None,
     ) -> None:
-        super().__init__(infos, params, device, accumulate, ranks)
+        self.device, self.ranks, self.accumulate = device, ranks or Ranks(), accumulate
+        self.accounting = Accounting(device)
+        self.gradients = Gradients(params, accumulate)
+        self.state = ProgramState(device, self.ranks, self.gradients)
+        self.parameters = Parameters(infos, params, self.state, self.accounting)
+        self.parameters.runtime = self
+        self.gradient_values = GradientValues(self.parameters, self.state)
+        self.clipping = GradClipping(self.gradient_values, self.state)
+        self.requested = RequestedGradients(self.ranks, self.parameters.params, self.parameters.name_of)
+        self.steps = OptimizerSteps(self.gradient_values, self.clipping, self.state, self.accounting)
+        self.infos, self.params = self.parameters.infos, self.parameters.params
+        self.transactions, self.executors = self.state.transactions, self.state.executors
+        self.saving: Future[Path] | None = None
         self.num_forwards = 0
-        self.executors: dict[object, Executor] = {}
-        self._broken, self._num_calls = False, 0
-        self._call_of: dict[object, int] = {}
         self.ran: list[Executor | UnplannedGraph] = []
+        self.tracks_grad_norm = False
+        self._num_calls = 0
+        self._call_of: dict[object, int] = {}
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
-        self.plan_recorded: Callable[[], None] | None = None
-        self.measures = False
+
+    @property
+    def executor(self) -> Executor | None:
+        """The executor of the latest compiled forward or backward."""
+        return self.state.executor
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout once there is one."""
+        return self.parameters.layout
+
+    def settle(self) -> None:
+        """Wait for a transaction that its caller has left, and undo a change that an exception has ended."""
+        self.state.settle()
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes copied on ``stream`` by the latest executor; with micro-batches, by all executors of its step."""
-        latest = self._running()
+        latest = self.state.running
         executors = self.executors.values() if self.accumulate > 1 else (latest,)
         return sum(e.moved_nbytes(stream) for e in executors if e.step_number == latest.step_number)
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether an update failed halfway, so that parameters are of two steps."""
-        return self._broken
 
     @property
     def can_evaluate(self) -> bool:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
         self.settle()
-        return not (self._store is None or self._broken or self._overlaid() or self.staged_nbytes())
-
-    # Forward.
+        is_ready = self.layout is not None and self.state.phase is not ModelPhase.BROKEN
+        return is_ready and not self.gradients.overlaid and not self.parameters.staging.nbytes()
 
     def before_forward(self) -> None:
         """Check what must hold before a training forward; nothing has changed when this raises.
@@ -89,21 +127,23 @@ class ModelRuntime(Transitions):
             ChunkcError: when a parameter has hooks or was never given a value.
         """
         self.settle()
-        backward_rules.refuse_broken(is_broken=self._broken)
-        self._check_hooks()
-        self.staging.check_complete()
-        kept = {*self.gradients.landed, *self.gradients.apart}
-        if self._is_foreign_step(kept if self.accumulate == 1 else self.gradients.unshown()):
+        backward_rules.refuse_broken(self.state.phase)
+        backward_rules.refuse_hooks(self.parameters)
+        self.parameters.staging.check_complete()
+        kept = {*self.gradients.chunk_grads, *self.gradients.host_grads}
+        if self.parameters.foreign.end_gradients(
+            kept if self.accumulate == 1 else self.gradients.unshown(), self.parameters.names
+        ):
             self.accounting.steps.end()
         waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
         if waiting:
             raise AccumulationError(
-                f"gradients of {self.names(waiting)} were neither stepped nor zeroed before the next forward, "
-                "and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() first, or "
-                "declare it with chunkc.compile(..., accumulate=N)"
+                f"gradients of {self.parameters.names(waiting)} were neither stepped nor zeroed before the next "
+                "forward, and accumulation over micro-batches was not declared. Call optimizer.step() or zero_grad() "
+                "first, or declare it with chunkc.compile(..., accumulate=N)"
             )
         self._num_calls += 1
-        self.measures = self.wants_norms
+        self.tracks_grad_norm = self.clipping.wants_norms
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
@@ -114,35 +154,36 @@ class ModelRuntime(Transitions):
         Raises:
             RankError: when the ranks do other things, or exchange other chunks.
         """
-        program = self._forward_program(executor)
+        program = self.state.forward_program(executor)
         executor.agree(Kind.FORWARD, program)
 
         def run() -> list[Any]:
             outputs = executor.forward(program, args)
             self.accounting.end_forward(self.layout, outputs, is_first=is_first)
-            self._saved = program == "forward"
+            if program == "forward":
+                self.state.enter(ModelPhase.SAVED)
             self._count_forward(executor)
             return outputs
 
-        with self.ranks.collective_section("a forward", self.device.synchronize), self.changing(AtStake.DEVICE):
+        with self.ranks.collective_section("a forward", self.device.synchronize), self.state.changing(AtStake.DEVICE):
             if program == "forward":
-                self.to_cold()
-            self._uncover()
-            self._switch_to(executor)
+                self.state.to_cold()
+            self.state.discard_overlaid()
+            self.state.switch_to(executor)
             executor.enter_step(self.accounting.steps.num_steps)
             is_first = executor.num_actions == 0
             self.accounting.start(held_nbytes, args)
-            return self._guarded(run)
+            return self.state.guarded(run)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
         with self.ranks.collective_section("a forward without a plan", self.device.synchronize):
-            self.to_cold()
-            with self.changing(AtStake.DEVICE):
-                self._uncover()
+            self.state.to_cold()
+            with self.state.changing(AtStake.DEVICE):
+                self.state.discard_overlaid()
             self.accounting.start(held_nbytes)
-            outputs = graph.forward(args, self.read_param)
+            outputs = graph.forward(args, self.parameters.read_param)
             self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
             self._count_forward(graph)
             return outputs
@@ -160,8 +201,6 @@ class ModelRuntime(Transitions):
                 wanted = {i: self.params[i] for i in graph.graded_params if i not in self._accumulators}
                 self._accumulators |= find_accumulators(outputs, wanted)
 
-    # Backward.
-
     def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run a backward program and hand out the gradients that land.
 
@@ -170,34 +209,38 @@ class ModelRuntime(Transitions):
         Raises:
             RankError: when the ranks do other things, or make gradients of other parameters.
         """
+        graded = frozenset(executor.graded_params)
         own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.agreement_scope():
             self.settle()
             goes_on = self._check_backward(executor, own)
-            program = self._backward_program(executor, self.gradients.num_micro_batches + (not goes_on))
+            number = self.gradients.num_micro_batches + (not goes_on)
+            program = self.state.backward_program(executor, number, is_unscaled=self.clipping.is_unscaled)
             requested = self._agree_on_backward(executor, program, own)
-        withheld = frozenset(executor.graded_params) - own
 
         def run() -> list[Any]:
-            outputs = executor.backward(program, args, added_to, scale, withheld)
+            outputs = executor.backward(program, args, added_to, scale, graded - own)
             self.accounting.end_backward(self.layout)
-            self._saved, self._consumed = False, False
-            self._unreduced = executor.plan.program(program).exit.phase == "unreduced"
-            self.gradients.land(executor.graded_params)
-            self.gradients.hand_out(executor, sorted(requested), None if scale is None else scale.scale)
-            self._note_landed(
-                None if self._unreduced else executor.norm_table, frozenset(executor.graded_params), scale
-            )
+            is_unreduced = executor.plan.program(program).exit.phase == "unreduced"
+            self.state.enter(ModelPhase.UNREDUCED if is_unreduced else ModelPhase.COLD)
+            self.state.norm_table = None if is_unreduced else executor.norm_table
+            self.gradients.land(graded)
+            scaled_by = None if scale is None else scale.scale
+            self.gradients.publish(self.gradient_values, executor, sorted(requested), scaled_by)
+            self.gradients.note_landed(graded, scale, is_measured=self.state.norm_table is not None)
             return outputs
 
-        with self.ranks.collective_section("a backward", self.device.synchronize), self.changing(AtStake.GRADIENTS):
+        with (
+            self.ranks.collective_section("a backward", self.device.synchronize),
+            self.state.changing(AtStake.GRADIENTS),
+        ):
             if executor.plan.program(program).entry.phase != "unreduced":
-                self.reduce_gradients()
+                self.state.reduce_gradients()
             self._begin_backward(executor, goes_on=goes_on)
             self._enter_backward(executor, program)
             self.accounting.begin_backward()
-            added_to, scale = self._accumulated(), self.own_scale
-            return self._guarded(run)
+            added_to, scale = self.gradients.accumulated, self.clipping.own_scale
+            return self.state.guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
         """Agree on ``program``, on gradients over parameters, and on gradients that begin anew beside others.
@@ -205,20 +248,20 @@ class ModelRuntime(Transitions):
         Returns:
             The parameters whose gradients any rank asks for; ``own`` are this rank's.
         """
-        state, added_to = program, self._accumulated()
+        state, added_to = program, self.gradients.accumulated
         if executor.plan.program(program).entry.phase == "saved":
-            follows = self._saved and self._executor is executor
+            follows = self.state.phase is ModelPhase.SAVED and self.executor is executor
             state = f"{program}, {'right after its forward' if follows else 'after something else'}"
-        overlaid = [self.name_of(i) for i in sorted(self._overlaid() & executor.used_params)]
+        overlaid = [self.parameters.name_of(i) for i in sorted(self.gradients.overlaid & executor.used_params)]
         begun = [i for i in executor.graded_params if i not in added_to] if added_to else []
-        anew = [f"the gradient of {self.name_of(i)} begins anew" for i in begun]
+        anew = [f"the gradient of {self.parameters.name_of(i)} begins anew" for i in begun]
         graded = executor.graded_params
         lines = [
             *self._graph_lines(executor),
             state,
             *overlaid,
             *anew,
-            *self.assigned(graded),
+            *self.clipping.assigned(graded),
             *self.requested.frozen(graded),
         ]
         return self.requested.of_any(own, executor.agree(Kind.BACKWARD, program, lines, self.requested.number(own)))
@@ -232,7 +275,7 @@ class ModelRuntime(Transitions):
         """Run the backward of a graph whose forward ran without a plan; gradients stay apart from chunks."""
         with self.ranks.agreement_scope():
             self.settle()
-            self._refuse_scaling_parts()
+            backward_rules.refuse_scaling_parts(self.clipping.own_scale)
             graded = graph.graded_params
             own = self.requested.of_rank(graded, reached)
             goes_on = self._check_backward(graph, own)
@@ -240,48 +283,45 @@ class ModelRuntime(Transitions):
                 Kind.BACKWARD,
                 lambda: [
                     *self._graph_lines(graph),
-                    *(f"makes the gradient of {self.name_of(i)}" for i in graded),
-                    *self.assigned(graded),
+                    *(f"makes the gradient of {self.parameters.name_of(i)}" for i in graded),
+                    *self.clipping.assigned(graded),
                     *self.requested.frozen(graded),
                 ],
                 number=self.requested.number(own),
             )
             requested = self.requested.of_any(own, numbers)
         with self.ranks.collective_section("a backward without a plan", self.device.synchronize):
-            self.to_cold()
-            with self.changing(AtStake.GRADIENTS):
+            self.state.to_cold()
+            with self.state.changing(AtStake.GRADIENTS):
                 self._begin_backward(graph, goes_on=goes_on)
             self.accounting.begin_backward()
             try:
-                outputs, made = graph.backward(args, self.read_param)
+                outputs, made = graph.backward(args, self.parameters.read_param)
                 self.accounting.end_backward(self.layout)
                 self.gradients.measured = None
                 for index in sorted(requested):
                     gradient = made[index] if index in own else torch.zeros_like(made[index])
-                    self.gradients.add(index, self.averaged(gradient))
-                self._consumed = False
-                self.gradients.hand_out(graph, sorted(requested))
+                    self.gradients.add(index, self.gradient_values.averaged(gradient))
+                self.gradients.publish(self.gradient_values, graph, sorted(requested))
             except BaseException:
-                self._lose_gradients()
+                self.state.lose_gradients()
                 raise
             return outputs
 
     def _check_backward(self, executor: Executor | UnplannedGraph, requested: Set[int]) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
-        self._check_hooks()
-        backward_rules.refuse_partial(self, left_out(self._accumulators, sorted(requested)))
+        backward_rules.refuse_broken(self.state.phase)
+        backward_rules.refuse_hooks(self.parameters)
+        backward_rules.refuse_partial(self.parameters, left_out(self._accumulators, sorted(requested)))
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
             return True
-        if self.accumulate > 1:
-            problem = backward_rules.refuse_more(self, sorted(requested), is_under_way=gradients.is_under_way(backward))
-        else:
-            problem = backward_rules.refuse_undeclared(
-                self, sorted(requested), is_under_way=gradients.is_under_way(backward)
-            )
+        is_under_way = gradients.is_under_way(backward)
+        rule = backward_rules.refuse_more if self.accumulate > 1 else backward_rules.refuse_undeclared
+        problem = rule(self.parameters, gradients, sorted(requested), is_under_way=is_under_way)
         if problem is not None:
-            if gradients.is_under_way(backward) and problem.loses_gradients:
-                self._lose_gradients()
+            if is_under_way and problem.loses_gradients:
+                self.state.lose_gradients()
             raise AccumulationError(problem.text)
         return False
 
@@ -290,94 +330,26 @@ class ModelRuntime(Transitions):
         if goes_on:
             return
         if self.accumulate > 1:
-            self._prepare_to_add()
+            self.clipping.prepare_to_add()
         elif self.gradients.pending:
-            self.to_cold()
-            self._uncover()
+            self.state.to_cold()
+            self.state.discard_overlaid()
         self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
 
-    # Step.
-
-    def prepare_step(self, stepped: Collection[int]) -> None:
-        """Make the plans of graphs that ran without one; an exception leaves a model without them.
-
-        Raises:
-            ChunkcError: before the first forward of the model, when there is no plan for the parameters ``stepped``.
-        """
-        if self._executor is None and self.plan_recorded is not None:
-            self.plan_recorded()
-        if self._executor is None:
-            backward_rules.refuse_unplanned(self, sorted(stepped))
-
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
-        """Launch the step program and raise the autograd version of every parameter that it changes.
-
-        Called in a transaction, after `prepare_step`.
-
-        Returns:
-            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
-        """
-        assigned = [i for i in hypers if not self.gradients.is_handle(i)]
-        self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.name_of))
-        self._is_foreign_step([i for i in self.gradients.unshown() if i not in hypers])
-        with self.ranks.collective_section("a step", self.device.synchronize):
-            return self._step(hypers, steps)
-
-    def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
-        """`step`, on which all ranks have agreed."""
-        self.reduce_gradients()
-        self._num_expected = self.gradients.num_micro_batches or self._num_expected
-        if self.outcome is not None:
-            self.outcome.is_skipped()  # before the next decision stands where it stood
-        self._take_assigned(hypers)
-        executor, gradients, scale = self._running(), self.gradients, self.own_scale
-        self.is_scaled_outside = False  # until a script scales a loss again
-        found = gradients.found
-        if scale is not None:
-            found = self._find_nonfinite(frozenset(hypers))
-        if executor.norm_table is None and found is not None and bool(found):
-            self._restore_landed()
-            gradients.forget()
-            self._consumed = True
-            self.accounting.steps.end()
-            self.outcome = SkippedStep()
-            return self.outcome
-        if executor.norm_table is None and gradients.factor is not None:
-            self.device.synchronize()
-            self._apply_factor()
-        factor = gradients.factor
-        gradients.forget()
-        self._consumed = True
-        self._raise_versions(hypers)
-        try:
-            self.outcome = executor.step(hypers, steps, factor, found, scale)
-            self.accounting.steps.end()
-        except BaseException:
-            self._broken = True
-            raise
-        return self.outcome
-
-    def _take_assigned(self, active: Mapping[int, Hyper]) -> None:
-        """Plain tensors that eager operators or the user put into ``param.grad`` become gradients in chunks."""
-        gradients = self.gradients
-        plain = [i for i in active if not gradients.is_handle(i)]
-        zeros = [i for i in active if gradients.is_handle(i) and not gradients.is_kept(i)]
-        if not plain and not zeros and not gradients.apart and not self._saved:
+    def _enter_backward(self, executor: Executor, program: str) -> None:
+        """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
+        state = self.state
+        if executor.plan.program(program).entry.phase == "unreduced":
+            state.switch_to(executor)
             return
-        self.join()
-        self.to_cold()
-        if plain:
-            self._apply_factor()
-        for index in zeros:
-            gradients.apart[index] = self._zeros(index)
-        for index in plain:
-            grad = self.params[index].grad
-            if grad is not None:
-                gradients.landed.discard(index)
-                gradients.apart[index] = self.averaged(grad.to("cpu", self.params[index].dtype).detach())
-        self._move_into_chunks()
-
-    # Between programs.
+        overlaid = sorted(self.gradients.overlaid & executor.used_params)
+        if state.phase is ModelPhase.SAVED and state.executor is executor and not overlaid:
+            return
+        state.to_cold()
+        state.switch_to(executor)
+        self.parameters.join()
+        self.gradient_values.spill(overlaid)
+        state.resume()
 
     def close_from_host(self) -> None:
         """`close`, on whichever thread the garbage collector runs."""
@@ -386,7 +358,7 @@ class ModelRuntime(Transitions):
     def close(self) -> None:
         """Give all memory back; let go by hand of what autograd holds outside the garbage collector's view."""
         try:
-            self.drain()
+            self.parameters.drain()
         finally:
             self.transactions.close()
             self.gradients.close()
@@ -395,7 +367,6 @@ class ModelRuntime(Transitions):
             self.ran.clear()
             self.executors.clear()
             self.ranks.close()
-            if self._store is not None:
-                self._store.close()
+            self.parameters.close()
             self.accounting.unreserve()
-            self._closed = True
+            self.state.enter(ModelPhase.CLOSED)

@@ -1,26 +1,44 @@
-"""Where one model stands between two programs, and what leads from there to where the next one begins.
+"""Phase of one model between two programs, and what leads from there to where the next program begins.
 
-Programs meet in the cold state: payloads at home, static residents in place. A forward leaves its last chunks on the
-device for the backward that usually follows; when something else comes first they go (``abandon``), and come back
-(``resume``) when the backward is called after all. Micro-batches that exchange nothing leave gathered chunks and
-gradients of this rank alone, for the next one; whatever else comes first has them reduced (``reduce_all``).
+    phase      who holds what                                                   what may come next
+    COLD       payloads at home, static residents in place                      forward, evaluation, step
+    SAVED      `executor` has left a forward's last chunks on the device        its backward; else the chunks go
+    UNREDUCED  groups are gathered, gradient chunks hold this rank's own sum    a micro-batch; else they are reduced
+    BROKEN     an update failed halfway: parameters are of two steps            nothing but `close`
+    CLOSED     all memory was given back                                        nothing
 
-An exception may end what lies between two states at any line, also in its own handler. So whoever leaves a state says
-first what is at stake (``changing``) and takes that back when the next one is reached; where that was not taken back,
-the next use of the model brings it to the cold state, with the parameters of the last step (``settle``).
+Where gradients stand is told by `gradients`: they overlay payloads, or have chunks of their own, in any phase. All
+ranks are in the same phase, since they agree on every program.
+
+An exception may end what lies between two phases at any line, also in its own handler. So whoever leaves a phase says
+first what is at stake (`changing`) and takes that back when the next one is reached; where that was not taken back,
+the next use of the model brings it to the cold state, with the parameters of the last step (`settle`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
+from enum import Enum, IntEnum
 from typing import Any
 
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
+from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.execution.executor import Executor
-from chunkc.runtime.model.grad_clipping import ScaledGradients
+from chunkc.runtime.execution.grad_norm import GradNormTable
+from chunkc.runtime.params.gradients import Gradients
+from chunkc.runtime.storage.transaction import Transactions
+
+
+class ModelPhase(Enum):
+    """Phases of a model; see the module docstring."""
+
+    COLD = "cold"
+    SAVED = "saved"
+    UNREDUCED = "unreduced"
+    BROKEN = "broken"
+    CLOSED = "closed"
 
 
 class AtStake(IntEnum):
@@ -31,53 +49,62 @@ class AtStake(IntEnum):
     GRADIENTS = 2
 
 
-class Transitions(ScaledGradients):
-    """See the module docstring.
+class ProgramState:
+    """The one place that moves a model from phase to phase.
 
-    ``_saved``: a forward of ``_executor`` has left its chunks. ``_unreduced``: groups are gathered, and gradient chunks
-    hold what this rank's micro-batches have made; ``_executor`` has programs for that. Never both, and the same on all
-    ranks, which agree on every program. ``_num_expected``: micro-batches of the latest step, 0 before the first one; by
-    it the last one of the next step is guessed. ``_at_stake``: what stood at stake when the change under way, or one
-    that an exception has ended, began.
+    Attributes:
+        phase: of the model.
+        executor: of the latest compiled forward or backward.
+        executors: of every captured graph, by a key of its own.
+        transactions: what changes values and counts together runs in these.
+        norm_table: of the plan that ran the latest backward; None where it measures nothing.
+        num_expected: micro-batches of the latest step, 0 before the first: by it the last one of the next is guessed.
     """
 
-    executors: dict[object, Executor]
-    _executor: Executor | None = None
-    _saved = False
-    _unreduced = False
-    _num_expected = 0
-    _at_stake = AtStake.NOTHING
+    def __init__(self, device: Device, ranks: Ranks, gradients: Gradients) -> None:
+        self.device, self.ranks, self.gradients = device, ranks, gradients
+        self.phase = ModelPhase.COLD
+        self.executor: Executor | None = None
+        self.executors: dict[object, Executor] = {}
+        self.transactions = Transactions(device.check_usable, device.follow_caller)
+        self.norm_table: GradNormTable | None = None
+        self.num_expected = 0
+        self._at_stake = AtStake.NOTHING
 
     @property
-    def executor(self) -> Executor | None:
-        """The executor of the latest compiled forward or backward."""
-        return self._executor
+    def running(self) -> Executor:
+        """`executor`.
 
-    def _running(self) -> Executor:
-        if self._executor is None:
+        Raises:
+            ChunkcError: before the first compiled forward.
+        """
+        if self.executor is None:
             raise ChunkcError("the model has not run a compiled forward yet")
-        return self._executor
+        return self.executor
 
-    def begin_with(self, executor: Executor) -> None:
-        """The model stands in the cold state, from which the programs of ``executor`` start."""
-        self._switch_to(executor)
+    def enter(self, phase: ModelPhase) -> None:
+        """Be in ``phase`` from now on; a broken model stays broken until it is closed, a closed one closed."""
+        is_final = self.phase in (ModelPhase.BROKEN, ModelPhase.CLOSED)
+        if not is_final or phase is ModelPhase.CLOSED:
+            self.phase = phase
 
-    def _switch_to(self, executor: Executor) -> None:
-        if executor is not self._executor:
-            if self._executor is not None:
-                self._executor.join()
-            self._executor = executor
+    def switch_to(self, executor: Executor) -> None:
+        """The next programs are those of ``executor``, which start where this phase is."""
+        if executor is not self.executor:
+            if self.executor is not None:
+                self.executor.join()
+            self.executor = executor
 
     @contextmanager
     def changing(self, at_stake: AtStake) -> Iterator[None]:
-        """Within the block the model is in no state; where the block raises, it stays so until `settle`."""
+        """Within the block the model is in no phase; where the block raises, it stays so until `settle`."""
         before, self._at_stake = self._at_stake, max(at_stake, self._at_stake)
         yield
         self._at_stake = before
 
     def settle(self) -> None:
         """Wait for a transaction that its caller has left, and undo a change that an exception has ended."""
-        super().settle()
+        self.transactions.finish()
         if self._at_stake:
             self.recover()
 
@@ -87,41 +114,18 @@ class Transitions(ScaledGradients):
         Gradients overlay what is written anew where one backward is declared for a step, and are gone then.
         """
         self.device.check_usable()
-        if self._at_stake is AtStake.GRADIENTS or self._unreduced or self.accumulate == 1:
-            self.gradients.take_back()
+        is_lost = self._at_stake is AtStake.GRADIENTS or self.phase is ModelPhase.UNREDUCED
+        if is_lost or self.gradients.accumulate == 1:
+            self.gradients.retract()
         for executor in self.executors.values():
             executor.forget_launched()
-        if self._executor is not None:
-            self._executor.recover()
-        self._saved = self._unreduced = self._consumed = False
+        if self.executor is not None:
+            self.executor.recover()
+        self.enter(ModelPhase.COLD)
         self._at_stake = AtStake.NOTHING
 
-    def to_cold(self) -> None:
-        """Let go of what forwards and backwards left on the device for those that usually follow."""
-        self.reduce_gradients()
-        if self._saved:
-            with self.changing(AtStake.DEVICE):
-                self._running().abandon()
-                self._saved = False
-
-    def _uncover(self) -> None:
-        """Payloads hold parameters again; where gradients overlay them, those are discarded."""
-        if self.accumulate == 1:
-            self._restore_landed()
-            self.gradients.forget()
-
-    def _lose_gradients(self) -> None:
-        """Payloads hold parameters again, which show no gradient of the backward under way."""
-        self.to_cold()
-        self._restore_landed()
-        self.gradients.take_back()
-
-    def _restore_landed(self) -> None:
-        if self._overlaid():
-            self._running().restore()
-        self._consumed = False
-
-    def _guarded(self, run: Callable[[], list[Any]]) -> list[Any]:
+    def guarded(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """``run()``; an exception in it brings the model to the cold state."""
         self.device.check_usable()
         try:
             return run()
@@ -129,57 +133,76 @@ class Transitions(ScaledGradients):
             self.recover()
             raise
 
-    def reduce_gradients(self) -> bool:
-        """Reduce what micro-batches have left to the last one of their step.
+    def to_cold(self) -> None:
+        """Let go of what forwards and backwards left on the device for those that usually follow."""
+        self.reduce_gradients()
+        if self.phase is ModelPhase.SAVED:
+            with self.changing(AtStake.DEVICE):
+                self.running.abandon()
+                self.enter(ModelPhase.COLD)
 
-        From here on gradients are those of all ranks.
+    def resume(self) -> None:
+        """Bring back from the cold state what a forward of `executor` leaves for its backward."""
+        self.running.resume()
+        self.enter(ModelPhase.SAVED)
+
+    def restore_params(self) -> None:
+        """Payloads hold parameters again wherever gradients overlay them; `gradients` still tells of those."""
+        if self.gradients.overlaid:
+            self.running.restore()
+
+    def discard_overlaid(self) -> None:
+        """Payloads hold parameters again; where gradients overlay them, all gradients are forgotten."""
+        if self.gradients.accumulate == 1:
+            self.restore_params()
+            self.gradients.forget()
+
+    def lose_gradients(self) -> None:
+        """Payloads hold parameters again, which show no gradient of the backward under way."""
+        self.to_cold()
+        self.restore_params()
+        self.gradients.retract()
+
+    def reduce_gradients(self) -> bool:
+        """Reduce what micro-batches have left to the last one of their step; return whether there was anything.
+
+        From here on gradients are those of all ranks, which all call this.
 
         Raises:
             RankError: when other ranks would reduce other groups.
         """
-        if not self._unreduced:
+        if self.phase is not ModelPhase.UNREDUCED:
             return False
-        executor = self._running()
+        executor = self.running
         executor.agree(Kind.REDUCE, "reduce_all")
         with (
             self.ranks.collective_section("a reduction of gradients", self.device.synchronize),
             self.changing(AtStake.GRADIENTS),
         ):
             executor.reduce_all()
-            self._unreduced = False
-            self._note_landed(executor.norm_table, frozenset(executor.graded_params), None)
+            self.enter(ModelPhase.COLD)
+            self.norm_table = executor.norm_table
+            graded = frozenset(executor.graded_params)
+            self.gradients.note_landed(graded, None, is_measured=self.norm_table is not None)
         return True
 
-    def _forward_program(self, executor: Executor) -> str:
+    def forward_program(self, executor: Executor) -> str:
         """The program of a forward that comes now."""
-        goes_on = self._unreduced and executor.plan.defers_reduction and bool(self._accumulated())
-        return "forward_again" if goes_on else "forward"
+        defers = self.phase is ModelPhase.UNREDUCED and executor.plan.defers_reduction
+        return "forward_again" if defers and self.gradients.accumulated else "forward"
 
-    def _backward_program(self, executor: Executor, number: int) -> str:
+    def backward_program(self, executor: Executor, number: int, *, is_unscaled: bool) -> str:
         """The program of a backward that comes now, as micro-batch ``number`` of its step, from 1.
 
+        ``is_unscaled``: gradients in chunks need nothing but the loss scale undone.
+
         Which is the last one nobody says, but a step mostly takes as many as the one before it. Behind a guess that was
-        too low every micro-batch exchanges; one that was too high is made up for by ``reduce_gradients``.
+        too low every micro-batch exchanges; one that was too high is made up for by `reduce_gradients`.
         """
-        adds, defers = bool(self._accumulated()), executor.plan.defers_reduction
-        is_last = number >= (self._num_expected or self.accumulate)
-        if self._unreduced and adds and defers and self._is_unscaled():
+        adds, defers = bool(self.gradients.accumulated), executor.plan.defers_reduction
+        is_last = number >= (self.num_expected or self.gradients.accumulate)
+        if self.phase is ModelPhase.UNREDUCED and adds and defers and is_unscaled:
             return "accumulate_last" if is_last else "accumulate_unreduced"
         if adds:
             return "accumulate"
         return "backward_unreduced" if defers and not is_last else "backward"
-
-    def _enter_backward(self, executor: Executor, program: str) -> None:
-        """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
-        if executor.plan.program(program).entry.phase == "unreduced":
-            self._switch_to(executor)
-            return
-        overlaid = sorted(self._overlaid() & executor.used_params)
-        if self._saved and self._executor is executor and not overlaid:
-            return
-        self.to_cold()
-        self._switch_to(executor)
-        self.join()
-        self._move_apart(overlaid)
-        executor.resume()
-        self._saved = True

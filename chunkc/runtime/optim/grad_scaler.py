@@ -75,7 +75,7 @@ class GradScaler:
         for leaf in leaves:
             self._move_to(leaf.device)
         for runtime in _models_behind(leaves):
-            runtime.is_scaled_outside = True
+            runtime.expect_scaled_losses()
         scaled: T = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf * self._scale.scale, outputs)
         return scaled
 

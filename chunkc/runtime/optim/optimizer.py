@@ -76,7 +76,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             check_options(group, self._decoupled)
             runtime = self._common_runtime(group)
             if runtime is not None and self.max_grad_norm is not None:
-                runtime.wants_norms = True
+                runtime.expect_clipping()
         except (ChunkcError, ValueError):
             self.param_groups.pop()
             raise

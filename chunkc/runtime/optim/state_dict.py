@@ -45,17 +45,11 @@ class OptimizerRuntime(Protocol):
     Attributes:
         ranks: with which the model is trained; they step together.
         owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
-        has_optimizer: set it where an optimizer holds some parameter.
-        wants_norms: set it where gradients will be clipped, so that plans measure them as they land.
-        is_scaled_outside: set it where a script scales its losses by itself.
         transactions: what changes values and counts together runs in these.
     """
 
     ranks: Ranks
     owners: dict[int, object]
-    has_optimizer: bool
-    wants_norms: bool
-    is_scaled_outside: bool
     transactions: Transactions
 
     @property
@@ -69,6 +63,18 @@ class OptimizerRuntime(Protocol):
 
     def is_trained(self, index: int) -> bool:
         """Whether the parameter has, or before the first plan may get, an optimizer state."""
+        ...
+
+    def expect_optimizer(self) -> None:
+        """An optimizer holds some parameter from now on."""
+        ...
+
+    def expect_clipping(self) -> None:
+        """Gradients will be clipped: plans measure them as they land."""
+        ...
+
+    def expect_scaled_losses(self) -> None:
+        """The script scales its losses by itself until the next step."""
         ...
 
     def settle(self) -> None:
@@ -133,11 +139,8 @@ class OptimizerRuntime(Protocol):
 
 def find_runtime(param: Tensor) -> tuple[OptimizerRuntime, int] | None:
     """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
-    runtime: OptimizerRuntime | None = getattr(param, "_chunkc_runtime", None)
-    if runtime is None:
-        return None
-    index: int = param._chunkc_index  # type: ignore[attr-defined]
-    return runtime, index
+    store = getattr(param, "_chunkc_store", None)
+    return None if store is None else (store.runtime.steps, param._chunkc_index)  # type: ignore[attr-defined]
 
 
 def managed(param: Tensor) -> tuple[OptimizerRuntime, int]:

@@ -59,7 +59,7 @@ class StepCounts:
         """Take in the parameters of one more group, all of ``runtime``."""
         self.runtime = runtime
         if runtime is not None:
-            runtime.has_optimizer = True
+            runtime.expect_optimizer()
         self.params.update({managed(param)[1]: param for param in params})
 
     def current(self) -> Mapping[int, int]:

@@ -1,7 +1,7 @@
 """Places of one model's gradients between backward and step, and what ``param.grad`` shows of them.
 
-    landed   in the chunk, over the parameter's payload or in a gradient chunk, where the backward program put it
-    apart    a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
+    chunk    over the parameter's payload or in a gradient chunk, where the backward program put it
+    host     a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
              or no plan has laid out chunks yet
 
 A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward, so
@@ -12,21 +12,21 @@ of them that had a gradient, as in autograd, and shows the sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 from torch import nn
 
-from chunkc.runtime.params.managed_tensor import ManagedTensor, ParamStore, inner_of
-from chunkc.runtime.update.loss_scale import multiply
+from chunkc.runtime.params.managed_tensor import GradStore, ManagedTensor, inner_of
+from chunkc.runtime.update.loss_scale import LossScale, multiply
 
 
 class Gradients:
     """The gradients of one model's parameters, by index.
 
     Attributes:
-        landed: parameters whose gradient stands in a chunk, or zeros in place of one that was withheld.
-        apart: parts of gradients that do not stand in chunks, in compute dtype and host memory.
+        chunk_grads: parameters whose gradient stands in a chunk, or zeros in place of one that was withheld.
+        host_grads: parts of gradients that do not stand in chunks, in compute dtype and host memory.
         zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
         num_micro_batches: backwards whose gradients add up since the last step.
@@ -35,13 +35,16 @@ class Gradients:
         unscaling: the factor that the latest backward left, which undoes a loss scale; None for 1.
         found: 1 where one of them was infinite or NaN when the script that scales them looked, else 0: float32 []
             there. None where it has not.
+        accumulate: backwards whose gradients one step may take; with more than one, gradients overlay no parameter.
+        is_consumed: whether a step took the latest gradients.
         measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
             there are and nobody has written one since; else None.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], store: ParamStore) -> None:
-        self.landed: set[int] = set()
-        self.apart: dict[int, torch.Tensor] = {}
+    def __init__(self, params: Sequence[nn.Parameter], accumulate: int = 1) -> None:
+        self.accumulate = accumulate
+        self.chunk_grads: set[int] = set()
+        self.host_grads: dict[int, torch.Tensor] = {}
         self.zeroed: set[int] = set()
         self.stamp = 0
         self.num_micro_batches = 0
@@ -49,7 +52,8 @@ class Gradients:
         self.unscaling: torch.Tensor | None = None
         self.found: torch.Tensor | None = None
         self.measured: frozenset[int] | None = None
-        self._params, self._store = params, store
+        self.is_consumed = False
+        self._params = params
         self._handles: dict[int, ManagedTensor] = {}
         self._stamps: dict[int, int] = {}
         self._live: set[int] = set()
@@ -61,24 +65,34 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether some backward's gradients were neither stepped nor discarded."""
-        return bool(self.landed or self.apart)
+        return bool(self.chunk_grads or self.host_grads)
+
+    @property
+    def overlaid(self) -> Set[int]:
+        """Parameters whose payload is a gradient now."""
+        return self.chunk_grads if self.accumulate == 1 else frozenset()
+
+    @property
+    def accumulated(self) -> frozenset[int]:
+        """Parameters whose gradient chunks hold what the next micro-batch adds to."""
+        return frozenset(self.chunk_grads if self.accumulate > 1 else ())
 
     def is_handle(self, index: int) -> bool:
-        """Whether ``param.grad`` is what the latest backward handed out."""
+        """Whether ``param.grad`` is what the latest backward published."""
         grad = self._params[index].grad
         return grad is not None and grad is self._handles.get(index)
 
     def is_kept(self, index: int) -> bool:
         """Tell whether a gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
-        return (index in self.landed and index in self._live) or index in self.apart
+        return (index in self.chunk_grads and index in self._live) or index in self.host_grads
 
-    def handed_out(self, indexes: Iterable[int]) -> frozenset[int]:
-        """Those of ``indexes`` whose gradient was handed out since the last step; the others were withheld."""
+    def published(self, indexes: Iterable[int]) -> frozenset[int]:
+        """Those of ``indexes`` whose gradient was published since the last step; the others were withheld."""
         return frozenset(self._live.intersection(indexes))
 
     def unshown(self) -> list[int]:
         """Parameters whose gradient is kept, though nobody sees it: ``grad`` was removed, replaced or zeroed."""
-        return [i for i in {*self.landed, *self.apart} if i in self.zeroed or not self.is_handle(i)]
+        return [i for i in {*self.chunk_grads, *self.host_grads} if i in self.zeroed or not self.is_handle(i)]
 
     def stamp_of(self, index: int) -> int:
         """Of the handle that shows the parameter's gradient."""
@@ -86,14 +100,14 @@ class Gradients:
 
     def drop_removed(self) -> None:
         """Forget gradients that ``param.grad`` shows no more; count micro-batches anew where none is left."""
-        for index in [i for i in (*self.landed, *self.apart) if not self.is_handle(i)]:
-            self.landed.discard(index)
-            self.apart.pop(index, None)
+        for index in [i for i in (*self.chunk_grads, *self.host_grads) if not self.is_handle(i)]:
+            self.chunk_grads.discard(index)
+            self.host_grads.pop(index, None)
             self._live.discard(index)
             self._replaced.pop(index, None)
         for index in self.zeroed:
             self._replaced.pop(index, None)
-        if not any(i not in self.zeroed for i in (*self.landed, *self.apart)):
+        if not any(i not in self.zeroed for i in (*self.chunk_grads, *self.host_grads)):
             self.num_micro_batches = 0
 
     def waiting(self) -> list[int]:
@@ -119,22 +133,32 @@ class Gradients:
             self.found = None
         self.num_micro_batches += 1
         self.factor = self.unscaling = self.measured = None
+        self.is_consumed = False
         self._ran.clear()
         self._backward, self._call = backward, call
 
     def land(self, indexes: Iterable[int]) -> None:
         """The gradients of ``indexes`` stand in their chunks now, those withheld as zeros."""
-        self.landed.update(indexes)
+        self.chunk_grads.update(indexes)
+
+    def note_landed(self, graded: frozenset[int], scale: LossScale | None, *, is_measured: bool) -> None:
+        """Gradients of ``graded`` have landed, multiplied by ``scale``; note whether the plan measured them."""
+        if scale is not None:
+            self.factor = self.unscaling = scale.inverse()
+        is_all = is_measured and self.chunk_grads == graded and not self.host_grads
+        self.measured = self.published(graded) if is_all else None
 
     def add(self, index: int, part: torch.Tensor) -> None:
         """One more part that does not stand in a chunk; a tensor in host memory may be kept as it is."""
-        part, before = part.to("cpu"), self.apart.get(index)
-        self.apart[index] = part if before is None else before + part
+        part, before = part.to("cpu"), self.host_grads.get(index)
+        self.host_grads[index] = part if before is None else before + part
 
-    def hand_out(self, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None) -> None:
+    def publish(
+        self, store: GradStore, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None
+    ) -> None:
         """Set ``param.grad`` after ``graph`` has run backward.
 
-        All gradients of ``graph`` are multiplied by ``scale``, if it has one.
+        ``store`` reads and writes them. All gradients of ``graph`` are multiplied by ``scale``, if it has one.
 
         A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
         for the case that this backward fails.
@@ -144,27 +168,33 @@ class Gradients:
             param = self._params[index]
             if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
-                plain = self._store.averaged(param.grad.detach()).clone()
+                plain = store.averaged(param.grad.detach()).clone()
                 self.add(index, plain if scale is None else multiply(plain, scale.to(plain.device)))
             self.zeroed.discard(index)
             if self.is_handle(index) and index in self._live:
                 continue  # one tensor, to which each backward adds
             shell = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._stamps[index] = self.stamp
-            self._handles[index] = ManagedTensor(shell, "grad", index, self._store, self.stamp)
+            self._handles[index] = ManagedTensor(shell, "grad", index, store, self.stamp)
             param.grad = self._handles[index]
             self._live.add(index)
 
     def forget(self) -> None:
         """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
         self.factor = self.unscaling = self.found = self.measured = None
-        self.landed.clear()
-        self.apart.clear()
+        self.chunk_grads.clear()
+        self.host_grads.clear()
         self._replaced.clear()
         self._live.clear()
         self.num_micro_batches = 0
+        self.is_consumed = False
 
-    def take_back(self) -> None:
+    def consume(self) -> None:
+        """A step takes all gradients."""
+        self.forget()
+        self.is_consumed = True
+
+    def retract(self) -> None:
         """Gradients are lost: parameters show what they showed before this model handed them out."""
         for index, handle in self._handles.items():
             if self._params[index].grad is handle:
@@ -173,5 +203,5 @@ class Gradients:
 
     def close(self) -> None:
         """Let go of everything, where the garbage collector cannot look."""
-        self.take_back()
+        self.retract()
         self._handles.clear()

@@ -53,16 +53,21 @@ class ValueStore(Protocol):
     def name_of(self, index: int) -> str: ...
     def is_entered(self) -> bool: ...
     def version_of(self, index: int) -> int: ...
-    def read_param(self, index: int) -> torch.Tensor: ...
-    def write_param(self, index: int, value: torch.Tensor) -> None: ...
 
 
 class ParamStore(ValueStore, Protocol):
-    """Where values of parameters and gradients are read and written."""
+    """Where values of parameters are read and written."""
 
     staging: StagingStore
 
+    def read_param(self, index: int) -> torch.Tensor: ...
+    def write_param(self, index: int, value: torch.Tensor) -> None: ...
     def read_exact(self, index: int) -> torch.Tensor: ...
+
+
+class GradStore(ValueStore, Protocol):
+    """Where values of gradients are read and written, by the stamp of their backward."""
+
     def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
     def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
     def zero_grad(self, index: int, stamp: int) -> None: ...
@@ -75,7 +80,7 @@ class ManagedTensor(torch.Tensor):
     _inner: torch.Tensor
     _role: Role
     _chunkc_index: int
-    _chunkc_runtime: Any
+    _chunkc_store: Any
     _chunkc_stamp: int
 
     @staticmethod
@@ -86,7 +91,7 @@ class ManagedTensor(torch.Tensor):
         outer._inner = inner
         outer._role = role
         outer._chunkc_index = index
-        outer._chunkc_runtime = runtime
+        outer._chunkc_store = runtime
         outer._chunkc_stamp = stamp
         return outer
 
@@ -97,7 +102,7 @@ class ManagedTensor(torch.Tensor):
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
-        runtime = self._chunkc_runtime
+        runtime = self._chunkc_store
         if runtime is not None and not runtime.is_entered():
             text = (
                 f"{_describe(self)} is used inside another torch.compile, or inside a compiled model that it is no "
@@ -124,7 +129,8 @@ class ManagedTensor(torch.Tensor):
 
     def exact(self) -> torch.Tensor:
         """A copy of the parameter in the dtype that it was handed over in."""
-        return _runtime(self).read_exact(self._chunkc_index)
+        value: torch.Tensor = _store(self).read_exact(self._chunkc_index)
+        return value
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
         """A copy that NumPy refuses to write to, since what is written there would be lost."""
@@ -232,7 +238,7 @@ def _alias(tensor: ManagedTensor) -> ManagedTensor:
 
 
 def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
-    return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_runtime, tensor._chunkc_stamp)
+    return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_store, tensor._chunkc_stamp)
 
 
 def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
@@ -256,7 +262,7 @@ def _refuse_lost_write(func: Any, view: ManagedTensor) -> NoReturn:
 
 def _is_of_state(tensor: ManagedTensor) -> bool:
     """Whether it is a part of an optimizer state, or a view of one."""
-    store: ValueStore | None = tensor._chunkc_runtime
+    store: ValueStore | None = tensor._chunkc_store
     return store is not None and store.holds == "states"
 
 
@@ -269,16 +275,16 @@ def _refuse_hook(tensor: ManagedTensor) -> None:
 
 
 def _describe(tensor: ManagedTensor) -> str:
-    runtime = tensor._chunkc_runtime
+    runtime = tensor._chunkc_store
     name = runtime.name_of(tensor._chunkc_index) if runtime is not None else f"#{tensor._chunkc_index}"
     return f"chunkc.{'Parameter' if tensor._role == 'param' else tensor._role.capitalize()}({name!r})"
 
 
 def _read(tensor: ManagedTensor) -> torch.Tensor:
     """The true value, in memory of its own."""
-    runtime, index = _runtime(tensor), tensor._chunkc_index
+    store, index = _store(tensor), tensor._chunkc_index
     if tensor._role == "view":
-        if tensor._chunkc_stamp not in (_NO_VERSION, runtime.version_of(index)):
+        if tensor._chunkc_stamp not in (_NO_VERSION, store.version_of(index)):
             changed = "was taken before the parameter changed"
             if _is_of_state(tensor):
                 changed = "was taken before the optimizer state changed"
@@ -287,11 +293,13 @@ def _read(tensor: ManagedTensor) -> torch.Tensor:
                 "clone()"
             )
         return tensor._inner
-    return runtime.read_grad(index, tensor._chunkc_stamp) if tensor._role == "grad" else runtime.read_param(index)
+    is_grad = tensor._role == "grad"
+    value: torch.Tensor = store.read_grad(index, tensor._chunkc_stamp) if is_grad else store.read_param(index)
+    return value
 
 
 def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
-    runtime = _runtime(tensor)
+    runtime = _store(tensor)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
         found = f"{tuple(value.shape)} {value.dtype}"
         raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
@@ -301,11 +309,11 @@ def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
         runtime.write_param(tensor._chunkc_index, value)
 
 
-def _runtime(tensor: ManagedTensor) -> ParamStore:
-    runtime: ParamStore | None = tensor._chunkc_runtime
-    if runtime is None:
+def _store(tensor: ManagedTensor) -> Any:
+    """Where the values of its role are read and written."""
+    if tensor._chunkc_store is None:
         raise ChunkcError(f"{_describe(tensor)} belongs to no compiled model any more; read it before the model goes")
-    return runtime
+    return tensor._chunkc_store
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list[ManagedTensor]) -> Any:
@@ -320,7 +328,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return _fill(func, args[0], args[1:], kwargs)
     if func in _ZEROING and all(t._role == "grad" for t in managed):
         for tensor in managed:
-            _runtime(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
+            _store(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
         return args[0] if func is aten.zero_.default else None
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
@@ -335,7 +343,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
     if any(r.alias_info is not None for r in func._schema.returns):
         source = managed[0]
-        runtime, index, stamp = source._chunkc_runtime, source._chunkc_index, source._chunkc_stamp
+        runtime, index, stamp = source._chunkc_store, source._chunkc_index, source._chunkc_stamp
         if source._role != "view":
             stamp = _NO_VERSION if source._role == "grad" else runtime.version_of(index)
         wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
@@ -346,7 +354,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
 def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
     """``target.copy_(source)`` without rounding to compute dtype on the way to param32."""
     value = _read(source) if isinstance(source, ManagedTensor) else source
-    _runtime(target).write_param(target._chunkc_index, value.expand(target.shape))
+    _store(target).write_param(target._chunkc_index, value.expand(target.shape))
     return target
 
 
@@ -355,7 +363,7 @@ def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[
 
     Random numbers are those of the parameter's device, as in the parameter's initialisation.
     """
-    dtype = _runtime(target).staging.dtypes[target._chunkc_index]
+    dtype = _store(target).staging.dtypes[target._chunkc_index]
     value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
     args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
     func(value, *args, **kwargs)
@@ -366,7 +374,7 @@ def _place(tensor: ManagedTensor) -> object:
     """Return a key shared by tensors whose values are in the same place, as a parameter and its ``data``."""
     if tensor._role == "view":
         return id(tensor)
-    return id(tensor._chunkc_runtime), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
+    return id(tensor._chunkc_store), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:

@@ -12,7 +12,7 @@ update is known for sure at the next forward, or at once where no optimizer of c
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 logger = logging.getLogger("chunkc")
 
@@ -46,21 +46,19 @@ class ForeignUpdates:
             self._updated.add(index)
         return is_update
 
-    def forget(self) -> None:
-        """Gradients were stepped, or begin anew."""
+    def end_gradients(self, discarded: Collection[int], names: Callable[[Sequence[int]], str]) -> bool:
+        """Gradients were stepped, or begin anew; tell whether something else has stepped ``discarded`` ones.
+
+        Those are parameters whose gradients went without a step. The first such step is logged, with their ``names``.
+        """
+        updated = sorted(self._updated.intersection(discarded))
         self._read.clear()
         self._graded.clear()
         self._updated.clear()
-
-    def found(self, discarded: Collection[int]) -> list[int]:
-        """Those of ``discarded``, parameters whose gradients went without a step, that were updated.
-
-        They count as one more foreign step.
-        """
-        found = sorted(self._updated.intersection(discarded))
-        if found:
+        if updated:
             self.num_steps += 1
-        return found
+            self.tell(names(updated))
+        return bool(updated)
 
     def tell(self, names: str) -> None:
         """Say once that another optimizer steps the parameters called ``names``, and what to write instead."""

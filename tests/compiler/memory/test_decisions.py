@@ -37,7 +37,7 @@ def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
     model = chunkc.compile(Odd(), "emulated-64m-64m", dtype=torch.float32, backend="eager", chunk_size=chunk_size)
     model(torch.ones(3)).sum().backward()
     runtime = model._compiled_call_impl.runtime
-    layout, store = runtime.layout, runtime._store
+    layout, store = runtime.layout, runtime.parameters._store
     pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
     tables = [make_norm_tiles(found, "cpu") for found in pieces]
     assert sum(int((t[:, 1] - t[:, 0]).sum()) for t in tables) == sum(i.numel for i in layout.params if i.trainable)

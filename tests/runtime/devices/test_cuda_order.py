@@ -162,7 +162,7 @@ def test_gradients_are_unscaled_clipped_and_skipped_wherever_updates_run(
     wanted, wanted_optimizer = train_decided(nbytes, wishes)
     on_cuda.append(cuda_device(FakeCuda(), nbytes, DebugSettings(poison=True, max_delay_ms=1, seed=5)))
     model, optimizer = train_decided(nbytes, wishes)
-    scales = [m._compiled_call_impl.runtime.loss_scale.state_dict() for m in (model, wanted)]
+    scales = [m._compiled_call_impl.runtime.clipping.loss_scale.state_dict() for m in (model, wanted)]
     assert scales[0] == scales[1] and scales[0]["scale"] < 2.0**16
     for found, right in zip(states(model, optimizer), states(wanted, wanted_optimizer), strict=True):
         tolerance = 1e-2 * min(float(right.abs().max()), 0.1)  # an update is of size 1e-2

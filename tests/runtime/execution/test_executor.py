@@ -97,7 +97,7 @@ REFUSED = {
 def test_actions_that_this_plan_or_release_has_no_place_for(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(monkeypatch)
     runtime = model._compiled_call_impl.runtime
-    binder = Binder(chunkc.plan_of(model), runtime._store, runtime.device, {}, RunEnvironment())
+    binder = Binder(chunkc.plan_of(model), runtime.parameters._store, runtime.device, {}, RunEnvironment())
     action = parse(text)
     assert action.op not in (Op.RUN, Op.FETCH)
     with pytest.raises(PlanError, match=REFUSED[text]):

@@ -17,7 +17,8 @@ from chunkc._torch_compat.core import FakeTensorMode
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.emulated import EmulatedDevice
-from chunkc.runtime.model.parameters import ModelMemory
+from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.params.managed_tensor import _fill, inner_of
 from chunkc.runtime.params.shell import Shell
 
@@ -61,32 +62,32 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def memory_of(layout: Layout, *, adopted: bool = True) -> ModelMemory:
+def runtime_of(layout: Layout, *, adopted: bool = True) -> ModelRuntime:
     """A model with a bf16 payload, in chunks or still in the staging store."""
     for _ in range(2):  # the mode holds on to the first result of an operator, which then cannot be swapped
         params = [nn.Parameter(torch.empty(info.shape, device=HOST)) for info in layout.params]
-    memory = ModelMemory(layout.params, params, FarDevice())
+    runtime = ModelRuntime(layout.params, params, FarDevice())
     if adopted:
         count = len(layout.chunks)
         static = {f"c{i}": i for i in range(count)} | {f"os{i}": count + i for i in range(count)}
-        memory.adopt(layout, static if layout.slots else {})
-    return memory
+        runtime.parameters.adopt(layout, static if layout.slots else {})
+    return runtime
 
 
 @pytest.fixture(params=["host homes", "static residents", "staged"])
-def memory(request: pytest.FixtureRequest) -> ModelMemory:
+def memory(request: pytest.FixtureRequest) -> Parameters:
     layout = layout_of(SHAPES, "bfloat16", on_device=request.param == "static residents")
-    return memory_of(layout, adopted=request.param != "staged")
+    return runtime_of(layout, adopted=request.param != "staged").parameters
 
 
-def test_a_parameter_stands_on_the_device_and_so_does_what_is_read_of_it(memory: ModelMemory) -> None:
+def test_a_parameter_stands_on_the_device_and_so_does_what_is_read_of_it(memory: Parameters) -> None:
     for index, param in enumerate(memory.params):
         assert param.device == inner_of(param).device == FAR
         assert memory.read_param(index).device == FAR
         assert memory.read_param(index).dtype is torch.bfloat16
 
 
-def test_what_is_handed_out_of_the_whole_model_stands_in_host_memory(memory: ModelMemory) -> None:
+def test_what_is_handed_out_of_the_whole_model_stands_in_host_memory(memory: Parameters) -> None:
     for index in range(len(memory.params)):
         assert memory.read_exact(index).device == HOST
         assert {t.device for t in memory.read_state(index)} == {HOST}
@@ -95,7 +96,7 @@ def test_what_is_handed_out_of_the_whole_model_stands_in_host_memory(memory: Mod
 @pytest.mark.parametrize("source", [FAR, HOST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_and_states_are_written_from_anywhere(
-    memory: ModelMemory, source: torch.device, dtype: torch.dtype
+    memory: Parameters, source: torch.device, dtype: torch.dtype
 ) -> None:
     for index, info in enumerate(memory.infos):
         value = torch.ones(info.shape, dtype=dtype, device=source)
@@ -107,32 +108,32 @@ def test_values_and_states_are_written_from_anywhere(
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -> None:
-    memory = memory_of(layout_of(SHAPES, "bfloat16", on_device=on_device))
-    gradients = memory.gradients
+    runtime = runtime_of(layout_of(SHAPES, "bfloat16", on_device=on_device))
+    gradients, memory = runtime.gradients, runtime.gradient_values
     gradients.begin(1, 1)
     gradients.land(range(len(SHAPES)))
-    gradients.hand_out("graph", range(len(SHAPES)))
-    for index, info in enumerate(memory.infos):
-        grad = memory.params[index].grad
+    gradients.publish(memory, "graph", range(len(SHAPES)))
+    for index, info in enumerate(runtime.infos):
+        grad = runtime.params[index].grad
         assert grad is not None and grad.device == FAR
         gradients.add(index, torch.ones(info.shape, dtype=torch.bfloat16, device=FAR))
-        assert gradients.apart[index].device == HOST
+        assert gradients.host_grads[index].device == HOST
         assert memory.read_grad(index, gradients.stamp).device == FAR
         memory.write_grad(index, gradients.stamp, torch.ones(info.shape, dtype=torch.bfloat16, device=FAR))
-    memory._move_apart(range(len(SHAPES)))
-    assert not gradients.landed and {t.device for t in gradients.apart.values()} == {HOST}
+    memory.spill(range(len(SHAPES)))
+    assert not gradients.chunk_grads and {t.device for t in gradients.host_grads.values()} == {HOST}
     assert memory.read_grad(0, gradients.stamp).device == FAR
     memory.write_grad(0, gradients.stamp, torch.ones(SHAPES[0], dtype=torch.bfloat16, device=FAR))
-    assert gradients.apart[0].device == HOST
-    memory._move_into_chunks()
-    assert not gradients.apart
+    assert gradients.host_grads[0].device == HOST
+    memory.move_into_chunks()
+    assert not gradients.host_grads
 
 
 def test_handing_out_gradients_allocates_nothing() -> None:
-    memory = memory_of(layout_of(SHAPES, "bfloat16"))
-    memory.gradients.begin(1, 1)
-    memory.gradients.hand_out("graph", range(len(SHAPES)))
-    for param in memory.params:
+    runtime = runtime_of(layout_of(SHAPES, "bfloat16"))
+    runtime.gradients.begin(1, 1)
+    runtime.gradients.publish(runtime.gradient_values, "graph", range(len(SHAPES)))
+    for param in runtime.params:
         assert param.grad is not None
         grad, inner = inner_of(param.grad), inner_of(param)
         assert grad.untyped_storage()._cdata == inner.untyped_storage()._cdata
@@ -140,7 +141,7 @@ def test_handing_out_gradients_allocates_nothing() -> None:
 
 
 def test_filling_draws_on_the_parameters_device() -> None:
-    memory = memory_of(layout_of(SHAPES, "bfloat16"), adopted=False)
+    memory = runtime_of(layout_of(SHAPES, "bfloat16"), adopted=False).parameters
     drawn: list[torch.device] = []
     write = memory.write_param
 

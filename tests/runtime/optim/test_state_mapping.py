@@ -48,7 +48,7 @@ def check(pair: Pair) -> None:
         for name in wanted:
             torch.testing.assert_close(found[name].clone(), wanted[name], rtol=2e-6, atol=2e-8)
     train(pair, 2, seed=70)
-    model[0].weight._chunkc_runtime.drain()
+    model[0].weight._chunkc_store.drain()
     assert_same_params(model, plain)
 
 
@@ -239,13 +239,13 @@ def test_a_state_of_zeros_with_step_0_is_the_beginning() -> None:
             zeros = {key: torch.zeros_like(p).detach() for key in ("exp_avg", "exp_avg_sq")}
             o.state[p] = {"step": torch.tensor(0.0), **zeros}
     train(pair, 2)
-    model[0].weight._chunkc_runtime.drain()
+    model[0].weight._chunkc_store.drain()
     assert_same_params(model, plain)
 
 
 def test_sixteen_bit_states_have_the_master_parameter() -> None:
     model, ours, _, _ = trained(dtype=torch.bfloat16)
-    weight, runtime = model[0].weight, model[0].weight._chunkc_runtime
+    weight, runtime = model[0].weight, model[0].weight._chunkc_store
     state = ours.state[weight]
     assert list(state) == ["step", "exp_avg", "exp_avg_sq", "master_param"]
     assert torch.equal(state["master_param"].clone(), runtime.view(0, 0))
@@ -307,7 +307,7 @@ def test_a_state_holds_no_circle() -> None:
 
 def test_only_what_is_read_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours, _, _ = trained()
-    runtime, asked = model[0].weight._chunkc_runtime, list[tuple[int, tuple[str, ...]]]()
+    runtime, asked = model[0].weight._chunkc_store, list[tuple[int, tuple[str, ...]]]()
     read_state = runtime.read_state
     monkeypatch.setattr(OneChunk, "read_state", lambda self, i, names: asked.append((i, names)) or read_state(i, names))
     for state in ours.state.values():

@@ -26,13 +26,13 @@ NODE: dict[str, Any] = {"shard": "node"}
 def own_digest(model: Any) -> str:
     """Of the master parameters and moments in this rank's own chunks."""
     runtime, found = model._compiled_call_impl.runtime, hashlib.sha256()
-    reader = runtime.snapshot(1 << 30)
+    reader = runtime.parameters.snapshot(1 << 30)
     places = runtime.layout.placements
     for index in sorted(range(len(runtime.params)), key=lambda i: (places[i].chunk, places[i].offset)):
-        if runtime.infos[index].numel and runtime.is_trained(index):
+        if runtime.infos[index].numel and runtime.parameters.is_trained(index):
             flats = [flat for position in range(3) for flat in reader.read(index, position)]
             found.update(b"".join(flat.view(torch.uint8).numpy().tobytes() for flat in flats))
-    runtime.end_snapshot(reader)
+    runtime.parameters.end_snapshot(reader)
     return found.hexdigest()
 
 

@@ -109,7 +109,7 @@ def load_after_a_discarded_window(hw: str, directory: str) -> tuple[Failure | No
     for is_refused in (torch.distributed.get_rank() == 1, False):
         side.run("forward backward forward backward zero")
         if is_refused:
-            runtime.write_own = _refuse
+            runtime.parameters.write_own = _refuse
         found.append(attempt(lambda: chunkc.load_checkpoint(directory, side.model, side.optimizer)))
         vars(runtime).pop("write_own", None)
     side.run("forward backward forward backward step zero state")

@@ -33,12 +33,12 @@ def poisonous(kind: int) -> torch.Tensor:
 
 
 def scale_of(model: nn.Module) -> float:
-    return float(model._compiled_call_impl.runtime.loss_scale.scale)  # type: ignore[union-attr, operator]
+    return float(model._compiled_call_impl.runtime.clipping.loss_scale.scale)  # type: ignore[union-attr, operator]
 
 
 def grow_soon(model: nn.Module) -> None:
     """The default interval of 2000 steps is long for a test."""
-    scale = model._compiled_call_impl.runtime.loss_scale  # type: ignore[union-attr, operator]
+    scale = model._compiled_call_impl.runtime.clipping.loss_scale  # type: ignore[union-attr, operator]
     assert (scale.growth_interval, scale.growth_factor, scale.backoff_factor) == (2000, 2.0, 0.5)
     scale.growth_interval = INTERVAL
 

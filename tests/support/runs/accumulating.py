@@ -67,7 +67,7 @@ def train_runner(runner: PlanRunner, setup: Setup, recipe: Recipe) -> tuple[Trai
     optimizer = chunkc.AdamW(runner.model.parameters(), **recipe.options)
     found, norms = train_in_parts(runner.model, runner.batches, optimizer, recipe, setup.options.accumulate)
     found.params = {
-        info.name: runner.compiled.runtime.read_exact(i) for i, info in enumerate(runner.plan.layout.params)
+        info.name: runner.compiled.runtime.parameters.read_exact(i) for i, info in enumerate(runner.plan.layout.params)
     }
     return found, norms
 

@@ -27,8 +27,8 @@ def restart(pair: Pair) -> None:
     """As at the beginning, its scale too."""
     pair.restart()
     runtime = pair.model._compiled_call_impl.runtime
-    runtime.is_scaled_outside = False
-    runtime.loss_scale.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
+    runtime.clipping.is_scaled_outside = False
+    runtime.clipping.loss_scale.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
 
 
 def built_in(pair: Pair, step: int) -> None:

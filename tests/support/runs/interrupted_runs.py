@@ -23,6 +23,7 @@ from pair import MIXED, Pair, Tower, batch
 from raise_points import PACKAGE, RaisePoint
 
 import chunkc
+from chunkc.runtime.model.program_state import ModelPhase
 
 Bits = dict[str, torch.Tensor]
 Interruption = AbstractContextManager[Any]
@@ -76,7 +77,7 @@ class Run:
         )
         self.runtime = self.model._compiled_call_impl.runtime
         if recipe.overflows:
-            self.runtime.loss_scale.growth_interval = 2
+            self.runtime.clipping.loss_scale.growth_interval = 2
 
     def inputs(self, number: int, part: int) -> tuple[torch.Tensor, ...]:
         found = batch(number * self.recipe.num_parts + part)
@@ -105,8 +106,8 @@ class Run:
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
-        if self.runtime.loss_scale is not None:
-            scale = self.runtime.loss_scale.state_dict()
+        if self.runtime.clipping.loss_scale is not None:
+            scale = self.runtime.clipping.loss_scale.state_dict()
             found["scale"] = torch.tensor([scale["scale"], scale["_growth_tracker"]])
         return found
 
@@ -164,13 +165,13 @@ class Twins:
             assert not (wrong := differences(run.bits(), after)), wrong
         else:
             self.outcomes["done"] += 1
-        assert not run.runtime.is_broken
+        assert run.runtime.state.phase is not ModelPhase.BROKEN
         self.number, self._bits = self.number + 1, after
 
     def check(self) -> None:
         """Both runs have the same bits, and neither is broken."""
         run, twin = self.runs
-        assert not run.runtime.is_broken
+        assert run.runtime.state.phase is not ModelPhase.BROKEN
         self._bits = twin.bits()
         assert not (wrong := differences(run.bits(), self._bits)), wrong
 

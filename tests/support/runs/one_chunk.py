@@ -26,7 +26,7 @@ class OneChunk:
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, adjust: Adjust | None = None) -> None:
         named = dict(model.named_parameters())
         self.names, self.params = list(named), list(named.values())
-        self.ranks = Ranks()
+        self.ranks, self.runtime, self.steps = Ranks(), self, self
         self.owners: dict[int, object] = {}
         self.transactions = Transactions(lambda: None, lambda work: work)
         self.adjust = adjust
@@ -36,13 +36,19 @@ class OneChunk:
         for index, p in enumerate(self.params):
             self.pieces.append(Piece(index, at, at + p.numel()))
             at += p.numel() + GAP
-            p._chunkc_runtime, p._chunkc_index = self, index  # type: ignore[attr-defined]
+            p._chunkc_store, p._chunkc_index = self, index  # type: ignore[attr-defined]
         self.payload = torch.zeros(at, dtype=dtype)
         self.triple = [torch.full((at,), float("nan")) for _ in range(3)]
         for piece, p in zip(self.pieces, self.params, strict=True):
             self.triple[0][piece.start : piece.end] = p.detach().float().flatten()
         self.chunk = ChunkUpdate(self.payload, *self.triple, self.pieces)
         self.pending: list[tuple[Mapping[int, Hyper], Mapping[int, int]]] = []
+
+    def expect_optimizer(self) -> None:
+        pass
+
+    def expect_clipping(self) -> None:
+        pass
 
     def name_of(self, index: int) -> str:
         return self.names[index]

@@ -30,7 +30,6 @@ from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.model.model import ModelRuntime
-from chunkc.runtime.params.gradients import Gradients
 
 BIG_NBYTES = 1 << 30
 POISON = DebugSettings(poison=True)
@@ -142,10 +141,9 @@ class PlanRunner:
         )
         micro_batches = setup.options.accumulate
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device, micro_batches)
-        runtime.params = params
-        runtime.gradients = Gradients(params, runtime)
+        runtime.params = runtime.parameters.params = runtime.gradients._params = params
         for p in params:
-            p._chunkc_runtime = runtime
+            p._chunkc_store = runtime.parameters
         with torch.no_grad():
             for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
                 buffer.copy_(initial)
@@ -172,7 +170,7 @@ class PlanRunner:
         make = make_optimizer or (lambda model: chunkc.AdamW(model.parameters(), **recipe.options))
         found = train(self.model, self.batches, make(self.model), recipe, after_step)
         found.params = {
-            info.name: self.compiled.runtime.read_exact(i) for i, info in enumerate(self.plan.layout.params)
+            info.name: self.compiled.runtime.parameters.read_exact(i) for i, info in enumerate(self.plan.layout.params)
         }
         return found
 
