@@ -32,7 +32,7 @@ class Half:
     @property
     def scale(self) -> tuple[float, int] | None:
         """The loss scale and the steps since it last changed."""
-        found = runtime_of(self.model).loss_scale
+        found = runtime_of(self.model).clipping.loss_scale
         return None if found is None else (float(found.scale), int(found.growth_tracker))
 
     def step(self, number: int) -> tuple[str, tuple[float, int] | None]:
