@@ -6,24 +6,18 @@ versions lack; the methods of a process group behind both are the same in 2.11, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+from torch.distributed.distributed_c10d import Store as Store
 
 from chunkc._torch_compat import rendezvous
 
 Group = dist.ProcessGroup
-
-
-class Store(Protocol):
-    """The part of a job's key-value store that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 def is_in_job() -> bool:
@@ -70,6 +64,18 @@ def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequ
     if len(own) != 1:
         raise RuntimeError(f"torch.distributed made {len(own)} groups of rank {job_rank()} for backend {backend!r}")
     return own[0]
+
+
+def new_mesh(backend: str, timeout: timedelta, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh:
+    """Lay the job's ranks out by ``shape``, the sizes of named dimensions, with new groups along each.
+
+    Every rank calls this at the same time. Ranks that follow each other differ along the last dimension.
+    ``init_device_mesh`` takes neither a timeout nor the device that NCCL binds, and shares the job's own group.
+    """
+    ranks = torch.arange(job_size(), device="cpu").view(*shape.values())
+    lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape.values())]
+    groups = [new_group(backend, timeout, device, of_dim) for of_dim in lines]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(shape))
 
 
 def end_group(group: Group) -> None:

@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from chunkc._torch_compat.distributed import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
+from chunkc._torch_compat.distributed import DeviceMesh, all_gather, all_to_all, end_group, reduce, reduce_scatter
 from chunkc.distributed.gloo import Allocator, DirectExchange
 
 STAGING_NBYTES: Final = 32 * 2**20
@@ -29,18 +29,15 @@ class DataGroup:
     """Collectives of one rank; one thread uses them.
 
     Args:
-        group: of the ranks, for tensors where payloads stand.
-        rank: of this process in the group. size: of the group.
+        mesh: of one dimension, whose group is for tensors where payloads stand.
         is_direct: whether payloads stand in host memory and the group is gloo's.
         allocate: uint8 host memory of so many bytes, for what is received directly.
         adds_in_float32: whether contributions in 16 bits are added up in float32 where they are not sent directly.
     """
 
-    def __init__(
-        self, group: Group, rank: int, size: int, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool
-    ) -> None:
-        self._group, self._size = group, size
-        self._direct = DirectExchange(group, rank, size, allocate) if is_direct else None
+    def __init__(self, mesh: DeviceMesh, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool) -> None:
+        self._group, self._size = mesh.get_group(), mesh.size()
+        self._direct = DirectExchange(self._group, mesh.get_local_rank(), self._size, allocate) if is_direct else None
         self._adds_in_float32 = adds_in_float32
         self._rows = torch.empty(0, device="cpu")
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")

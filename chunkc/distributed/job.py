@@ -12,8 +12,9 @@ import os
 import torch
 
 from chunkc._torch_compat import distributed as dist
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
-from chunkc.distributed.process_group import JobRanks, Kind, Ranks
+from chunkc.distributed.process_group import JobRanks, Ranks
 from chunkc.errors import RankError
 from chunkc.hardware import present_gpu
 

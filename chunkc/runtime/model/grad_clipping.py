@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 from torch import nn
 
-from chunkc.distributed.process_group import Kind, Lines, Ranks
+from chunkc.distributed.agreement import Kind, Lines
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo

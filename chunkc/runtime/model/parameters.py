@@ -19,8 +19,9 @@ from typing import Final
 import torch
 from torch import nn
 
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import mean_of_ranks, of_first_rank
-from chunkc.distributed.process_group import Kind, Ranks
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
@@ -357,7 +358,7 @@ class ModelMemory:
     @property
     def is_in_first_replica(self) -> bool:
         """Whether this rank is one of those whose chunks count where there are several of each."""
-        return self.layout is None or self.ranks.rank < self.layout.world_size
+        return self.layout is None or self.ranks.replica == 0
 
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
         """Replace this rank's elements of a parameter in chunks and, where given, of its moments.

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.grad_clipping import ScaledGradients

@@ -1,0 +1,93 @@
+"""Agreement of the ranks on what they do together: its kinds, digests and errors.
+
+Before a program, a read of a parameter or a checkpoint, each rank says what it is about to do: a kind, a digest of it,
+and a number. Where these differ every rank raises `RankError` with what each of them does, so that
+``if rank == 0: evaluate(model)`` is an error and no hang. A rank whose call is refused before it came to an agreement
+joins with the kind ``refused``: the others need not wait.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from itertools import zip_longest
+from typing import Final
+
+from chunkc.distributed.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
+from chunkc.errors import RankError
+
+_SHOWN_RANKS: Final = 4
+
+Lines = Callable[[], Sequence[str]]
+"""What a digest stands for, line by line; asked for only where digests differ."""
+
+
+class Kind(StrEnum):
+    """A kind of operation that the ranks are about to do together; ``does`` says it of one of them."""
+
+    does: str
+
+    def __new__(cls, name: str, does: str) -> Kind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.does = name, does
+        return kind
+
+    COMPILE = "compile", "compiles a model"
+    PLAN = "plan", "makes the first plan"
+    LAYOUT = "layout", "lays out chunks"
+    FORWARD = "forward", "runs a training forward"
+    BACKWARD = "backward", "runs a backward"
+    STEP = "step", "steps"
+    EVALUATE = "evaluate", "runs a forward without gradients"
+    READ = "read", "reads or writes a parameter, gradient or state"
+    GRADIENTS = "gradients", "clips or unscales gradients"
+    REDUCE = "reduce", "reduces the gradients of its micro-batches"
+    SAVE = "save", "saves"
+    LOAD = "load", "loads"
+    REFUSED = "refused", "had its call refused"
+
+
+KINDS: Final = tuple(Kind)
+PRELIMINARY: Final = frozenset({Kind.PLAN, Kind.LAYOUT, Kind.READ, Kind.GRADIENTS, Kind.REDUCE})
+"""Agreements that come before the one that a call is about."""
+
+
+def digest_lines(lines: Sequence[str]) -> int:
+    """63 bits of ``lines``, the same in every process."""
+    text = "\n".join(lines).encode()
+    return zlib.crc32(text) << 31 ^ zlib.adler32(text)
+
+
+def named(kind: Kind, what: str) -> str:
+    """Name an operation in a message; ``what`` of its kind it is (a parameter's name), if anything."""
+    return f"{kind} of {what}" if what else str(kind)
+
+
+def check_kinds(kinds: Sequence[Kind], rank: int, what: str) -> None:
+    """Refuse ``kinds`` of all ranks that differ; ``rank``, if refused already, raises what refused it.
+
+    Raises:
+        RankError: with what each rank does.
+    """
+    if len(set(kinds)) == 1 or kinds[rank] is Kind.REFUSED:
+        return
+    raise RankError(
+        "all ranks must do the same with a compiled model, in the same order, but "
+        + ", ".join(f"rank {other} {kind.does}" for other, kind in enumerate(kinds))
+        + f" (this is rank {rank}, in {named(kinds[rank], what)}). {advice_on_calls(Kind.BACKWARD in kinds)}"
+    )
+
+
+def difference_error(kind: Kind, what: str, descriptions: Sequence[Sequence[str]]) -> RankError:
+    """Return the error with the first line in which the descriptions of the ranks differ."""
+    for of_ranks in zip_longest(*descriptions, fillvalue="(nothing more)"):
+        if len(set(of_ranks)) > 1:
+            shown = "; ".join(f"rank {rank}: {line}" for rank, line in enumerate(of_ranks[:_SHOWN_RANKS]))
+            break
+    else:
+        of_ranks, shown = (), "their descriptions agree, their numbers do not"
+    return RankError(
+        f"the ranks' {named(kind, what)} are not the same; the first difference: {shown}. "
+        f"{advice_on_programs(any(map(is_backward_line, of_ranks)))}"
+    )
