@@ -1,9 +1,8 @@
 """Agreement of the ranks on what they do together: its kinds, digests and errors.
 
 Before a program, a read of a parameter or a checkpoint, each rank says what it is about to do: a kind, a digest of it,
-and a number. Where these differ every rank raises `RankError` with what each of them does, so that
-``if rank == 0: evaluate(model)`` is an error and no hang. A rank whose call is refused before it came to an agreement
-joins with the kind ``refused``: the others need not wait.
+and a number. Where these differ every rank raises `RankError`, so that ``if rank == 0: evaluate(model)`` is an error
+and no hang. A rank whose call was refused before joins with the kind ``refused``: the others need not wait.
 """
 
 from __future__ import annotations
@@ -65,11 +64,7 @@ def named(kind: Kind, what: str) -> str:
 
 
 def check_kinds(kinds: Sequence[Kind], rank: int, what: str) -> None:
-    """Refuse ``kinds`` of all ranks that differ; ``rank``, if refused already, raises what refused it.
-
-    Raises:
-        RankError: with what each rank does.
-    """
+    """Refuse, with `RankError`, kinds of the ranks that differ; a refused rank raises its own error."""
     if len(set(kinds)) == 1 or kinds[rank] is Kind.REFUSED:
         return
     raise RankError(

@@ -1,8 +1,6 @@
-"""The torch.distributed job that this process belongs to, as a compiled model sees it.
+"""The torch.distributed job that this process belongs to: NCCL where there is a GPU, else gloo.
 
-A script that was started by torchrun belongs to a job before it has called anything: `join` calls
-``init_process_group`` for it where it has not done that itself. Backends are those of the device: NCCL where there is a
-GPU, else gloo.
+A script started by torchrun belongs to a job before it has called anything; `join` calls ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -20,9 +18,7 @@ from chunkc.hardware import present_gpu
 
 
 def join() -> None:
-    """Be part of the job that torchrun has started, if it has and the script has not joined by itself.
-
-    In a job this rank's GPU becomes the current one: kernels and pinned memory of a rank belong there.
+    """Join the job that torchrun has started, if the script has not; this rank's GPU becomes current.
 
     Raises:
         HardwareError: when there are fewer GPUs than ranks of this machine.
@@ -56,13 +52,13 @@ def rank() -> int:
 
 
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """Make the ranks of a model on ``device``.
+    """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 
-    Every ``num_sharing`` ranks share chunks. All ranks make theirs at the same time, in the same order of models.
+    All ranks make theirs at the same time, in the same order of models.
 
     Args:
         allocate: uint8 host memory of so many bytes, for exchanges between hosts.
-        adds_in_float32: whether gradients of the ranks are added up in float32 by NCCL, too.
+        adds_in_float32: whether NCCL, too, adds up gradients in float32.
 
     Raises:
         RankError: when not all of them compile a model now.

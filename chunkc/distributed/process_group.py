@@ -1,4 +1,4 @@
-"""The ranks that train one model together: their exchanges, and the check that all do the same.
+"""The ranks that train one model together: their process groups and exchanges.
 
 Every model has its own process groups, so that nothing of the script's own exchanges can come between:
 
@@ -10,8 +10,7 @@ The last two are the dimensions of a `DeviceMesh`, without those of size one. Th
 their collectives in plan order. All replicas stay the same bits: a mean over replicas is made once and sent to all
 (`data_group`), norms are added up in one order, and updates do the same arithmetic on the same numbers.
 
-When a collective fails or times out, every later one fails at once, with the first cause, on this rank, and the ranks
-tell each other through the job's store where they stopped.
+When a collective fails or times out, every later one of this rank fails at once with the first cause.
 """
 
 from __future__ import annotations
@@ -59,10 +58,9 @@ class Ranks:
     """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
     Attributes:
-        rank: of this process, from 0.
-        size: how many there are.
-        shard_rank: of this process among the ranks that divide the model data with it.
-        replica: of the model data that this rank has a part of, from 0.
+        rank: of this process, from 0, of ``size``.
+        shard_rank: its place among the ranks that divide the model data.
+        replica: the number of the replica of the model data that it has a part of.
     """
 
     rank = 0
@@ -79,7 +77,7 @@ class Ranks:
         """Check that all ranks are about to do the same, and return ``number`` of each, in their order.
 
         Args:
-            lines: all that must be equal; see `agree_digest` for one that is used often.
+            lines: all that must be equal.
             what: for messages, what of the kind it is (a parameter's name).
 
         Raises:
@@ -118,7 +116,7 @@ class Ranks:
     def reduce(self, own: torch.Tensor, whole: torch.Tensor, place: str, *, mean: bool) -> None:
         """Into ``own``, this rank's part of ``whole``, the mean of that part over all ranks.
 
-        Without ``mean``, the sum over the ranks that divide ``whole``, and the mean of the replicas' sums.
+        Without ``mean``: the sum over the ranks that divide ``whole``, of which replicas take the mean.
         """
 
     def total(self, tensor: torch.Tensor, place: str) -> None:
@@ -128,8 +126,7 @@ class Ranks:
     def collective_section(self, place: str, settle: Callable[[], None]) -> Iterator[None]:
         """End the others as well when the block raises, where after an agreement they count on this rank.
 
-        They hear of it now, and not at their timeout. Before that ``settle()`` waits until nobody is exchanging
-        anything on this rank: what has been launched here has been launched everywhere.
+        They hear of it at once, after ``settle()``, which waits for the exchanges that all have launched.
         """
         yield
 
@@ -149,7 +146,7 @@ class JobRanks(Ranks):
 
     Args:
         timeout: of every exchange.
-        store: of the job, through which ranks say where they stopped.
+        store: of the job, through which ranks report where they stopped.
         number: of this object, the same on all ranks.
     """
 

@@ -1,10 +1,7 @@
-"""Advice for ranks that do different things with one model.
+"""Advice for ranks that do different things with one model, at the end of errors.
 
-Errors of `chunkc.distributed.process_group` end with this advice.
-
-A backward pass runs the graphs of a forward that the loss reaches, the last one first. Ranks exchange gradients graph
-by graph, so where a forward breaks into several graphs all losses must reach the same of them. Within one graph losses
-may reach different outputs (`chunkc.runtime.devices.requested`).
+Ranks exchange gradients graph by graph, the last one first. Where a forward breaks into several graphs, all losses must
+reach the same of them; within one graph they may reach different outputs (`chunkc.runtime.devices.requested`).
 """
 
 from __future__ import annotations
@@ -29,10 +26,7 @@ def advice_on_calls(has_backward: bool) -> str:
 
 
 def advice_on_programs(is_broken_backward: bool) -> str:
-    """Advise ranks that call the same with different programs.
-
-    ``is_broken_backward``: the call is the backward pass of a forward that breaks into several graphs.
-    """
+    """Advise ranks whose programs differ; ``is_broken_backward``: in a backward of several graphs."""
     return _SAME_GRAPHS if is_broken_backward else _SAME_INPUTS
 
 
