@@ -41,16 +41,6 @@ def join() -> None:
         ) from error
 
 
-def num_ranks() -> int:
-    """Ranks of the job; 1 without one."""
-    return dist.job_size() if dist.is_in_job() else 1
-
-
-def rank() -> int:
-    """This process's rank in the job."""
-    return dist.job_rank() if dist.is_in_job() else 0
-
-
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 
@@ -63,13 +53,13 @@ def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, a
     Raises:
         RankError: when not all of them compile a model now.
     """
-    if num_ranks() == 1:
+    if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()
-    store = dist.job_store()
-    number = int(store.add(f"chunkc/models/{rank()}", 1))
+    rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
+    number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank(), num_ranks(), dist.job_timeout(), store, number)
-    shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}, gradients are added up "
+    ranks = JobRanks(rank, size, dist.job_timeout(), store, number)
+    shared = f"model data is divided over {num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
     ranks.connect(backend, device, num_sharing, allocate, adds_in_float32=adds_in_float32)
