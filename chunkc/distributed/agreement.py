@@ -13,10 +13,19 @@ from enum import StrEnum
 from itertools import zip_longest
 from typing import Final
 
-from chunkc.distributed.rank_advice import advice_on_calls, advice_on_programs, is_backward_line
 from chunkc.errors import RankError
 
 _SHOWN_RANKS: Final = 4
+_SAME_CALLS: Final = "Call forward, backward, step, evaluation, reads of parameters and saves on every rank"
+_SAME_INPUTS: Final = (
+    "Build the model, its optimizer and its inputs alike on every rank; where lengths differ, pad the batches of a "
+    "step to one length"
+)
+_SAME_GRAPHS: Final = (
+    "The loss of every rank must reach the same graphs of a forward that breaks into several: add the outputs of the "
+    "other graphs to it, as in loss + 0 * output.sum(), or remove the break (fullgraph=True names it)"
+)
+_BACKWARD: Final = "the backward goes on with graph "
 
 Lines = Callable[[], Sequence[str]]
 """What a digest stands for, line by line; asked for only where digests differ."""
@@ -63,14 +72,20 @@ def named(kind: Kind, what: str) -> str:
     return f"{kind} of {what}" if what else str(kind)
 
 
+def backward_line(position: int, num_graphs: int) -> str:
+    """Describe the backward pass of one graph out of several."""
+    return f"{_BACKWARD}{position + 1} of the {num_graphs} graphs of the forward"
+
+
 def check_kinds(kinds: Sequence[Kind], rank: int, what: str) -> None:
     """Refuse, with `RankError`, kinds of the ranks that differ; a refused rank raises its own error."""
     if len(set(kinds)) == 1 or kinds[rank] is Kind.REFUSED:
         return
+    advice = f"{_SAME_CALLS}. {_SAME_GRAPHS}" if Kind.BACKWARD in kinds else _SAME_CALLS
     raise RankError(
         "all ranks must do the same with a compiled model, in the same order, but "
         + ", ".join(f"rank {other} {kind.does}" for other, kind in enumerate(kinds))
-        + f" (this is rank {rank}, in {named(kinds[rank], what)}). {advice_on_calls(Kind.BACKWARD in kinds)}"
+        + f" (this is rank {rank}, in {named(kinds[rank], what)}). {advice}"
     )
 
 
@@ -82,7 +97,5 @@ def difference_error(kind: Kind, what: str, descriptions: Sequence[Sequence[str]
             break
     else:
         of_ranks, shown = (), "their descriptions agree, their numbers do not"
-    return RankError(
-        f"the ranks' {named(kind, what)} are not the same; the first difference: {shown}. "
-        f"{advice_on_programs(any(map(is_backward_line, of_ranks)))}"
-    )
+    advice = _SAME_GRAPHS if any(line.startswith(_BACKWARD) for line in of_ranks) else _SAME_INPUTS
+    return RankError(f"the ranks' {named(kind, what)} are not the same; the first difference: {shown}. {advice}")

@@ -17,9 +17,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from chunkc._torch_compat.core import current_backward
-from chunkc.distributed.agreement import Kind
+from chunkc.distributed.agreement import Kind, backward_line
 from chunkc.distributed.process_group import Ranks
-from chunkc.distributed.rank_advice import backward_line
 from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import ParamInfo
@@ -37,7 +36,6 @@ class ModelRuntime(Transitions):
     """State machine over the executors of one model; see the module docstring.
 
     Attributes:
-        num_forwards: compiled forwards so far.
         executors: of every captured graph, by a key of its own.
         ran: what has run forward in the latest call.
         measures: ``wants_norms`` as the call under way found it.

@@ -345,10 +345,7 @@ class ModelMemory:
             self.write_param(param, param32)
 
     def own_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each.
-
-        One that has no elements, or no chunks yet, is rank 0's.
-        """
+        """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each."""
         numel = self.infos[index].numel
         if self._store is None or self.staging.holds(index) or not numel:
             return ((0, numel),) if self.ranks.is_first else ()
