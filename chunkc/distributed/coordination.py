@@ -67,10 +67,7 @@ def of_first_rank(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
-    """The mean of ``value`` over all ranks, in host memory; with one rank, ``value`` itself.
-
-    Added up in float32, values of float64 in float64.
-    """
+    """The mean over ranks, added up in float32 (float64: float64), in host memory; alone ``value`` itself."""
     if ranks.size == 1:
         return value
     exact = torch.promote_types(value.dtype, torch.float32)

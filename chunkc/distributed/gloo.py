@@ -57,10 +57,7 @@ class DirectExchange:
         own.copy_(total.div_(self._size) if mean else total)
 
     def all_reduce(self, whole: torch.Tensor, *, mean: bool) -> None:
-        """Replace ``whole`` (1-D) by its sum or mean over all ranks, the same bits on all.
-
-        Each rank makes one part for all, of which sizes differ by one element where ``whole`` cannot be divided evenly.
-        """
+        """Replace ``whole`` (1-D) by its sum or mean, the same bits on all: each rank makes one part for all."""
         own = whole.tensor_split(self._size)[self._rank]
         self.reduce_scatter(own, whole, mean=mean)
         self.all_gather(whole, own)

@@ -133,7 +133,7 @@ class Ranks:
     def concurrent(self) -> Ranks:
         """The same ranks with a control group of its own, for one thread that works beside training.
 
-        It is made by the first call, which all ranks make together, and closed with this object.
+        All ranks make the first call together. Closed with this object.
         """
         return self
 

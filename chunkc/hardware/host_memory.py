@@ -28,10 +28,7 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
     """Bytes of host memory, at least 0, that can be taken without swapping or passing a cgroup limit.
 
-    ``root``, where ``proc`` and ``sys`` lie, and ``environ`` are others in tests.
-
-    Raises:
-        HardwareError: when `HOST_MEMORY` is no size.
+    ``root``, where ``proc`` and ``sys`` lie, and ``environ`` are others in tests. Raises as `stated_host_nbytes`.
     """
     machine, stated_nbytes = psutil.virtual_memory(), stated_host_nbytes(environ)
     available_nbytes = machine.available
@@ -41,11 +38,7 @@ def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.env
 
 
 def stated_host_nbytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """This machine's host memory in bytes as `HOST_MEMORY` states it; None where it is not set.
-
-    Raises:
-        HardwareError: when `HOST_MEMORY` is no size.
-    """
+    """Host memory in bytes as `HOST_MEMORY` states it, if set; HardwareError when that is no size."""
     text = environ.get(HOST_MEMORY, "")
     if not text:
         return None

@@ -47,7 +47,8 @@ class PresentGpu:
 def present_gpu() -> PresentGpu | None:
     """This rank's CUDA device, if there is one; without a CUDA context where NVML knows the device.
 
-    The script's choice (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of LOCAL_RANK.
+    The script's choice (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of LOCAL_RANK, or
+    the only one that the process sees.
     """
     if not torch.cuda.is_available():
         return None

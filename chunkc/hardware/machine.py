@@ -103,11 +103,7 @@ class Hardware:
         return self.num_nodes * self.gpus_per_node
 
     def num_ranks(self, world_size: int | None = None) -> int:
-        """``world_size``, one rank for each device; default: all devices.
-
-        Raises:
-            HardwareError: where the machine has fewer devices.
-        """
+        """``world_size``, by default all devices; raises HardwareError where the machine has fewer."""
         if world_size is None:
             return self.num_gpus
         if not 1 <= world_size <= self.num_gpus:
@@ -140,11 +136,7 @@ class Hardware:
         return per_node, num_ranks // per_node
 
     def job_sharding(self, shard: str) -> tuple[int, int]:
-        """Return the `sharding` of the running job.
-
-        Raises:
-            HardwareError: as `sharding` does, and for ``"node"`` where nodes of the job have other numbers of GPUs.
-        """
+        """The `sharding` of the running job; HardwareError also where ``"node"`` is not a node of the job."""
         sharding, (num_nodes, per_node) = self.sharding(shard), _job_shape()
         if shard == "node" and not self.emulated and per_node != self.gpus_per_node:
             raise HardwareError(
@@ -157,9 +149,7 @@ class Hardware:
         """This machine as the ranks of the running job use it, one device each.
 
         A machine of one device stands for as many nodes and devices as the job has; ranks share a node's host memory.
-
-        Raises:
-            HardwareError: where it names another number of devices than there are ranks.
+        Raises HardwareError where it names another number of devices than there are ranks.
         """
         num_nodes, gpus_per_node = _job_shape()
         if self.num_gpus == num_nodes * gpus_per_node:
@@ -191,7 +181,7 @@ class Hardware:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Mixed precision's compute dtype: bfloat16 from sm_80 on and on emulated devices, float16 below."""
+        """Mixed precision's compute dtype: bfloat16 from sm_80 on and on emulated devices, else float16."""
         if self.compute_capability is not None and self.compute_capability < (8, 0):
             return torch.float16
         return torch.bfloat16
@@ -207,11 +197,7 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str) -> Hardware:
-        """Read a spelling, an alias of the papers' machines, or ``"auto"``, in any case.
-
-        Raises:
-            HardwareError: it is unknown, incomplete or ambiguous; the message says what would be right.
-        """
+        """Read a spelling, an alias or ``"auto"``, in any case; a HardwareError says what would be right."""
         alias = text.strip().lower()
         if alias == "auto":
             return cls.detect()
@@ -255,20 +241,12 @@ class Hardware:
         return {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a profile, for `load` and ``hw=``, whole or not at all.
-
-        Raises:
-            ChunkcError: it cannot be written; what the file held, it holds.
-        """
+        """Write a profile for `load` and ``hw=``, whole or not at all; raises ChunkcError."""
         save_text(path, json.dumps(self.profile(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Hardware:
-        """Read a profile that `save` wrote.
-
-        Raises:
-            HardwareError: the file is missing, no profile, or of another version; the message names the place inside.
-        """
+        """Read a profile that `save` wrote; a HardwareError names the file and the place inside."""
         try:
             return _from_profile(read_json(os.fspath(path), max_nbytes=PROFILE_MAX_NBYTES))
         except (OSError, ValueError) as error:

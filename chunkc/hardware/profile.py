@@ -130,11 +130,7 @@ class Rates:
             raise HardwareError(f"num_rounds must be at least 1, found {self.num_rounds}")
 
     def slowdown(self, of: str, by: Iterable[str]) -> Figure:
-        """How many times as long activity `of` takes while the activities `by` run; 1 where nothing else runs.
-
-        Raises:
-            HardwareError: when this set of activities was not measured together.
-        """
+        """How many times as long `of` takes while `by` run, 1 if none; HardwareError if not measured."""
         wanted = tuple(sorted(set(by)))
         if not wanted:
             return Figure(1.0, 0.0)

@@ -43,11 +43,7 @@ class Spelling:
 
 
 def parse_spelling(text: str) -> Spelling:
-    """Read an ``hw`` string in any case, but no alias of a whole machine and no ``auto``.
-
-    Raises:
-        HardwareError: it is unknown, incomplete or ambiguous; the message says what would be right.
-    """
+    """Read an ``hw`` string, no alias or ``auto``; a HardwareError says what would be right."""
     head, *sizes = text.strip().lower().split("-")
     counts: list[int] = []
     while (match := _COUNT.match(head)) is not None:

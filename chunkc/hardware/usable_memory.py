@@ -24,8 +24,7 @@ class UsableMemory:
 
     Attributes:
         device_nbytes, host_nbytes: what training may take.
-        context_nbytes: of the device, what CUDA's context keeps.
-        leaves_slack: whether `slack_nbytes` of the device's memory are left free.
+        context_nbytes: of the device, what CUDA's context keeps; leaves_slack: whether `slack_nbytes` are left free.
         kept_host_nbytes: of the rank's share of the host's memory, what the system and the process keep.
     """
 
@@ -58,7 +57,7 @@ def slack_nbytes(gpu_nbytes: int) -> int:
 
 
 def least_gpu_nbytes(needed_nbytes: int) -> int:
-    """Return the least GPU memory with ``needed_nbytes`` left beside the slack; 0 where none are needed."""
+    """The least GPU memory with ``needed_nbytes`` left beside the slack; 0 where none are needed."""
     if not needed_nbytes:
         return 0
     return needed_nbytes + max(_LEAST_SLACK_NBYTES, (needed_nbytes - 1) // (_SLACK_PARTS - 1))
