@@ -31,7 +31,8 @@ from chunkc.compiler.validation import (
 )
 from chunkc.cost.rates import known_rates
 from chunkc.distributed import job
-from chunkc.distributed.process_group import Kind, Ranks
+from chunkc.distributed.agreement import Kind
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
 from chunkc.hardware.usable_memory import UsableMemory
@@ -135,7 +136,7 @@ def compile(  # the name that torch.compile taught users
         host_budget_nbytes=device.host_budget_nbytes,
         reserved_host_nbytes=device.kept_host_nbytes,
         world_size=world_size,
-        rank=job.rank() % world_size,
+        rank=ranks.shard_rank,
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
         runs_inline=machine.emulated,

@@ -1,4 +1,1 @@
-"""All that chunkc takes from torch beyond its public interface, with the versions where it was seen.
-
-A new torch version asks for changes here and nowhere else.
-"""
+"""All that chunkc takes from torch beyond its public interface, with the versions where it was seen."""

@@ -1,9 +1,7 @@
 """Private torch APIs that chunkc uses, with the versions on which they were seen to work.
 
-Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free memory) ``release``.
-
-Seen on torch 2.11.0, 2.13.0 and 2.15.0. A function here either hides a difference between versions or marks a name
-without a leading promise from torch; the rest of the package imports only from here.
+Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free memory) ``release``. Seen on torch 2.11.0,
+2.13.0 and 2.15.0. The rest of the package imports only from this room.
 """
 
 from __future__ import annotations
@@ -105,9 +103,7 @@ def compiles_here() -> bool:
 
 
 def without_modes() -> AbstractContextManager[Any]:
-    """Hide operators from dispatch modes inside the block.
-
-    Compiled code is first called under one that looks at each operator, which takes some 50 microseconds."""
+    """Hide operators from dispatch modes, which cost the first call some 50 microseconds an operator."""
     return torch.utils._python_dispatch._disable_current_modes()
 
 
@@ -130,10 +126,7 @@ def is_compiled_node(node: Any) -> bool:
 
 
 def keep_undefined(node: Any) -> None:
-    """Have an autograd function's backward take None, not zeros, for undefined gradients of outputs.
-
-    AOTAutograd itself passes them on to the compiled backward as they come, but asks for zeros when it runs forward.
-    """
+    """Have a compiled backward take None, not zeros, for undefined gradients of outputs."""
     node.set_materialize_grads(False)
 
 
@@ -177,10 +170,7 @@ def is_profiling() -> bool:
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """A range of torch's profiler, or of NVTX under ``emit_nvtx``; next to nothing without one.
-
-    A profiler sees the thread that it was started on and those of autograd; others with ``profile_all_threads``.
-    """
+    """A range of torch's profiler on its thread and autograd's, or of NVTX; next to nothing without one."""
     if not is_profiling():
         return nullcontext()
     return torch.autograd.profiler.record_function(name)
@@ -197,8 +187,8 @@ def min_cut_partition(
 ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
     """PyTorch's min-cut rematerialisation partitioner.
 
-    Random operators that backward computes again replay the state that their device's generator had in forward. Left
-    alone, torch gives those of a GPU generators of their own, which neither seeds nor checkpoints reach.
+    Random operators that backward computes again replay the forward state of their device's generator, which seeds and
+    checkpoints reach, where torch would give those of a GPU generators of their own.
     """
     with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
         forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
@@ -221,7 +211,6 @@ def decides_recomputation(node: torch.fx.Node) -> bool:
 
 
 def _default(op: torch._ops.OpOverload, name: str) -> Any:
-    """The default of an operator's argument; None where it has no such argument."""
     return next((a.default_value for a in op._schema.arguments if a.name == name), None)
 
 
@@ -239,10 +228,7 @@ def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
-    """Tell the partitioner never to save ``node`` for backward.
-
-    Without ``region`` the node is not saved at the border of a region either, whatever the model says.
-    """
+    """Tell the partitioner never to save ``node``; without ``region`` not at a region's border either."""
     node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
     if region is None:
         del node.meta["ac_graph_id"]
@@ -278,9 +264,9 @@ def storage_key(value: Any) -> StorageKey | None:
 
 
 def graph_break(reason: str) -> Exception:
-    """Return the exception that ends Dynamo's graph before the call under way.
+    """Return the exception that ends Dynamo's graph before the call under way, for code that it traces.
 
-    It is to be raised while Dynamo traces. The call then runs as it is. With ``fullgraph=True`` the user sees it.
+    The call then runs as it is. With ``fullgraph=True`` the user sees the exception.
     """
     kind = torch._dynamo.exc.Unsupported
     named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
@@ -289,11 +275,11 @@ def graph_break(reason: str) -> Exception:
 
 def break_reason(module: torch.fx.GraphModule) -> str | None:
     """Why Dynamo ended this graph before its frame returned, with the source line; None where it did not."""
-    found = getattr(module, "compile_subgraph_reason", None)
-    if found is None or not found.graph_break:
+    ending = getattr(module, "compile_subgraph_reason", None)
+    if ending is None or not ending.graph_break:
         return None
-    reason = str(found.reason).strip().splitlines()[0]
-    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in found.user_stack[-1:]]
+    reason = str(ending.reason).strip().splitlines()[0]
+    where = [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in ending.user_stack[-1:]]
     return f"{reason} at {where[0]}" if where else reason
 
 
@@ -314,10 +300,7 @@ def _forward_metadata() -> Any:
 
 
 def num_forward_outputs() -> int:
-    """Return how many leading outputs of the forward graph being compiled are for the user.
-
-    Mutated inputs count among them. The rest is saved for backward.
-    """
+    """Leading outputs of the forward graph for the user, mutated inputs included; the rest is saved."""
     return int(_forward_metadata().num_forward)
 
 
@@ -337,11 +320,7 @@ def hidden_from_dynamo(function: F) -> F:
 
 
 class Finalizer(weakref.finalize):  # type: ignore[type-arg]
-    """``weakref.finalize`` that Dynamo does not trace, neither itself nor what it calls.
-
-    Python calls finalizers wherever an object goes, also in frames of user code that Dynamo runs, where Dynamo compiles
-    every Python function that is called.
-    """
+    """``weakref.finalize`` hidden from Dynamo, which compiles all that is called in frames of user code."""
 
     __slots__ = ()
 
@@ -351,11 +330,7 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
 
 
 def fresh_code(function: Any) -> Any:
-    """The same function over a code object of its own.
-
-    Dynamo keeps its compiled frames, and counts its recompile limit, per code object: two models that entered through
-    one function would share both.
-    """
+    """The same function over a code object of its own: Dynamo keeps frames and limits per code object."""
     function.__code__ = function.__code__.replace()
     return function
 
@@ -363,8 +338,8 @@ def fresh_code(function: Any) -> Any:
 class _IgnoredFunctions(frozenset[Callable[..., Any]]):
     """Functions, whose deep copy is a list of their names.
 
-    torch 2.11 writes a deep copy of this setting to its compilation metrics as JSON, and logs an error at every capture
-    where that is a set of functions, as its documentation asks for; 2.13 and later leave the setting out.
+    torch 2.11 writes a deep copy of this setting to its metrics as JSON, and logs an error where that is a set of
+    functions; 2.13 and later leave the setting out.
     """
 
     def __deepcopy__(self, memo: object) -> list[str]:
@@ -373,11 +348,7 @@ class _IgnoredFunctions(frozenset[Callable[..., Any]]):
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Apply Dynamo's settings for the capture in one call.
-
-    Logging inside a forward does not break the graph. Hooks that modules are given later make Dynamo capture anew
-    instead of being ignored.
-    """
+    """Apply Dynamo's settings for a capture: logging breaks no graph, later hooks cause a new capture."""
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
@@ -389,11 +360,7 @@ def capture_settings() -> Iterator[None]:
 
 @contextmanager
 def shared_frames() -> Iterator[None]:
-    """Lift Dynamo's limits on recompiling a function, for one call whose forward breaks.
-
-    Dynamo then compiles frames of the user's own functions. All models of a class share these frames, so that the
-    limits per function say nothing about one model.
-    """
+    """Lift Dynamo's limits on recompiling a function, which all models of a class share, for one call."""
     many = 1 << 30
     with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many):
         yield

@@ -1,29 +1,23 @@
-"""torch.distributed as chunkc uses it: own groups, six collectives, and differences between versions.
+"""torch.distributed as chunkc uses it: a mesh of own groups, six collectives.
 
-``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are deprecated from torch 2.13 on in favour of names that older
-versions lack; the methods of a process group behind both are the same in 2.11, 2.13 and 2.15.
+``all_gather_into_tensor`` and ``reduce_scatter_tensor`` are deprecated from torch 2.13 on, and their new names missing
+before. The methods of a process group behind both are the same in 2.11, 2.13 and 2.15.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as DeviceMesh
+from torch.distributed.distributed_c10d import Store as Store
 
 from chunkc._torch_compat import rendezvous
 
 Group = dist.ProcessGroup
-
-
-class Store(Protocol):
-    """The part of a job's key-value store that is used."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def check(self, keys: list[str]) -> bool: ...
 
 
 def is_in_job() -> bool:
@@ -38,29 +32,26 @@ def join(backend: str) -> None:
 
 
 def job_rank() -> int:
-    """This process's rank in the job."""
     return dist.get_rank()
 
 
 def job_size() -> int:
-    """Ranks of the job."""
     return dist.get_world_size()
 
 
 def job_timeout() -> timedelta:
     """Return the timeout that ``init_process_group`` was given, or its default."""
     group = _world()
-    found: timedelta = group._get_backend(_device_of(group)).options._timeout
-    return found
+    timeout: timedelta = group._get_backend(_device_of(group)).options._timeout
+    return timeout
 
 
 def job_store() -> Any:
-    """The job's key-value store."""
     return dist.distributed_c10d._get_default_store()
 
 
 def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequence[Sequence[int]]) -> Group:
-    """The group of that one of ``sets`` of ranks which this rank is in, for tensors on ``device``.
+    """The group of that one of ``sets`` which this rank is in, for tensors on ``device``.
 
     Every rank makes the groups of all sets, in this order and at the same time.
     """
@@ -70,6 +61,18 @@ def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequ
     if len(own) != 1:
         raise RuntimeError(f"torch.distributed made {len(own)} groups of rank {job_rank()} for backend {backend!r}")
     return own[0]
+
+
+def new_mesh(backend: str, timeout: timedelta, device: torch.device, shape: Mapping[str, int]) -> DeviceMesh:
+    """Lay the job's ranks out by ``shape``, the sizes of named dimensions, with new groups along each.
+
+    Every rank calls this at the same time. Ranks that follow each other differ along the last dimension.
+    ``init_device_mesh`` takes neither a timeout nor the device that NCCL binds, and shares the job's own group.
+    """
+    ranks = torch.arange(job_size(), device="cpu").view(*shape.values())
+    lines = [ranks.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(shape.values())]
+    groups = [new_group(backend, timeout, device, of_dim) for of_dim in lines]
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(shape))
 
 
 def end_group(group: Group) -> None:
@@ -98,10 +101,7 @@ def reduce(group: Group, tensor: torch.Tensor, *, mean: bool) -> None:
 
 
 def all_to_all(group: Group, received: torch.Tensor, sent: torch.Tensor) -> None:
-    """Send row ``r`` of ``sent`` to rank ``r``; receive row ``r`` of ``received`` from it.
-
-    Both are contiguous.
-    """
+    """Send row ``r`` of ``sent`` to rank ``r``, receive row ``r`` of ``received`` from it, contiguous."""
     _finish(group.alltoall_base(received.view(-1), sent.view(-1), [], []))
 
 
@@ -113,7 +113,7 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int) -> None:
 
 
 def _finish(work: Any) -> None:
-    """On the host: until it is done. On a GPU: the current stream waits, not the host."""
+    """Wait for ``work`` on the host; on a GPU the current stream waits instead."""
     if work is not None:
         work.wait()
 

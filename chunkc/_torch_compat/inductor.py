@@ -1,7 +1,6 @@
 """Inductor as chunkc uses it: graphs compiled without autograd, and single loops.
 
-Its private names stand in this one place. Seen on torch 2.11.0, 2.13.0 and 2.15.0. Inductor is imported at its first
-use.
+Seen on torch 2.11.0, 2.13.0 and 2.15.0. Inductor is imported at its first use.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
 def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
     """Inductor's passes over a joint graph (seeded dropout, fused attention, folding), in place.
 
-    The result follows from the graph alone, so that all ranks, and a plan made without the device, get the same one.
-    Padding of matrix products is left out: on a GPU each process decides on it by a benchmark of its own.
+    The result follows from the graph alone, also without the device: matrix products are not padded by benchmarks.
     """
     import torch._inductor.config
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -42,8 +40,7 @@ def inductor_joint_passes(joint: torch.fx.GraphModule) -> None:
 def inductor_compile(module: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
     """Compile a decomposed graph without autograd; the callable takes a list, which it empties.
 
-    A tracing context of its own keeps what Inductor records about one graph's outputs away from the next graph. All
-    outputs keep the strides of the fake tensors, since the graphs that read them were made for these.
+    Outputs keep the strides of the fake tensors. Inductor's records of one graph are kept away from the next one.
     """
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.compile_fx import compile_fx_inner
@@ -70,9 +67,8 @@ def inductor_loop(
 ) -> tuple[str, str, list[tuple[str, int]]]:
     """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo.
 
-    The loop takes any number of elements. It is called by address instead of through Inductor's wrapper, which holds
-    the GIL. An input and an output may be the same memory: an element is stored after it was loaded, and belongs to one
-    iteration.
+    The loop takes any number of elements. It is called by address, as Inductor's wrapper holds the GIL. An input and an
+    output may be the same memory.
 
     Args:
         examples: tensors with one dimension. Those as long as the first vary in length together.
@@ -107,11 +103,9 @@ def inductor_loop(
 
 
 def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
-    """Compile by the vector instructions that the processor names.
+    """Compile by the vector instructions that the processor names, else by those that Inductor tried.
 
-    Where that fails, compile by those that Inductor has tried. Inductor tries each kind by building and loading a
-    library in a process of its own, in every run: more than half of the time that the loop takes. Here it tries what is
-    beyond the plain kinds only; what was assumed is forgotten.
+    Inductor tries each kind in a process of its own, in every run: more than half of the time that the loop takes.
     """
     import torch._inductor.config
     from torch._inductor import cpu_vec_isa
@@ -129,7 +123,6 @@ def _with_any_vectors(compile_once: Callable[[], Any]) -> Any:
 
 
 def _forget_vectors() -> None:
-    """Let Inductor try again which vector instructions work."""
     from torch._inductor import cpu_vec_isa
 
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
@@ -171,10 +164,7 @@ def _find_loop(compiled: Any, inputs: Sequence[str], numel: str) -> tuple[str, s
 
 
 def inductor_code(compiled: Any) -> tuple[str, dict[str, torch.Tensor]] | None:
-    """Return the Python module that Inductor generated for a compiled graph, and its constants by name.
-
-    None for what Inductor did not compile to Python.
-    """
+    """The Python module that Inductor generated for a graph, and its constants by name; None without one."""
     source, constants = getattr(compiled, "source_code", None), getattr(compiled, "constants", None)
     if not isinstance(source, str) or getattr(compiled, "frozen_param_names", None):
         return None

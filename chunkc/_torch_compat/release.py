@@ -82,8 +82,7 @@ def _drop_frame(entry: Any) -> None:
 def compilations_forgotten() -> Iterator[None]:
     """Drop tracebacks of this thread's compilations, and texts of graph modules, made in the block.
 
-    Messages of a compilation under way show its tracebacks; nothing shows those of finished ones. Texts that other
-    threads make meanwhile go as well: tracebacks through their code lack the line.
+    Messages of a compilation under way show its tracebacks. Texts of other threads go as well.
     """
     first = _sources.next_id
     try:
@@ -103,7 +102,6 @@ def forget_source(module: torch.fx.GraphModule) -> None:
 
 
 def _number(source: str) -> int:
-    """12 of ``<eval_with_key>.12`` and of ``<eval_with_key>.12 from file``; -1 of other names."""
     number = source.partition(" ")[0].rpartition(".")[2]
     return int(number) if number.isdigit() else -1
 

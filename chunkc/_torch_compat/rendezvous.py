@@ -1,10 +1,8 @@
 """Meeting the other ranks of this life of a job.
 
-torchrun restarts the workers of a job that has lost one, and hands them the key-value store of their predecessors, so a
-rank that looks up where its peers listen may find where they have listened before they died. (Its restart counter does
-not tell lives apart: every node has its own.) Here ranks first show one another that they are alive: rank 0 offers a
-random name for this life, every other rank answers to the offer it sees with a random name of its own, and goes on when
-rank 0 confirms that name. What an earlier life has left in the store confirms nobody of this one.
+torchrun restarts workers with the key-value store of their predecessors, so a rank may find where its peers listened
+before they died. (Its restart counter does not tell lives apart: every node has its own.) Rank 0 offers a random name
+for this life, every other rank answers with a random name of its own, and goes on when rank 0 confirms that.
 """
 
 from __future__ import annotations
@@ -21,14 +19,11 @@ _POLL_S = 0.05
 
 
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
-    """Meet the other ranks of the job that torchrun's names describe.
-
-    Returns:
-        A store that no earlier life has written to, this process's rank, and the number of ranks.
+    """Meet the job's other ranks: a store without writes of earlier lives, this rank, their number.
 
     Raises:
         RuntimeError: when not all ranks have come within ``timeout``.
-        ValueError: when the environment names no job.
+        ValueError: when the environment, as torchrun sets it, names no job.
     """
     store, rank, world_size = next(iter(rendezvous("env://")))
     store.set_timeout(timeout)
@@ -36,11 +31,7 @@ def meet(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 def name_life(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that all ranks alive share, and no rank of an earlier life has had.
-
-    Raises:
-        RuntimeError: when not all ranks have come within ``timeout``.
-    """
+    """A name that all ranks alive share, and no rank of an earlier life has had; raises as `meet`."""
     return _invite(store, world_size, timeout) if rank == 0 else _follow(store, rank, timeout)
 
 
@@ -55,7 +46,7 @@ def _invite(store: Store, world_size: int, timeout: timedelta) -> str:
 
 
 def _follow(store: Store, rank: int, timeout: timedelta) -> str:
-    """Answers an offer once, and looks for a newer one until the answer to the last is confirmed."""
+    """Answer offers, each once, until one is confirmed."""
     name, answered = uuid.uuid4().hex, ""
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:

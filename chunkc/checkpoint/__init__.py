@@ -41,8 +41,8 @@ from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
 from chunkc.checkpoint.planners import save
 from chunkc.checkpoint.restore import Fit, check_optimizer_fits, fit_model, load_states, resume, write_model
 from chunkc.checkpoint.storage import FileDigest, SafetensorsReader, SafetensorsWriter, write_json
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import all_do, exchange, of_first
-from chunkc.distributed.process_group import Kind
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
 from chunkc.runtime.model.model import ModelRuntime

@@ -32,8 +32,9 @@ from chunkc.checkpoint.generators import read_generators
 from chunkc.checkpoint.objects import PREFIX
 from chunkc.checkpoint.planners import Flats, Kept
 from chunkc.checkpoint.shares import Share
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import exchange
-from chunkc.distributed.process_group import Kind, Ranks
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.model.program_state import ModelPhase

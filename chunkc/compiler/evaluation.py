@@ -36,7 +36,7 @@ from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
 from chunkc.compiler.validation import buffer_test
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind

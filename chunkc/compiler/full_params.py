@@ -11,7 +11,7 @@ from torch import nn
 
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.plan_ahead import swapped_tensors
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
 

@@ -1,8 +1,7 @@
 """Work that ranks do together and that may fail on some of them: then it fails on all, with the cause.
 
-`exchange` is for work of every rank: files that each writes. `run_on_rank0` is for work that rank 0 alone does (it has
-the disk, or a library writes the files), while the others take part in what it needs of them: reading parameters, which
-all ranks do together, or taking values.
+`exchange` is for work of every rank (files that each writes), `run_on_rank0` for work of rank 0 alone (it has the disk,
+or a library writes the files), in which the others take part where it reads parameters or takes values.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ T = TypeVar("T")
 
 
 def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """Do ``work`` on every rank and return all results, in the order of the ranks.
-
-    This rank's own result is the object itself.
+    """Do ``work`` on every rank and return all results by rank, this rank's own as the object itself.
 
     Raises:
         Exception: what ``work`` raised here; else, where it failed on another rank, an error that names it.
@@ -34,63 +31,49 @@ def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
         own: Any = work()
         payload = pickle.dumps((True, own))
     except RankError:
-        raise  # the ranks have come apart: nobody would hear it
-    except Exception as raised:  # whatever failed: the others wait to hear of it, and it is raised below
+        raise  # the ranks have come apart: no rank would receive it
+    except Exception as raised:  # whatever failed: the others wait for it, and it is raised below
         error, own, payload = raised, None, pickle.dumps((False, _forwarded_error(raised, ranks.rank)))
-    heard = [pickle.loads(data) for data in ranks.collect(payload)]
+    results = [pickle.loads(data) for data in ranks.collect(payload)]
     if error is not None:
         raise error
-    for is_done, value in heard:
+    for is_done, value in results:
         if not is_done:
             raise value
-    return [own if rank == ranks.rank else value for rank, (_, value) in enumerate(heard)]
+    return [own if rank == ranks.rank else value for rank, (_, value) in enumerate(results)]
 
 
 def all_do(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do ``work`` on every rank and return this rank's result, once all ranks have finished.
-
-    Raises:
-        Exception: as `exchange`.
-    """
-    found: list[T] = []
-    exchange(ranks, lambda: found.append(work()))
-    return found[0]
+    """Do ``work`` on every rank and return this rank's result once all are done; raises as `exchange`."""
+    own: list[T] = []
+    exchange(ranks, lambda: own.append(work()))
+    return own[0]
 
 
 def of_first(ranks: Ranks, work: Callable[[], T]) -> T:
-    """Do ``work`` on rank 0 alone and return its result on every rank.
-
-    Raises:
-        Exception: what ``work`` raised there, on all ranks.
-    """
-    found: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
-    return found[0]  # type: ignore[return-value]
+    """Do ``work`` on rank 0 alone and return its result on every rank; raises there on all ranks."""
+    results: list[T | None] = exchange(ranks, lambda: work() if ranks.is_first else None)
+    return results[0]  # type: ignore[return-value]
 
 
 def of_first_rank(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as rank 0 has it, in host memory; with one rank, ``value`` itself.
-
-    What is written is then the same, whichever rank keeps it.
-    """
+    """``value`` as rank 0 has it, in host memory, whoever keeps it; with one rank, ``value`` itself."""
     if ranks.size == 1:
         return value
     with torch.inference_mode(False), torch.no_grad():
-        found = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
-        ranks.broadcast(found.view(-1))
-        return found
+        rank0_value = torch.empty(value.shape, dtype=value.dtype, device="cpu").copy_(value)
+        ranks.broadcast(rank0_value.view(-1))
+        return rank0_value
 
 
 def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
-    """Return the mean of ``value`` over all ranks, in host memory; with one rank, ``value`` itself.
-
-    The values are added up in float32, those of float64 in float64.
-    """
+    """The mean over ranks, added up in float32 (float64: float64), in host memory; alone ``value`` itself."""
     if ranks.size == 1:
         return value
     exact = torch.promote_types(value.dtype, torch.float32)
-    found = value.detach().to("cpu", exact, copy=True).contiguous()
-    ranks.mean(found)
-    return found.to(value.dtype)
+    mean = value.detach().to("cpu", exact, copy=True).contiguous()
+    ranks.mean(mean)
+    return mean.to(value.dtype)
 
 
 def run_on_rank0(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
@@ -108,13 +91,13 @@ def run_on_rank0(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follo
         result: T = _follow(ranks, follow)
         return result
     try:
-        result = lead(lambda value: _say(ranks, _MORE, value))
+        result = lead(lambda value: _announce(ranks, _MORE, value))
     except RankError:
-        raise  # the ranks have come apart: nobody would hear it
-    except Exception as error:  # whatever failed: the others wait to hear of it
-        _say(ranks, _FAILED, _forwarded_error(error, 0))
+        raise  # the ranks have come apart: no rank would receive it
+    except Exception as error:  # whatever failed: the others wait for it
+        _announce(ranks, _FAILED, _forwarded_error(error, 0))
         raise
-    _say(ranks, _DONE, result)
+    _announce(ranks, _DONE, result)
     return result
 
 
@@ -131,7 +114,7 @@ def _follow(ranks: Ranks, follow: Callable[[Any], object]) -> Any:
         follow(value)
 
 
-def _say(ranks: Ranks, what: str, value: object) -> None:
+def _announce(ranks: Ranks, what: str, value: object) -> None:
     ranks.collect(pickle.dumps((what, value)))
 
 

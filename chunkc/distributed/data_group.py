@@ -1,15 +1,11 @@
-"""A process group over which programs exchange payloads.
+"""A process group over which programs exchange payloads: one dimension of the mesh of ranks.
 
-Its ranks share chunks, or own the same chunk in different replicas.
+Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`gloo`). Else the backend's
+collectives add up in the dtype of the payload; where float32 is asked for there, ranks send contributions through a
+buffer of a fixed size, as many bytes as a reduce-scatter, and the owner adds them up in float32 and rounds once.
 
-Between hosts (gloo) ranks send each other just what each needs and add up in float32 (`gloo`); else the
-backend's collectives run, which add up in the dtype of the payload. Where float32 is asked for there, ranks send each
-other contributions as they are, piece by piece through a buffer of a fixed size, and the owner adds them up in float32
-and rounds once: as many bytes as a reduce-scatter.
-
-All work in place, and what several ranks have of a result is **the same bits**, in whatever order a backend adds up: a
-mean over replicas is made once, each part of a chunk on one of them, which sends it to the others; and of a total every
-rank adds up the same numbers by the same kernel.
+All work in place, and ranks have **the same bits** of a result, in whatever order a backend adds up: one rank makes
+each part of a mean and sends it to all, and every rank adds up totals by the same kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from typing import Final
 
 import torch
 
-from chunkc._torch_compat.distributed import Group, all_gather, all_to_all, end_group, reduce, reduce_scatter
+from chunkc._torch_compat.distributed import DeviceMesh, all_gather, all_to_all, end_group, reduce, reduce_scatter
 from chunkc.distributed.gloo import Allocator, DirectExchange
 
 STAGING_NBYTES: Final = 32 * 2**20
@@ -29,27 +25,21 @@ class DataGroup:
     """Collectives of one rank; one thread uses them.
 
     Args:
-        group: of the ranks, for tensors where payloads stand.
-        rank: of this process in the group. size: of the group.
-        is_direct: whether payloads stand in host memory and the group is gloo's.
+        mesh: of one dimension, whose group is for tensors where payloads stand.
         allocate: uint8 host memory of so many bytes, for what is received directly.
+        is_direct: whether payloads stand in host memory and the group is gloo's.
         adds_in_float32: whether contributions in 16 bits are added up in float32 where they are not sent directly.
     """
 
-    def __init__(
-        self, group: Group, rank: int, size: int, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool
-    ) -> None:
-        self._group, self._size = group, size
-        self._direct = DirectExchange(group, rank, size, allocate) if is_direct else None
+    def __init__(self, mesh: DeviceMesh, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool) -> None:
+        self._group, self._size = mesh.get_group(), mesh.size()
+        self._direct = DirectExchange(self._group, mesh.get_local_rank(), self._size, allocate) if is_direct else None
         self._adds_in_float32 = adds_in_float32
         self._rows = torch.empty(0, device="cpu")
         self._staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def warm_up(self, device: torch.device) -> None:
-        """Exchange a few numbers in every way that programs do, together with all ranks.
-
-        NCCL takes memory of the device at the first exchange of each kind.
-        """
+        """Exchange a few numbers in every way that programs do, for which NCCL takes device memory."""
         if self._direct is not None:
             return
         rows, other, own = (torch.zeros(*shape, device=device) for shape in ((self._size, 64), (self._size, 64), (64,)))
@@ -96,10 +86,7 @@ class DataGroup:
         return sent, received, self._staging[start : start + 4 * width].view(torch.float32)
 
     def mean(self, tensor: torch.Tensor) -> None:
-        """Replace ``tensor`` (1-D) by the mean over all ranks.
-
-        NCCL's all-reduce, as DDP counts on, makes every element on one rank and sends it to the others.
-        """
+        """Replace ``tensor`` (1-D) by the mean, each element made on one rank, as NCCL's all-reduce does too."""
         if self._direct is None:
             reduce(self._group, tensor, mean=True)
         else:
@@ -113,10 +100,6 @@ class DataGroup:
         torch.sum(self._rows, 0, out=tensor)
 
     def close(self) -> None:
-        """Nothing is exchanged any more.
-
-        The group of a GPU's backend stays until the job ends: there its end is a collective, for which this rank would
-        wait, and ranks let go of a model, or fail, at moments of their own.
-        """
+        """End the group, but leave a GPU's, whose end is a collective, until the job ends."""
         if self._direct is not None:
             end_group(self._group)

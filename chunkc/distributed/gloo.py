@@ -1,9 +1,9 @@
 """All-gather and reduce-scatter between hosts by direct sends of just what each rank needs.
 
-torch's gloo backend gathers through a second copy of the whole group, and its reduce-scatter sends what an all-reduce
-sends (twice the payload). Here each rank sends its part to all others, or each of the others' parts to its owner, from
-and to the memory of the chunks themselves: (p - 1) / p of the group goes out and comes in, at 3 to 4 times gloo's speed
-between processes of one machine (see ``benchmarks/results``). Contributions are added up in float32 and rounded once.
+torch's gloo backend gathers through a second copy of the whole group, and its reduce-scatter sends twice the payload.
+Here each rank sends its part to all others, or each of the others' parts to its owner, from and to the memory of the
+chunks: (p - 1) / p of the group goes out and comes in, at 3 to 4 times gloo's speed between processes of one machine
+(see ``benchmarks/results``). Contributions are added up in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,9 @@ _NUM_RECEIVED: Final = 2
 
 
 class DirectExchange:
-    """The collectives of one rank over ``group``.
+    """The collectives of one rank over ``group``, a gloo group of all ranks; one thread uses them.
 
-    One thread uses the object. The buffer is made at its first use, and made anew where a larger one is needed.
-
-    Args:
-        group: a gloo group of all ranks.
-        allocate: host memory of so many bytes, as uint8, where contributions are received.
+    ``allocate`` gives host memory of so many bytes, uint8, where contributions are received; enlarged where needed.
     """
 
     def __init__(self, group: Group, rank: int, size: int, allocate: Allocator) -> None:
@@ -61,11 +57,7 @@ class DirectExchange:
         own.copy_(total.div_(self._size) if mean else total)
 
     def all_reduce(self, whole: torch.Tensor, *, mean: bool) -> None:
-        """Replace ``whole`` (1-D) by its sum or mean over all ranks.
-
-        Each rank makes one part of it for all ranks, so that all have the same bits. The sizes of the parts differ by
-        one element where ``whole`` cannot be divided evenly.
-        """
+        """Replace ``whole`` (1-D) by its sum or mean, the same bits on all: each rank makes one part for all."""
         own = whole.tensor_split(self._size)[self._rank]
         self.reduce_scatter(own, whole, mean=mean)
         self.all_gather(whole, own)

@@ -1,8 +1,6 @@
-"""The torch.distributed job that this process belongs to, as a compiled model sees it.
+"""The torch.distributed job that this process belongs to: NCCL where there is a GPU, else gloo.
 
-A script that was started by torchrun belongs to a job before it has called anything: `join` calls
-``init_process_group`` for it where it has not done that itself. Backends are those of the device: NCCL where there is a
-GPU, else gloo.
+A script started by torchrun belongs to a job before it has called anything; `join` calls ``init_process_group``.
 """
 
 from __future__ import annotations
@@ -12,16 +10,15 @@ import os
 import torch
 
 from chunkc._torch_compat import distributed as dist
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.gloo import Allocator
-from chunkc.distributed.process_group import JobRanks, Kind, Ranks
+from chunkc.distributed.process_group import JobRanks, Ranks
 from chunkc.errors import RankError
 from chunkc.hardware import present_gpu
 
 
 def join() -> None:
-    """Be part of the job that torchrun has started, if it has and the script has not joined by itself.
-
-    In a job this rank's GPU becomes the current one: kernels and pinned memory of a rank belong there.
+    """Join the job that torchrun has started, if the script has not; this rank's GPU becomes current.
 
     Raises:
         HardwareError: when there are fewer GPUs than ranks of this machine.
@@ -44,35 +41,25 @@ def join() -> None:
         ) from error
 
 
-def num_ranks() -> int:
-    """Ranks of the job; 1 without one."""
-    return dist.job_size() if dist.is_in_job() else 1
-
-
-def rank() -> int:
-    """This process's rank in the job."""
-    return dist.job_rank() if dist.is_in_job() else 0
-
-
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
-    """Make the ranks of a model on ``device``.
+    """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 
-    Every ``num_sharing`` ranks share chunks. All ranks make theirs at the same time, in the same order of models.
+    All ranks make theirs at the same time, in the same order of models.
 
     Args:
         allocate: uint8 host memory of so many bytes, for exchanges between hosts.
-        adds_in_float32: whether gradients of the ranks are added up in float32 by NCCL, too.
+        adds_in_float32: whether NCCL, too, adds up gradients in float32.
 
     Raises:
         RankError: when not all of them compile a model now.
     """
-    if num_ranks() == 1:
+    if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()
-    store = dist.job_store()
-    number = int(store.add(f"chunkc/models/{rank()}", 1))
+    rank, size, store = dist.job_rank(), dist.job_size(), dist.job_store()
+    number = int(store.add(f"chunkc/models/{rank}", 1))
     backend = "nccl" if device.type == "cuda" else "gloo"
-    ranks = JobRanks(rank(), num_ranks(), dist.job_timeout(), store, number)
-    shared = f"model data is divided over {num_sharing} ranks of {num_ranks()}, gradients are added up "
+    ranks = JobRanks(rank, size, dist.job_timeout(), store, number)
+    shared = f"model data is divided over {num_sharing} ranks of {size}, gradients are added up "
     shared += "in float32" if adds_in_float32 else "as the backend does"
     ranks.agree(Kind.COMPILE, lambda: [f"model number {number} of the job", shared])
     ranks.connect(backend, device, num_sharing, allocate, adds_in_float32=adds_in_float32)

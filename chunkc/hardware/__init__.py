@@ -1,7 +1,4 @@
-"""The machine that a plan is made for: its spelling, its catalogue of rates, and what is here of it.
-
-Nothing in this room knows a plan.
-"""
+"""The machine that a plan is made for: its spelling, its catalogue of rates, and what is here of it."""
 
 from chunkc.hardware.host_memory import free_host_nbytes
 from chunkc.hardware.local_gpu import PresentGpu, present_gpu

@@ -1,6 +1,6 @@
-"""Assumptions where a data sheet says nothing: efficiencies, latencies, hosts, kept memory.
+"""Assumptions where a data sheet says nothing, with their sources in ``hardware.toml``.
 
-Each value has its source or derivation in ``hardware.toml``. A calibrated profile replaces what it has measured.
+A calibrated profile replaces what it has measured.
 """
 
 from __future__ import annotations
@@ -21,19 +21,13 @@ class Assumed:
     An efficiency is the share of the data sheet's figure that large work reaches.
 
     Attributes:
-        matmul_efficiency, attention_efficiency, device_memory_efficiency: of one device.
-        host_link_efficiency: of copies between device and host.
-        collective_efficiency: of the link over which ranks exchange chunks.
-        copy_latency_us: of one copy, whatever its size.
-        kernel_launch_us: host time for one kernel; action_launch_us: for the rest of an action.
+        collective_efficiency, collective_hop_us: of exchanges of chunks; a hop for each rank beyond the first.
+        kernel_launch_us, action_launch_us: host time for one kernel, and for the rest of an action.
         handoff_us: from the end of work on one stream to the start of work on another that waits for it.
-        collective_hop_us: of a collective, for each rank beyond the first.
         cpu_update_gparam_per_s_per_core: Adam by one core, 1e9 parameters per second.
-        dram_update_efficiency: share of host memory's bandwidth that Adam by many cores reaches.
-        dram_efficiency: the same for copies and updates together.
+        dram_update_efficiency, dram_efficiency: of Adam by many cores, and of copies and updates together.
         cuda_context_mib: of a GPU's memory, what CUDA and its libraries keep for a process.
-        system_host_mib: of a node's memory, what the operating system, its services and files of libraries keep.
-        process_host_mib: of a node's memory, what the process of each rank keeps beside, to itself.
+        system_host_mib, process_host_mib: of a node's memory, what system and library files, and each rank, keep.
     """
 
     matmul_efficiency: float

@@ -36,10 +36,7 @@ class Tflops:
 
 @dataclass(frozen=True, slots=True)
 class GpuRow:
-    """One GPU of the catalogue.
-
-    Bandwidths are in GB/s, those of links per direction. `memory` is (bytes, GB/s), smallest first.
-    """
+    """One GPU of the catalogue: GB/s, those of links per direction; `memory` as (bytes, GB/s) by size."""
 
     gpu: str
     compute_capability: tuple[int, int]
@@ -95,10 +92,7 @@ def gpu_spellings() -> Mapping[str, str]:
 
 
 def check_rate(name: str, rate: object) -> None:
-    """Refuse a rate that is no number from `MIN_RATE` to `MAX_RATE`.
-
-    Times that follow from other rates overflow.
-    """
+    """Refuse a rate that is no number from `MIN_RATE` to `MAX_RATE`, since times would overflow."""
     if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate <= 0:
         raise HardwareError(f"{name} must be a positive finite number, found {rate!r}")
     if not MIN_RATE <= rate <= MAX_RATE:

@@ -1,11 +1,8 @@
-"""The host memory that this process may still take.
+"""Host memory that this process may still take: the machine's free memory within its cgroups.
 
-It is the machine's free memory within the limits of the process's cgroups. In a container the machine's figure is not
-the limit. The cgroup's figure is, and a process that passes it is killed without an error. A cgroup's usage counts file
-pages that the kernel drops when memory is short, so they count as free here.
-
-Some virtual machines are given memory as they use it, so that the kernel knows less than there is: `HOST_MEMORY` says
-what there is. Nothing else can: what ``hw`` names may be another machine, which this one must hold if it is to run.
+A process that passes the limit of its cgroup is killed without an error. A cgroup's usage counts file pages that the
+kernel drops when memory is short, so they count as free here. Some virtual machines are given memory as they use it:
+there `HOST_MEMORY` says how much there is, which nothing else can.
 """
 
 from __future__ import annotations
@@ -29,16 +26,9 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 
 
 def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of host memory that can be taken now; never negative.
+    """Bytes of host memory, at least 0, that can be taken without swapping or passing a cgroup limit.
 
-    Taking them neither swaps nor passes a cgroup limit.
-
-    Args:
-        root: where ``proc`` and ``sys`` lie; another one in tests.
-        environ: where `HOST_MEMORY` may stand; another one in tests.
-
-    Raises:
-        HardwareError: when `HOST_MEMORY` is no size.
+    ``root``, where ``proc`` and ``sys`` lie, and ``environ`` are others in tests. Raises as `stated_host_nbytes`.
     """
     machine, stated_nbytes = psutil.virtual_memory(), stated_host_nbytes(environ)
     available_nbytes = machine.available
@@ -48,11 +38,7 @@ def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.env
 
 
 def stated_host_nbytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return this machine's host memory in bytes as `HOST_MEMORY` states it; None where it is not set.
-
-    Raises:
-        HardwareError: when `HOST_MEMORY` is no size.
-    """
+    """Host memory in bytes as `HOST_MEMORY` states it, if set; HardwareError when that is no size."""
     text = environ.get(HOST_MEMORY, "")
     if not text:
         return None
@@ -92,7 +78,7 @@ def _headroom(group: Path, limit_file: str, usage_file: str, droppable_key: str)
 
 
 def _read(path: Path) -> str:
-    """The file's text; empty where there is none, as outside Linux or at the root of the hierarchy."""
+    """Text of the file; empty where there is none, as outside Linux or at the root of the hierarchy."""
     try:
         return path.read_text(encoding="ascii")
     except OSError:

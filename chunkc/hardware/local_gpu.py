@@ -23,7 +23,6 @@ class PresentGpu:
         index: CUDA's number of it.
         gpu: its name in the catalogue, or ``sm<NN>``.
         memory_nbytes: what CUDA programs can have of it, a little less than what it is sold with.
-        capability: CUDA's compute capability.
         by_nvml: what the driver's management library says of it; None where that is not known.
     """
 
@@ -48,8 +47,8 @@ class PresentGpu:
 def present_gpu() -> PresentGpu | None:
     """This rank's CUDA device, if there is one; without a CUDA context where NVML knows the device.
 
-    The one that the script chose (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of
-    LOCAL_RANK; the only one where a process sees no other.
+    The script's choice (``init_process_group(device_id=...)``, ``torch.cuda.set_device``), else that of LOCAL_RANK, or
+    the only one that the process sees.
     """
     if not torch.cuda.is_available():
         return None
@@ -71,7 +70,6 @@ def present_gpu() -> PresentGpu | None:
 
 
 def _gpu_of_job() -> int | None:
-    """The GPU that this process's default group is bound to, if it is."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     device: torch.device | None = getattr(torch.distributed.group.WORLD, "bound_device_id", None)

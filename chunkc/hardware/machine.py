@@ -1,13 +1,9 @@
 """The machine a plan is made for: its memory, its rates, and its spelling in a few characters.
 
-An ``hw`` string names a machine without needing one::
-
-    [[<nodes>x]<gpus>x]<gpu>[-<gpu_memory>]-<host_memory>
-
-``8xv100-240g`` is one node of eight V100 with 240 GiB of host memory, ``4x8xa100-40g-1024g`` four nodes of eight A100,
-``emulated-64m-2g`` a device made of host memory under a budget of 64 MiB. Sizes are ``<number>(k|m|g)`` in powers of
-1024; GPU memory is per device, host memory per node and shared by its ranks. ``sm86-10g-32g`` is any GPU of compute
-capability 8.6, rates unknown. Names and rates come from ``hardware.toml``, the grammar from `spelling`.
+An ``hw`` string names a machine without needing one, by the grammar of `spelling`: ``8xv100-240g`` is one node of eight
+V100 with 240 GiB of host memory, ``4x8xa100-40g-1024g`` four nodes of eight A100, ``emulated-64m-2g`` a device made of
+host memory under a budget of 64 MiB. GPU memory is per device, host memory per node and shared by its ranks.
+``sm86-10g-32g`` is any GPU of compute capability 8.6, rates unknown. Names and rates come from ``hardware.toml``.
 
 Everything here is arithmetic on strings and files, except `Hardware.detect`, which looks at this machine.
 """
@@ -52,22 +48,18 @@ _MIB: Final = 1024**2
 class Hardware:
     """One machine: `num_nodes` equal nodes of `gpus_per_node` equal GPUs, one rank for each GPU.
 
-    ``Hardware.parse(str(hw)) == hw`` for every machine that `parse` made. A rate that is ``None`` is unknown (an
-    emulated device has none until it is calibrated) or, for a link, the link is absent.
+    ``Hardware.parse(str(hw)) == hw`` for every machine that `parse` made. A rate that is ``None`` is unknown or, for a
+    link, the link is absent. Bandwidths are in 1e9 bytes per second, those of links per direction.
 
     Attributes:
         name: the canonical spelling with all sizes explicit, or the alias, which says more than a spelling can.
         gpu: a name of ``hardware.toml`` such as ``"v100"``, or ``"emulated"``, or ``"sm<NN>"``.
-        gpu_memory_nbytes: memory of one device.
-        host_memory_nbytes: memory of one node, shared by its ranks.
-        hbm_gb_per_s: bandwidth of the device's own memory, in 1e9 bytes per second.
-        tflops: dense rates of one device by dtype.
-        pcie_gb_per_s: PCIe between one device and the host, per direction.
-        nvlink_gb_per_s: all NVLinks of one device together to the others of its node, per direction.
-        c2c_gb_per_s: NVLink-C2C between one device and its host, per direction, where it replaces PCIe.
-        internode_gb_per_s: the network of one node, per direction.
+        gpu_memory_nbytes, host_memory_nbytes: of one device, and of one node, shared by its ranks.
+        hbm_gb_per_s, tflops: of one device: its own memory, and dense rates by dtype.
+        pcie_gb_per_s, c2c_gb_per_s: between one device and its host; NVLink-C2C replaces PCIe.
+        nvlink_gb_per_s: all NVLinks of one device together to the others of its node.
+        internode_gb_per_s, num_cpu_cores: of one node, where known: a spelling does not say them.
         compute_capability: CUDA's, as (major, minor); ``None`` for an emulated device.
-        num_cpu_cores: cores of one node, where known: aliases and `detect` know, a spelling does not.
         rates: what ``chunkc calibrate`` measured; the rates above are those of the data sheet.
     """
 
@@ -111,11 +103,7 @@ class Hardware:
         return self.num_nodes * self.gpus_per_node
 
     def num_ranks(self, world_size: int | None = None) -> int:
-        """``world_size``, one rank for each device; default: all devices.
-
-        Raises:
-            HardwareError: where the machine has fewer devices.
-        """
+        """``world_size``, by default all devices; raises HardwareError where the machine has fewer."""
         if world_size is None:
             return self.num_gpus
         if not 1 <= world_size <= self.num_gpus:
@@ -126,7 +114,7 @@ class Hardware:
         return world_size
 
     def sharding(self, shard: str, world_size: int | None = None) -> tuple[int, int]:
-        """How many ranks divide model data among them, and how often: how many replicas of it there are.
+        """Number of ranks that divide model data among them, and of its replicas.
 
         Args:
             shard: ``"all"``: all ranks divide it. ``"node"``: those of a node do, and every node has all of it.
@@ -148,29 +136,20 @@ class Hardware:
         return per_node, num_ranks // per_node
 
     def job_sharding(self, shard: str) -> tuple[int, int]:
-        """Return the `sharding` of the running job.
-
-        Where model data is divided within nodes, the job's nodes must be those of this machine.
-
-        Raises:
-            HardwareError: as `sharding` does, and for GPUs on other nodes than the job has.
-        """
-        found, (num_nodes, per_node) = self.sharding(shard), _job_shape()
+        """The `sharding` of the running job; HardwareError also where ``"node"`` is not a node of the job."""
+        sharding, (num_nodes, per_node) = self.sharding(shard), _job_shape()
         if shard == "node" and not self.emulated and per_node != self.gpus_per_node:
             raise HardwareError(
                 f"shard='node' divides model data within nodes, and hw={self} has nodes of {self.gpus_per_node} GPUs, "
                 f"but this job has {per_node} ranks on each of {num_nodes} nodes. Name the machine as the job uses it"
             )
-        return found
+        return sharding
 
     def for_job(self) -> Hardware:
         """This machine as the ranks of the running job use it, one device each.
 
-        A machine of one device stands for as many as there are ranks, on as many nodes: each has the host memory that
-        is named, which its ranks share.
-
-        Raises:
-            HardwareError: where it names another number of devices than there are ranks.
+        A machine of one device stands for as many nodes and devices as the job has; ranks share a node's host memory.
+        Raises HardwareError where it names another number of devices than there are ranks.
         """
         num_nodes, gpus_per_node = _job_shape()
         if self.num_gpus == num_nodes * gpus_per_node:
@@ -202,17 +181,14 @@ class Hardware:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Mixed precision's compute dtype: bfloat16 from sm_80 on and on emulated devices, float16 below."""
+        """Mixed precision's compute dtype: bfloat16 from sm_80 on and on emulated devices, else float16."""
         if self.compute_capability is not None and self.compute_capability < (8, 0):
             return torch.float16
         return torch.bfloat16
 
     @classmethod
     def of(cls, hw: Hardware | str | os.PathLike[str]) -> Hardware:
-        """Return the machine that ``hw=`` names: a `Hardware`, a spelling, or the path of a profile.
-
-        The path is a `Path`, or text that ends in ``.json``.
-        """
+        """The machine of ``hw=``: a `Hardware`, a spelling, or the path of a profile (`Path`, or ``*.json``)."""
         if isinstance(hw, Hardware):
             return hw
         if isinstance(hw, str) and not hw.strip().lower().endswith(".json"):
@@ -221,11 +197,7 @@ class Hardware:
 
     @classmethod
     def parse(cls, text: str) -> Hardware:
-        """Read a spelling, an alias of the papers' machines, or ``"auto"``, in any case.
-
-        Raises:
-            HardwareError: it is unknown, incomplete or ambiguous; the message says what would be right.
-        """
+        """Read a spelling, an alias or ``"auto"``, in any case; a HardwareError says what would be right."""
         alias = text.strip().lower()
         if alias == "auto":
             return cls.detect()
@@ -241,14 +213,11 @@ class Hardware:
 
     @classmethod
     def detect(cls) -> Hardware:
-        """Return this machine, as the ranks of this job use it.
+        """Return this machine, as the ranks of this job (torch.distributed, torchrun, else one) use it.
 
-        The ranks are those that torch.distributed or torchrun names, else one.
-
-        With CUDA: model and whole memory of this rank's device, the bandwidth of the PCIe link that it and its slot
-        agreed on, where the driver says it, and the host memory that is free. Without: an emulated
-        machine. Device and host are then the same memory, so what is free is split: 5/8 for the devices of the node
-        together, since everything resident is the usual plan there, 1/4 for the host, and 1/8 is left to Python, its
+        With CUDA: model and whole memory of this rank's device, the bandwidth of its PCIe link, where the driver says
+        it, and the host memory that is free. Without: an emulated machine, whose device and host are the same memory:
+        of what is free, 5/8 are for the devices of the node together, 1/4 for the host, and 1/8 is left to Python, its
         libraries and the data loader. Free memory respects cgroup limits. Sizes are in whole MiB.
         """
         num_nodes, gpus_per_node = _job_shape()
@@ -262,31 +231,22 @@ class Hardware:
         if min(gpu_nbytes, host_nbytes) < _MIB:
             raise HardwareError(f"hw='auto': {free_nbytes} bytes of free memory are too few for {gpus_per_node} ranks")
         sizes = (gpu_nbytes // _MIB * _MIB, host_nbytes // _MIB * _MIB)
-        found = replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
+        machine = replace(_spelled(Spelling(gpu, *sizes, num_nodes, gpus_per_node)), num_cpu_cores=os.cpu_count())
         by_nvml = None if present is None else present.by_nvml
         link_gb_per_s = None if by_nvml is None else by_nvml.pcie_gb_per_s
-        return found if link_gb_per_s is None else replace(found, pcie_gb_per_s=link_gb_per_s)
+        return machine if link_gb_per_s is None else replace(machine, pcie_gb_per_s=link_gb_per_s)
 
     def profile(self) -> dict[str, Any]:
         """Every field under a format version, ready for JSON: what `save` writes."""
         return {"format": PROFILE_FORMAT, "version": PROFILE_VERSION, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a profile, for `load` and ``hw=``, whole or not at all.
-
-        Raises:
-            ChunkcError: it cannot be written; what the file held, it holds.
-        """
+        """Write a profile for `load` and ``hw=``, whole or not at all; raises ChunkcError."""
         save_text(path, json.dumps(self.profile(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Hardware:
-        """Read a profile that `save` wrote.
-
-        Raises:
-            HardwareError: the file is missing, is no profile, or is of another format version; the message names the
-                file and the place inside.
-        """
+        """Read a profile that `save` wrote; a HardwareError names the file and the place inside."""
         try:
             return _from_profile(read_json(os.fspath(path), max_nbytes=PROFILE_MAX_NBYTES))
         except (OSError, ValueError) as error:
@@ -294,7 +254,6 @@ class Hardware:
 
 
 def _spelled(spelling: Spelling) -> Hardware:
-    """The machine that a spelling names, with the rates of the catalogue."""
     hw = Hardware(
         name=str(spelling),
         gpu=spelling.gpu,

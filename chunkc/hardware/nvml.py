@@ -1,10 +1,8 @@
 """Facts of a GPU by NVIDIA's management library, which answers without a CUDA context.
 
-A CUDA context takes hundreds of MiB of the GPU and makes a later fork unusable; planning and ``chunkc env`` need none.
-CUDA and NVML number GPUs differently: CUDA sees those of CUDA_VISIBLE_DEVICES, by default the fastest first; NVML sees
-all, in the order of their buses. Where that leaves a doubt, or a GPU is divided (MIG), there is no answer.
-
-Run on an H100; tested against a double of the library.
+A CUDA context takes hundreds of MiB of the GPU and makes a later fork unusable. CUDA numbers the GPUs of
+CUDA_VISIBLE_DEVICES, by default the fastest first; NVML numbers all, in the order of their buses. Where that leaves a
+doubt, or a GPU is divided (MIG), there is no answer. Run on an H100; tested against a double of the library.
 """
 
 from __future__ import annotations
@@ -28,11 +26,9 @@ class NvmlGpu:
     Attributes:
         name: as the driver says it, which is CUDA's name of it.
         memory_nbytes: what CUDA programs can have of it; the driver's share is left out.
-        capability: CUDA's compute capability.
-        pcie_generation, pcie_width: of its link. The generation is the highest that the GPU and its slot agree on, as
-            an idle link runs slower; the width is that of now. None where the driver does not say.
-        num_other_processes: processes that compute on it, this one aside.
-        others_nbytes: device memory of those, as far as the driver says.
+        pcie_generation: the highest that the GPU and its slot agree on, as an idle link runs slower; None if not known.
+        pcie_width: lanes of the link now; None if not known.
+        num_other_processes: that compute on it, this one aside; others_nbytes: their device memory, as far as known.
     """
 
     name: str
@@ -53,8 +49,7 @@ class NvmlGpu:
 def nvml_gpu(index: int, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> NvmlGpu | None:
     """The GPU that CUDA numbers ``index``; None where NVML is absent or cannot tell which that is.
 
-    Args:
-        environ, nvml: another environment, and another ``pynvml`` module, in tests.
+    ``environ`` and ``nvml`` (a ``pynvml`` module) are others in tests.
     """
     if nvml is None:
         try:
@@ -84,8 +79,8 @@ def _handle(nvml: Any, index: int, environ: Mapping[str, str]) -> Any:
         return None
     chosen = visible[index]
     if chosen.startswith("GPU-"):  # CUDA takes the beginning of a UUID, if it is that of one GPU
-        found = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(chosen)]
-        return found[0] if len(found) == 1 else None
+        named = [handle for handle in handles if nvml.nvmlDeviceGetUUID(handle).startswith(chosen)]
+        return named[0] if len(named) == 1 else None
     are_alike = len({nvml.nvmlDeviceGetName(handle) for handle in handles}) == 1
     is_same_order = are_alike or environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     return handles[int(chosen)] if chosen in numbers and is_same_order else None

@@ -1,9 +1,8 @@
 """Measured rates of a machine, as ``chunkc calibrate`` finds them and a profile carries them.
 
-Every figure is the median of several rounds, with a spread that says how far another calibration may be off (see
-`chunkc.calibrate.fit`). Constants of simple laws stand here for a simulator; the measurements they were fitted to
-stand in `Rates.table`, round by round. *Activities* go by the name of their stream: ``compute``, ``h2d``, ``d2h``,
-``cpu``. Dtypes go by torch's name: ``bfloat16``.
+Every figure is the median of several rounds (`chunkc.calibrate.fit`). Constants of simple laws stand here for a
+simulator; the measurements behind them stand in `Rates.table`, round by round. *Activities* go by the name of their
+stream: ``compute``, ``h2d``, ``d2h``, ``cpu``. Dtypes go by torch's name: ``bfloat16``.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ __all__ = ["Condition", "CopyRate", "DtypeRate", "Figure", "Measurement", "Rates
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value: the median of the rounds, and its spread in the same unit.
-
-    The spread says how far from the median another calibration may be.
-    """
+    """A measured value: median of the rounds, and how far from it another calibration may be (spread)."""
 
     median: float
     spread: float
@@ -78,7 +74,7 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measurement: its figure, and its value in each of the rounds.
+    """One measurement: its figure, and its value in each round.
 
     `size` is in bytes, elements, rows or tokens, as `name` implies; 0 where there is none.
     """
@@ -100,19 +96,17 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The rates of one device and its host per second, alone and together.
+    """The rates of one device and its host, alone and together.
 
     Attributes:
-        h2d, d2h: copies from host to device and back.
         slowdowns: one for each activity and each set of the others.
-        cpu_update_gparam_per_s: Adam in host memory, 1e9 parameters per second, by the payload's dtype.
-        gpu_update_gparam_per_s: Adam in device memory, on the compute stream.
+        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam in host memory, and in device memory on the compute
+            stream, 1e9 parameters per second, by the payload's dtype.
         matmul_tflops: square matrix products of the largest size measured, 1e12 operations per second.
         attention_tflops: causal attention of the most tokens measured, the masked half not counted.
         device_memory_gb_per_s: bytes read and written by a copy within device memory.
         compute_launch_us, copy_launch_us: host time to launch work on the compute stream and on a copy stream.
         handoff_us: from the end of work on one stream to the start of work on another that waits for it.
-        num_rounds: rounds that every median is taken over.
     """
 
     h2d: CopyRate
@@ -136,17 +130,13 @@ class Rates:
             raise HardwareError(f"num_rounds must be at least 1, found {self.num_rounds}")
 
     def slowdown(self, of: str, by: Iterable[str]) -> Figure:
-        """How many times as long activity `of` takes while the activities `by` run; 1 where nothing else runs.
-
-        Raises:
-            HardwareError: when this set of activities was not measured together.
-        """
+        """How many times as long `of` takes while `by` run, 1 if none; HardwareError if not measured."""
         wanted = tuple(sorted(set(by)))
         if not wanted:
             return Figure(1.0, 0.0)
-        for found in self.slowdowns:
-            if (found.of, found.by) == (of, wanted):
-                return found.factor
+        for slowdown in self.slowdowns:
+            if (slowdown.of, slowdown.by) == (of, wanted):
+                return slowdown.factor
         raise HardwareError(f"the slow-down of {of} by {', '.join(wanted)} was not measured; calibrate again")
 
 

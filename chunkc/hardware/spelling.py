@@ -43,11 +43,7 @@ class Spelling:
 
 
 def parse_spelling(text: str) -> Spelling:
-    """Read an ``hw`` string in any case; aliases of whole machines and ``auto`` are not its business.
-
-    Raises:
-        HardwareError: it is unknown, incomplete or ambiguous; the message says what would be right.
-    """
+    """Read an ``hw`` string, no alias or ``auto``; a HardwareError says what would be right."""
     head, *sizes = text.strip().lower().split("-")
     counts: list[int] = []
     while (match := _COUNT.match(head)) is not None:
@@ -111,7 +107,6 @@ def _refuse_counted_alias(text: str, counts: list[int], alias: str) -> None:
 
 
 def _gpu(text: str, head: str) -> str:
-    """The canonical GPU name, or an error that lists what is known."""
     if head == EMULATED or any_gpu_capability(head) is not None:
         return head
     if head in gpu_spellings():

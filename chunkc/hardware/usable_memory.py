@@ -1,8 +1,8 @@
 """Memory of a named machine less what CUDA, fragments, the system and processes keep.
 
-A run on a GPU measures the context (`cuda_budget`). A plan for a machine that is not here assumes it,
-and so does a run that stands in for the machine in host memory. All of them leave the same slack of a GPU's memory to
-fragments (`slack_nbytes`). An emulated device by name (``emulated-64m-2g``) is a budget and keeps nothing back.
+A run on a GPU measures the context (`cuda_budget`); a plan for a machine that is not here, or a run that stands in for
+it, assumes it. All leave the same slack (`slack_nbytes`). An emulated device by name (``emulated-64m-2g``) is a budget
+and keeps nothing back.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class UsableMemory:
 
     Attributes:
         device_nbytes, host_nbytes: what training may take.
-        context_nbytes: of the device, what CUDA's context keeps.
-        leaves_slack: whether `slack_nbytes` of the device's memory are left free.
+        context_nbytes: of the device, what CUDA's context keeps; leaves_slack: whether `slack_nbytes` are left free.
         kept_host_nbytes: of the rank's share of the host's memory, what the system and the process keep.
     """
 
@@ -37,7 +36,6 @@ class UsableMemory:
 
     @classmethod
     def of(cls, hw: Hardware) -> UsableMemory:
-        """That of one rank of ``hw``."""
         device_nbytes, host_nbytes = hw.gpu_memory_nbytes, hw.host_nbytes_per_rank
         if hw.emulated:
             return cls(device_nbytes, host_nbytes)
@@ -54,15 +52,12 @@ class UsableMemory:
 
 
 def slack_nbytes(gpu_nbytes: int) -> int:
-    """Return the bytes of a GPU's memory left to the allocator's fragments and to kernels loaded late.
-
-    One part in 64, and 128 MiB at least, which is more below 8 GiB.
-    """
+    """Bytes left to fragments and kernels loaded late: 1/64 of a GPU's memory, 128 MiB at least."""
     return max(_LEAST_SLACK_NBYTES, gpu_nbytes // _SLACK_PARTS)
 
 
 def least_gpu_nbytes(needed_nbytes: int) -> int:
-    """Return the least GPU memory with ``needed_nbytes`` left beside the slack; 0 where none are needed."""
+    """The least GPU memory with ``needed_nbytes`` left beside the slack; 0 where none are needed."""
     if not needed_nbytes:
         return 0
     return needed_nbytes + max(_LEAST_SLACK_NBYTES, (needed_nbytes - 1) // (_SLACK_PARTS - 1))

@@ -1,14 +1,12 @@
 """Answers to "what if this model ran on that machine": plans and simulations of models given as data.
 
-A `Scenario` says everything that a plan depends on; `Scenarios` answers them and keeps captures, which cost most, for
-the next question. Where all layers of a model are alike, its schedule follows from captures of few of them
-(``chunkc.capture.periodic``); any other model is captured as it is.
+`Scenarios` answers each `Scenario` and keeps captures, which cost most, for the next question. Where all layers of a
+model are alike, its schedule follows from captures of few of them (``chunkc.capture.periodic``).
 
-Activation checkpointing around every layer (*recompute*) is part of the scenario. With ``Recompute.AUTO`` a model is
-planned without it, and with it if it does not fit: nothing is computed twice where memory allows. The plan is the one
-that ``chunkc.plan`` makes of the same checkpointed model. Of one without checkpoints ``chunkc.plan`` may compute some
-layers again, where its search over whole captures finds that faster; a scenario keeps all that it was asked to keep.
-In fp16 it has the norms and the decision that loss scaling needs; with ``measures=True`` those that clipping needs.
+With ``Recompute.AUTO`` a model is planned without activation checkpointing around every layer, and with it if it does
+not fit. The plan is then that of ``chunkc.plan`` for the same checkpointed model. Of one without checkpoints
+``chunkc.plan`` may compute some layers again, where that is faster; a scenario keeps all that it was asked to keep. In
+fp16 it has the norms and the decision that loss scaling needs; with ``measures=True`` those that clipping needs.
 """
 
 from __future__ import annotations
@@ -54,13 +52,10 @@ class Recompute(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One question.
+    """One question: a model that is trained on a machine.
 
     Attributes:
-        model: what is trained.
-        hw: on which machine.
-        batch: sequences of one rank in a forward. sequence: tokens of each. accumulate: forwards and backwards of a
-            step.
+        batch: sequences of one rank in a forward. sequence: tokens of each. accumulate: micro-batches of a step.
         recompute: whether layers are computed again in backward.
         dtype: compute dtype, or ``auto``.
         world_size: ranks; None takes the GPUs of ``hw``. rank: whose plan is asked for.
@@ -106,8 +101,7 @@ class Answer:
 
     Attributes:
         scenario: as planned: ``recompute`` is decided. None for a model that is no data.
-        plan: None where the model does not fit.
-        shortage: why it does not; None where it does.
+        plan: None where the model does not fit; shortage: why it does not.
         timeline: None without a plan, and where the machine's rates are not known, as ``unpriced`` says.
         elapsed_s: seconds that it took, captures included. planning_s: those behind the capture.
     """
@@ -153,28 +147,22 @@ class Scenarios:
     _captures: dict[tuple[object, ...], CapturedAhead] = field(default_factory=dict)
 
     def answer(self, scenario: Scenario) -> Answer:
-        """Plan and simulate ``scenario``.
-
-        Raises:
-            ChunkcError: when its model cannot be built or captured.
-        """
+        """Plan and simulate ``scenario``; raises as `captured`."""
         if scenario.recompute is Recompute.AUTO:
-            found = self.answer(replace(scenario, recompute=Recompute.NONE))
-            return found if found.fits else self.answer(replace(scenario, recompute=Recompute.FULL))
+            kept = self.answer(replace(scenario, recompute=Recompute.NONE))
+            return kept if kept.fits else self.answer(replace(scenario, recompute=Recompute.FULL))
         began_s = time.perf_counter()
         with uncollected():
             captured = self.captured(scenario)
             captured_s = time.perf_counter()
-            found = _planned(scenario, captured)
+            answer = _planned(scenario, captured)
         finished_s = time.perf_counter()
-        found = replace(found, elapsed_s=finished_s - began_s, planning_s=finished_s - captured_s)
-        self.tell(f"{scenario}: {'fits' if found.fits else 'does not fit'} ({found.elapsed_s:.1f} s)")
-        return found
+        answer = replace(answer, elapsed_s=finished_s - began_s, planning_s=finished_s - captured_s)
+        self.tell(f"{scenario}: {'fits' if answer.fits else 'does not fit'} ({answer.elapsed_s:.1f} s)")
+        return answer
 
     def captured(self, scenario: Scenario) -> CapturedAhead:
-        """Return the capture of one iteration of the scenario's model.
-
-        Of the machine, the compute dtype and whether it is a GPU matter.
+        """Return the capture of one iteration; of the machine, dtype and whether it is a GPU matter.
 
         Raises:
             ChunkcError: when the model cannot be built or captured.
@@ -190,7 +178,6 @@ class Scenarios:
 
 
 def _key(scenario: Scenario) -> tuple[object, ...]:
-    """Return the facts that a capture depends on."""
     hw = scenario.hw
     facts = (scenario.batch, scenario.sequence, scenario.dtype, hw.compute_dtype, hw.emulated, scenario.backend)
     return (repr(scenario.model), scenario.recompute, *facts)
@@ -242,7 +229,6 @@ _POLICIES: Final[Mapping[str, PolicyPlanner]] = MappingProxyType({"chunkc": _chu
 
 
 def _capture(scenario: Scenario) -> CapturedAhead:
-    """By captures of few layers where all are alike, else as it is."""
     num_layers = scenario.model.num_layers
     if num_layers is None or num_layers <= BASE + 1:
         return _direct(scenario, scenario.model)

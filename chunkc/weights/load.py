@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.weights.files import WeightFiles
 from chunkc.weights.initial import initial_values

@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.files import flush_folder, synced_file
 from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME

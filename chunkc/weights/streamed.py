@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.core import pytree
-from chunkc.distributed.process_group import Kind
+from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.runtime.params.managed_tensor import ManagedTensor
 from chunkc.weights.save import check_values, saved_name

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
-from chunkc.distributed.process_group import Ranks, digest_lines
+from chunkc.distributed.agreement import digest_lines
+from chunkc.distributed.process_group import Ranks
 
 logger = logging.getLogger("chunkc")
 

@@ -51,13 +51,13 @@ class Exchanges:
         Gradient chunks to which micro-batches add take the sum of contributions that were divided as they landed.
         """
         whole, own = self._parts(group, first_slot)
-        place, layout = self._place(text), self.plan.layout
+        place, ranks, layout = self._place(text), self.ranks, self.plan.layout
         count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
         kind = layout.chunks[layout.groups[group].first_chunk].list
-        exchange = self.ranks.add_up if kind is ChunkList.GRAD and self.plan.accumulate > 1 else self.ranks.average
+        mean = not (kind is ChunkList.GRAD and self.plan.accumulate > 1)
 
         def reduce() -> None:
-            exchange(own, whole, place)
+            ranks.reduce(own, whole, place, mean=mean)
             count()
 
         return reduce

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from chunkc.distributed.process_group import Kind, Ranks, digest_lines
+from chunkc.distributed.agreement import Kind, digest_lines
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan

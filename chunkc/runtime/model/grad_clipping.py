@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from chunkc.distributed.process_group import Kind, Lines
+from chunkc.distributed.agreement import Kind, Lines
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.protocol import Event

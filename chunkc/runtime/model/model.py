@@ -19,8 +19,8 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from chunkc._torch_compat.core import current_backward
-from chunkc.distributed.process_group import Kind, Ranks
-from chunkc.distributed.rank_advice import backward_line
+from chunkc.distributed.agreement import Kind, backward_line
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import AccumulationError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import Layout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from chunkc.distributed.process_group import Kind, Lines
+from chunkc.distributed.agreement import Kind, Lines
 from chunkc.runtime.execution.grad_norm import SkippedStep, StepDecision
 from chunkc.runtime.model.backward_rules import present_gradients, refuse_unplanned
 from chunkc.runtime.model.grad_clipping import GradClipping

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from chunkc.distributed.agreement import Kind
 from chunkc.distributed.coordination import of_first_rank
-from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
@@ -212,10 +212,7 @@ class Parameters:
             self.write_param(param, param32)
 
     def own_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
-        """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each.
-
-        One that has no elements, or no chunks yet, is rank 0's.
-        """
+        """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each."""
         numel = self.infos[index].numel
         if self._store is None or self.staging.holds(index) or not numel:
             return ((0, numel),) if self.ranks.is_first else ()
@@ -225,7 +222,7 @@ class Parameters:
     @property
     def is_in_first_replica(self) -> bool:
         """Whether this rank is one of those whose chunks count where there are several of each."""
-        return self.layout is None or self.ranks.rank < self.layout.world_size
+        return self.layout is None or self.ranks.replica == 0
 
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
         """Replace this rank's elements of a parameter in chunks and, where given, of its moments.

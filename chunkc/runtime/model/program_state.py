@@ -22,7 +22,8 @@ from contextlib import contextmanager
 from enum import Enum, IntEnum
 from typing import Any
 
-from chunkc.distributed.process_group import Kind, Ranks
+from chunkc.distributed.agreement import Kind
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.execution.executor import Executor

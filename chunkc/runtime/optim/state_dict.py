@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from chunkc.distributed.process_group import Lines, Ranks
+from chunkc.distributed.agreement import Lines
+from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.execution.grad_norm import StepDecision
 from chunkc.runtime.storage.transaction import Transactions

@@ -211,7 +211,7 @@ class ChunkValues:
         found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
         found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
         flat, parts = _flat(found.zero_()), self._store.parts(index)
-        is_first = self._ranks.rank < self._layout.world_size
+        is_first = self._ranks.replica == 0
         for part in parts:
             if is_first and self._store.is_own(part.chunk):
                 own = of(self._layout.chunks[part.chunk])[part.start : part.end]

@@ -1,8 +1,4 @@
-"""Models to plan by name: GPT-2-like and BERT-like models by size, and Hugging Face configurations.
-
-A model is data here (``catalogue.py``); it is built on the meta device, where it takes no memory, when something is to
-be planned (``transformer.py``).
-"""
+"""Models to plan by name: GPT-2-like and BERT-like models by size, and Hugging Face configurations."""
 
 from chunkc.scenarios.models.catalogue import FAMILIES, NAMES, built_in, family
 from chunkc.scenarios.models.transformer import CONFIG_MAX_NBYTES, Transformer, checkpoint_layers, from_config_file

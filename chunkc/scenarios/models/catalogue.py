@@ -1,11 +1,9 @@
-"""The built-in models, in two families.
+"""The built-in models, with depths and widths on which PatrickStar and its successors were measured.
 
-Their depths and widths are those on which PatrickStar and its successors were measured.
-
-``gpt-10b`` is the GPT-2-like one (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` the BERT-like
-one (encoder with a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number
-in a name is nominal: parameters are counted on the built model. Dropout is off, as in large pre-training, since with it
-the attention of a CPU tensor, which capture traces, is no fused one.
+``gpt-10b`` is GPT-2-like (causal language model, tied embeddings, 50,257 tokens), ``bert-10b`` BERT-like (encoder with
+a pooler that classifies a sequence into two classes, 30,522 tokens). Positions are 1,024. The number in a name is
+nominal. Dropout is off, as in large pre-training: with it the attention of a CPU tensor, which capture traces, is no
+fused one.
 """
 
 from __future__ import annotations
@@ -99,9 +97,5 @@ def built_in(name: str) -> Transformer:
 
 
 def family(name: str) -> tuple[Transformer, ...]:
-    """All models of the family ``name``, the smallest first.
-
-    Raises:
-        KeyError: when there is no such family.
-    """
+    """All models of the family ``name``, the smallest first; KeyError where there is none."""
     return tuple(_MAKERS[name](size) for size in SIZES)

@@ -47,13 +47,7 @@ _HEAD_BY_SUFFIX: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    """One model.
-
-    Attributes:
-        label: what people call it.
-        config: of transformers, ``model_type`` included.
-        head: what it is trained for.
-    """
+    """One model: ``config`` of transformers, ``model_type`` included, and a label that people know."""
 
     label: str
     config: Mapping[str, Any]
@@ -77,15 +71,11 @@ class Transformer:
         return min([_DEFAULT_SEQUENCE, *self._lengths().values()])
 
     def _lengths(self) -> dict[str, int]:
-        """Return the configuration's limits on the length of a sequence, by entry."""
+        """The configuration's limits on the length of a sequence, by entry."""
         return {key: int(self.config[key]) for key in _LENGTH_KEYS if isinstance(self.config.get(key), int)}
 
     def with_depth(self, num_layers: int) -> Transformer:
-        """The same model with another number of layers.
-
-        Raises:
-            ValueError: when its layers are not all alike.
-        """
+        """The same model with another number of layers; ValueError where its layers are not all alike."""
         if self.depth_key is None:
             raise ValueError(f"{self.label} has no depth that can be changed: its layers differ")
         return Transformer(self.label, {**self.config, self.depth_key: num_layers}, self.head)
@@ -137,9 +127,7 @@ def checkpoint_layers(model: object, label: str) -> None:
 
 
 def from_config_file(path: str) -> Transformer:
-    """Return the model of a ``config.json`` of Hugging Face.
-
-    Its class is one of transformers' own, chosen by ``architectures``.
+    """The model of a Hugging Face ``config.json``, its class that of transformers by ``architectures``.
 
     Raises:
         ChunkcError: when the file is no such configuration, or its architecture is not one that can be trained here.
@@ -165,10 +153,7 @@ def from_config_file(path: str) -> Transformer:
 
 
 def _check_counts(path: str, config: Mapping[str, Any]) -> None:
-    """Refuse numbers of modules and positions with which no model can be built.
-
-    Modules are built one by one, so that their number has an upper limit.
-    """
+    """Refuse numbers of positions, and of modules, built one by one, with which no model can be built."""
     for key in (*_COUNT_KEYS, *_LENGTH_KEYS):
         count, most = config.get(key), _MAX_COUNT if key in _COUNT_KEYS else None
         if isinstance(count, int) and not (1 <= count <= (most or count)):
@@ -177,7 +162,7 @@ def _check_counts(path: str, config: Mapping[str, Any]) -> None:
 
 
 def _transformers() -> Any:
-    """Imported when a model is built: nothing else needs it, and it takes seconds."""
+    """Import transformers, which takes seconds, when a model is built."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:

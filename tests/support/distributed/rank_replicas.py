@@ -7,6 +7,7 @@ of a rank's own chunks does.
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,10 @@ import torch
 from rank_scaling import Scaled, train_scaled
 from scripted_loops import Seen, side_on_rank
 
-from chunkc._torch_compat.distributed import end_group, new_group
+from chunkc._torch_compat.distributed import DeviceMesh, end_group, new_mesh
 from chunkc.distributed.data_group import DataGroup
+from chunkc.distributed.job import make_ranks
+from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
 from chunkc.runtime.devices.host_slab import map_private
 
 TWO_NODES = "2x2xemulated-640k-64m"
@@ -48,7 +51,7 @@ def scripts_on_nodes(
     found, digests = [], []
     for number, script in enumerate(scripts):
         if number == cuts_off:
-            ranks._replicas = None
+            del ranks._data_groups[DP_REPLICATE]
         found += side.run_each([script])
         digests.append(own_digest(side.model))
     return found, digests
@@ -65,12 +68,52 @@ def compile_apart() -> None:
     side_on_rank(TWO_NODES, shard=shard)
 
 
+def mesh_of_all() -> DeviceMesh:
+    """All ranks of the job along one dimension."""
+    shape = {DP_SHARD: torch.distributed.get_world_size()}
+    return new_mesh("gloo", timedelta(seconds=60), torch.device("cpu"), shape)
+
+
+def data_groups(num_sharing: int) -> list[tuple[tuple[int, int], dict[str, tuple[list[int], timedelta]]]]:
+    """Of two models: this rank's coordinates, and the ranks and timeout of its group along each dimension.
+
+    Both are closed then, and leave no group to torch.distributed, nor anyone who holds one.
+    """
+    before = num_groups()
+    models: list[Any] = [
+        make_ranks(torch.device("cpu"), num_sharing, map_private, adds_in_float32=False) for _ in range(2)
+    ]
+    found = [((ranks.replica, ranks.shard_rank), described_groups(ranks)) for ranks in models]
+    assert num_groups() == before + sum(1 + len(groups) for _, groups in found)
+    held = [weakref.ref(data._group) for ranks in models for data in ranks._data_groups.values()]
+    for ranks in models:
+        ranks.close()
+    assert num_groups() == before and not any(group() for group in held)
+    return found
+
+
+def described_groups(ranks: Any) -> dict[str, tuple[list[int], timedelta]]:
+    """Ranks and timeout of the groups of a mesh."""
+    groups = {dim: data._group for dim, data in ranks._data_groups.items()}
+    return {
+        dim: (
+            torch.distributed.get_process_group_ranks(group),
+            group._get_backend(torch.device("cpu")).options._timeout,
+        )
+        for dim, group in groups.items()
+    }
+
+
+def num_groups() -> int:
+    """Process groups that torch.distributed knows on this rank."""
+    return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
 def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Random numbers of this rank, and what it has as their mean over all ranks."""
-    rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank = torch.distributed.get_rank()
     own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
-    group = DataGroup(made, rank, num_ranks, map_private, is_direct=True, adds_in_float32=False)
+    group = DataGroup(mesh_of_all(), map_private, is_direct=True, adds_in_float32=False)
     mean = own.clone()
     group.mean(mean)
     group.close()
@@ -82,11 +125,11 @@ def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -
     the collectives that a backend for other devices has."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    made = new_group("gloo", timedelta(seconds=60), torch.device("cpu"), [range(num_ranks)])
-    group = DataGroup(made, rank, num_ranks, map_private, is_direct=False, adds_in_float32=adds_in_float32)
+    mesh = mesh_of_all()
+    group = DataGroup(mesh, map_private, is_direct=False, adds_in_float32=adds_in_float32)
     group.warm_up(torch.device("cpu"))
     whole = before.clone()
     group.reduce(whole[rank * numel : (rank + 1) * numel], whole, mean=mean)
     group.close()
-    end_group(made)  # such a group is left to the end of the job
+    end_group(mesh.get_group())  # such a group is left to the end of the job
     return before, whole

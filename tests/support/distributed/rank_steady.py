@@ -13,6 +13,7 @@ from rank_training import Work, compiled, hw_of, parts_of
 from steady import executor_of
 
 import chunkc
+from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList
 
@@ -88,7 +89,7 @@ def steady(work: Work) -> Steady:
     model = compiled(work, hw_of(work, batch))
     gc.collect()
     runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
-    group = counted(runtime.ranks._data)
+    group = counted(runtime.ranks._data_groups[DP_SHARD])
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     trace: list[str] = []
     settled_at: list[int] = []
@@ -103,7 +104,7 @@ def steady(work: Work) -> Steady:
         optimizer.zero_grad()
     executor, stats = executor_of(model), chunkc.stats(model)
     del runtime.device.enqueue_exchanges
-    no_longer_counted(runtime.ranks._data)
+    no_longer_counted(runtime.ranks._data_groups[DP_SHARD])
     plan, device = executor.plan, runtime.device
     planned = {"gather": 0, "reduce": 0}
     for _, _, action in plan.labelled():
@@ -132,12 +133,12 @@ def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
     batch = parts_of(CASES[work.name], work.recipe, torch.distributed.get_rank(), torch.distributed.get_world_size())[0]
     model = compiled(work, hw_of(work, batch))
     ranks: Any = model._compiled_call_impl.runtime.ranks  # type: ignore[union-attr]
-    groups = counted(ranks._data), counted(ranks._replicas)
+    groups = [counted(ranks._data_groups[dim]) for dim in (DP_SHARD, DP_REPLICATE)]
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     loss_of(model(**batch)).backward()
     optimizer.step()
     stats = chunkc.stats(model)
-    for data in (ranks._data, ranks._replicas):
+    for data in ranks._data_groups.values():
         no_longer_counted(data)
     return groups[0].received_nbytes, groups[1].received_nbytes, stats
 
