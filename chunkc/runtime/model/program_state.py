@@ -165,7 +165,7 @@ class ProgramState:
         self.gradients.retract()
 
     def reduce_gradients(self) -> bool:
-        """Reduce what micro-batches have left to the last one of their step; return whether there was anything.
+        """Reduce what micro-batches have left to the last of their step; return whether there was any.
 
         From here on gradients are those of all ranks, which all call this.
 
