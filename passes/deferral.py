@@ -18,7 +18,7 @@ from dataclasses import replace
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Program, State
-from chunkc.ir.structure import WITHOUT_EXCHANGES
+from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
 from chunkc.passes.communication import ActionEmitter
 from chunkc.passes.norms import with_norms
 from chunkc.passes.support.draft import ActionAccess, Draft, decided

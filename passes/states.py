@@ -1,8 +1,7 @@
 """Pass ``states``: derive the state of every tensor over one iteration, and prove the overlays.
 
-The states are those of PatrickStar (Table 1). The order of operators is static, so the states (glossary:
-``chunkc.ir.states``) are compile-time facts, and an illegal transition is an error of the planner. The verifier derives
-them once more, from the finished actions.
+The states are those of PatrickStar (Table 1; glossary: ``chunkc.ir.verify.states``). The order of operators is static,
+so an illegal transition is an error of the planner. The verifier derives the states once more, from finished actions.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from itertools import pairwise
 
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.states import LEGAL_TRANSITIONS, TensorState
+from chunkc.ir.verify.states import LEGAL_TRANSITIONS, TensorState
 from chunkc.passes.support.draft import Draft, Liveness, Overlay, decided
 
 

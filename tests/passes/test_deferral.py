@@ -14,8 +14,8 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import verify
+from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
 from chunkc.passes import PlanOptions, Target, make_plan
 
 RESIDENT = PlanOptions(chunk_numel=64, os_home="device", accumulate=3)

@@ -14,7 +14,8 @@ from spec import PlanSpec
 
 from chunkc.errors import PlanError
 from chunkc.ir.plan import Plan
-from chunkc.ir.verify import replayed_pairs, verify
+from chunkc.ir.verify import verify
+from chunkc.ir.verify.verifier import replayed_pairs
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -13,10 +13,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.happens_before import Event
-from chunkc.ir.moves import MOVES
 from chunkc.ir.plan import FIRST_BACKWARDS, ROLE_GRAPH, Program
-from chunkc.ir.replay import Machine, Payload
+from chunkc.ir.verify.happens_before import Event
+from chunkc.ir.verify.moves import MOVES
+from chunkc.ir.verify.replay import Machine, Payload
 
 
 def _run(machine: Machine, event: Event) -> None:

@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import Accesses, Event
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan, Segment, State
+from chunkc.ir.verify.happens_before import Accesses, Event
 
 NOTHING = -1
 

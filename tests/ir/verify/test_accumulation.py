@@ -14,8 +14,9 @@ from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan, Program
-from chunkc.ir.structure import WITHOUT_EXCHANGES
-from chunkc.ir.verify import ACCUMULATING, DEFERRING, replayed_pairs, verify
+from chunkc.ir.verify import verify
+from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
+from chunkc.ir.verify.verifier import ACCUMULATING, DEFERRING, replayed_pairs
 from chunkc.passes import PlanOptions
 
 HOST = PlanOptions(chunk_numel=64, os_home="host", accumulate=3)

@@ -1,11 +1,13 @@
-"""The verifier: proves a plan safe, from nothing but the plan.
+"""Proof of a plan: static checks, a replay in program order, and a race detector over the streams.
 
-It knows no pass. It replays programs in the orders in which a run can carry them out, and at every action proves two
-things: that it is right in program order (contents, places, budgets: ``replay``, ``moves``, ``training``), and that
-each of its accesses is ordered after those it conflicts with (``happens_before``). Without races every legal
-interleaving of the streams equals program order, so the first proof holds for all of them. Everything that needs no
-replay (``structure``) comes before; the state changes of all payloads (``states``), derived from the actions in another
-way, come after.
+The verifier knows no pass.
+
+    structure                  all that needs no replay
+    replay, moves, training    in program order every action is right: contents, places, budgets
+    happens_before             every access is ordered after those that it conflicts with
+    states                     the state changes of all payloads, derived in another way
+
+Without races every legal interleaving of the streams equals program order, so the replay proves all of them.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
@@ -19,12 +21,12 @@ from itertools import pairwise
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import HappensBefore
 from chunkc.ir.plan import Plan, Program
-from chunkc.ir.replay import Facts, Machine
-from chunkc.ir.states import payload_states
-from chunkc.ir.structure import check_structure
-from chunkc.ir.training import EFFECTS, begin, finish
+from chunkc.ir.verify.happens_before import HappensBefore
+from chunkc.ir.verify.replay import Facts, Machine
+from chunkc.ir.verify.states import payload_states
+from chunkc.ir.verify.structure import check_structure
+from chunkc.ir.verify.training import EFFECTS, begin, finish
 
 _PROGRAMS = {
     "F": "forward",

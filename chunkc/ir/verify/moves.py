@@ -12,9 +12,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import Event
 from chunkc.ir.layout import ChunkList, Home
-from chunkc.ir.replay import NOTHING, Machine, Payload
+from chunkc.ir.verify.happens_before import Event
+from chunkc.ir.verify.replay import NOTHING, Machine, Payload
 
 
 def _fetch(machine: Machine, event: Event) -> None:
