@@ -156,7 +156,7 @@ def measuring_plan(planned: Planned, passes: Sequence[Pass] | None = None) -> Pl
         passes: the pipeline that made it; default ``PIPELINE``.
     """
     draft = planned.drafts[-1][1]
-    draft = replace(draft, options=replace(draft.options, measures=True), programs=None)
+    draft = replace(draft, options=replace(draft.options, tracks_grad_norm=True), programs=None)
     for one in (p for p in (PIPELINE if passes is None else passes) if "programs" in p.provides):
         draft = one(draft)
     return replace(planned.plan, programs=decided(draft.programs, "programs"))

@@ -140,7 +140,7 @@ class StepPass:
         forward, backward = decided(draft.items, "actions")
         liveness, share = decided(draft.liveness, "liveness"), draft.options.streamed_share
         updates = step_items(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
-        if draft.options.measures:
+        if draft.options.tracks_grad_norm:
             backward = with_norms(layout, backward)
             updates = with_decision(layout, backward, updates)
         forward, backward, step = seen_by_backward(forward, backward, updates)
@@ -173,7 +173,7 @@ class StepPass:
         if defers_reduction(draft):
             named = {p.name: p for p in programs}
             items = decided(draft.items, "actions")[1]
-            programs += deferring_programs(layout, items, named, measures=draft.options.measures)
+            programs += deferring_programs(layout, items, named, tracks_grad_norm=draft.options.tracks_grad_norm)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
         places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))

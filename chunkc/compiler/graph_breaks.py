@@ -88,7 +88,9 @@ class BrokenForwards:
         beside_others = replace(
             captured, schedule=beside(captured.schedule, held_nbytes, trainable), beside_nbytes=held_nbytes
         )
-        beside_others = with_decisions(beside_others, measures=self._request().options.measures, scales=False)
+        beside_others = with_decisions(
+            beside_others, tracks_grad_norm=self._request().options.tracks_grad_norm, scales=False
+        )
         if self._runtime.layout is not None:
             self._plan_later(beside_others, slot)
         self._recorded.append(_Record(captured, beside_others, slot))

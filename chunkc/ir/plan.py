@@ -185,7 +185,7 @@ class Plan:
         return any(p.role == "evaluate" for p in self.programs)
 
     @property
-    def measures(self) -> bool:
+    def tracks_grad_norm(self) -> bool:
         """Whether gradients are measured as they land, and updates follow a decision."""
         return any(a.op is Op.DECIDE for p in self.programs for a in p.actions)
 

@@ -80,7 +80,7 @@ class PlanOptions:
             there, in [0, 1].
         accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
             their own, since the next micro-batch reads the parameters again.
-        measures: whether gradients are measured as they land, and updates follow a decision on what was found.
+        tracks_grad_norm: whether gradients are measured as they land, and updates follow a decision on what was found.
         scales: whether backward multiplies its tangents by a loss scale.
     """
 
@@ -92,7 +92,7 @@ class PlanOptions:
     keeps_payloads: bool = False
     streamed_share: float = 0.0
     accumulate: int = 1
-    measures: bool = False
+    tracks_grad_norm: bool = False
     scales: bool = False
 
     def __post_init__(self) -> None:

@@ -53,11 +53,11 @@ def with_scaled_tangents(schedule: Schedule) -> Schedule:
     return replace(schedule, backward=replace(schedule.backward, operators=scaled))
 
 
-def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
+def with_decisions(captured: Captured, *, tracks_grad_norm: bool, scales: bool) -> Captured:
     """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
     if scales:
         captured = replace(captured, schedule=with_scaled_tangents(captured.schedule), scales=True)
-    if not measures:
+    if not tracks_grad_norm:
         return captured
     nbytes = norms_nbytes(captured.schedule.params)
     return replace(captured, schedule=with_norms(captured.schedule), beside_nbytes=captured.beside_nbytes + nbytes)

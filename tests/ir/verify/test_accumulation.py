@@ -31,20 +31,20 @@ PLANS: dict[str, Plan] = {
     "two slots": planned(chain(3), target(), replace(HOST, max_slots=2)).plan,
     "three slots": planned(chain(4), target(), replace(HOST, max_slots=3)).plan,
     "states anywhere": planned(chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6)).plan,
-    "measured": planned(chain(4), target(), replace(HOST, max_slots=3, measures=True)).plan,
+    "measured": planned(chain(4), target(), replace(HOST, max_slots=3, tracks_grad_norm=True)).plan,
     "measured, states anywhere": planned(
-        chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6, measures=True)
+        chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6, tracks_grad_norm=True)
     ).plan,
     "resident": planned(chain(3), target(), replace(HOST, os_home="device")).plan,
     "two ranks": planned(chain(4), target(world_size=2), replace(HOST, max_slots=4)).plan,
     "three ranks, padding": planned(chain(4), target(world_size=3, rank=1), replace(HOST, max_slots=6)).plan,
-    "two ranks, measured": planned(chain(4), target(world_size=2, rank=1), replace(HOST, measures=True)).plan,
+    "two ranks, measured": planned(chain(4), target(world_size=2, rank=1), replace(HOST, tracks_grad_norm=True)).plan,
     "two ranks, resident": planned(chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device")).plan,
     "three ranks, resident, padding": planned(
         chain(4), target(world_size=3, rank=1), replace(HOST, os_home="device")
     ).plan,
     "two ranks, resident, measured": planned(
-        chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device", measures=True)
+        chain(4), target(world_size=2, rank=1), replace(HOST, os_home="device", tracks_grad_norm=True)
     ).plan,
     "two ranks, a group that comes twice": planned(SHARED, target(world_size=2), replace(HOST, max_slots=4)).plan,
     "shared chunks": planned(
