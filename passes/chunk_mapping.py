@@ -26,7 +26,7 @@ from itertools import accumulate
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo, Schedule
-from chunkc.passes.support.draft import Draft, Liveness, Units, decided
+from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 
 UNUSED_DTYPE = "float32"
 
@@ -170,7 +170,7 @@ def _least_bins(numels: Sequence[int], room: int) -> int:
 
 def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
     """A gradient chunk for each trained one, in their order, behind all chunks that graphs read."""
-    trained = [c for c in chunks if c.list is ChunkList.TRAINED] if liveness.beside else []
+    trained = [c for c in chunks if c.list is ChunkList.TRAINED] if liveness.has_grad_chunks else []
     return [
         replace(c, index=index, list=ChunkList.GRAD, os_home=None, partner=c.index)
         for index, c in enumerate(trained, len(chunks))
@@ -195,36 +195,36 @@ def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str]
     return lists
 
 
-def units_of(layout: Layout) -> Units:
+def blocks_of(layout: Layout) -> ChunkBlocks:
     """Return the units of ``layout``: its groups, except unused ones.
 
     Groups chained by a tensor that spans chunks are taken together as one unit.
     """
     groups = [g for g in layout.groups if layout.chunks[g.first_chunk].list is not ChunkList.UNUSED]
     leader = list(range(len(groups)))
-    for place in layout.placements:
-        if place.num_chunks > 1 and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
-            first, last = place.chunks[0] // layout.world_size, place.chunks[-1] // layout.world_size
+    for placement in layout.placements:
+        if placement.num_chunks > 1 and layout.chunks[placement.chunk].list is not ChunkList.UNUSED:
+            first, last = placement.chunks[0] // layout.world_size, placement.chunks[-1] // layout.world_size
             for group in range(first, last + 1):
                 leader[group] = leader[first]
     firsts = sorted(set(leader))
-    unit_of_first = {first: unit for unit, first in enumerate(firsts)}
-    unit_of_group = [unit_of_first[first] for first in leader]
+    block_of_first = {first: block for block, first in enumerate(firsts)}
+    block_of_group = [block_of_first[first] for first in leader]
     of_param = [-1] * len(layout.params)
-    for place in layout.placements:
-        if place.num_chunks and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
-            of_param[place.param] = unit_of_group[place.chunk // layout.world_size]
+    for placement in layout.placements:
+        if placement.num_chunks and layout.chunks[placement.chunk].list is not ChunkList.UNUSED:
+            of_param[placement.param] = block_of_group[placement.chunk // layout.world_size]
     widths = [0] * len(firsts)
-    for unit in unit_of_group:
-        widths[unit] += 1
-    beside = layout.grad_chunks()
+    for block in block_of_group:
+        widths[block] += 1
+    grad_chunks = layout.grad_chunks()
     of_grad = [
-        tuple(dict.fromkeys(unit_of_group[beside.get(c, c) // layout.world_size] for c in place.chunks))
-        if of_param[place.param] >= 0
+        tuple(dict.fromkeys(block_of_group[grad_chunks.get(c, c) // layout.world_size] for c in placement.chunks))
+        if of_param[placement.param] >= 0
         else ()
-        for place in layout.placements
+        for placement in layout.placements
     ]
-    return Units(tuple(firsts), tuple(widths), tuple(of_param), tuple(of_grad))
+    return ChunkBlocks(tuple(firsts), tuple(widths), tuple(of_param), tuple(of_grad))
 
 
 def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:
@@ -238,12 +238,12 @@ def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> Non
     trained, used = set(liveness.trained), set(liveness.use_order)
     if layout.params != schedule.params:
         raise PlanError("a fixed layout serves only shapes of the model that it was made for; the parameters differ")
-    for place in layout.placements:
-        if not place.num_chunks:
+    for placement in layout.placements:
+        if not placement.num_chunks:
             continue
-        kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
-        if (place.param in trained and kind is not ChunkList.TRAINED) or (
-            place.param in used and kind is ChunkList.UNUSED
+        kind, name = layout.chunks[placement.chunk].list, schedule.params[placement.param].name
+        if (placement.param in trained and kind is not ChunkList.TRAINED) or (
+            placement.param in used and kind is ChunkList.UNUSED
         ):
             raise PlanError(
                 f"{name!r} stands in a chunk of {kind} parameters, but the graphs of this shape use it otherwise; "

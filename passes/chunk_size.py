@@ -16,14 +16,14 @@ from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
 from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
-from chunkc.passes.residency import moved_nbytes, plan_stays
+from chunkc.passes.residency import moved_nbytes, plan_intervals
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (
     Sizes,
-    available_places,
+    available_ranges,
     choose_home,
     demand_of,
-    most_places,
+    most_ranges,
     needed_nbytes,
     refuse,
     resident_triples,
@@ -73,8 +73,8 @@ class Candidate:
 
 
 def _dtype_in(layout: Layout, param: int) -> str:
-    place = layout.placements[param]
-    return layout.chunks[place.chunk].dtype if place.num_chunks else layout.params[param].dtype
+    placement = layout.placements[param]
+    return layout.chunks[placement.chunk].dtype if placement.num_chunks else layout.params[param].dtype
 
 
 def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple[int, ...]:
@@ -136,15 +136,15 @@ def _priced(
     homes = layout
     if triples:
         homes, demand = with_residents(layout, demand, liveness, target, options, triples)
-    places = available_places(homes, demand, target, options)
-    if places < demand.min_places:
+    num_ranges = available_ranges(homes, demand, target, options)
+    if num_ranges < demand.min_ranges:
         return candidate
-    stays = plan_stays(homes, demand, places)
-    moved = moved_nbytes(homes, demand, stays, all_ranks=True)
+    intervals = plan_intervals(homes, demand, num_ranges)
+    moved = moved_nbytes(homes, demand, intervals, all_ranks=True)
     if not triples and not share:
         return replace(candidate, moved_nbytes=moved)
-    used = max((s.place + demand.units.num_groups[s.unit] for s in stays), default=0)
-    whole = lay_out(homes, liveness, used, most_places(homes, demand, target, options), share)
+    used = max((s.slot_range + demand.blocks.num_groups[s.block] for s in intervals), default=0)
+    whole = lay_out(homes, liveness, used, most_ranges(homes, demand, target, options), share)
     missing = min(2, len(streamed_chunks(whole, liveness, share))) - len(buffers_of(whole))
     moved += step_nbytes(whole, liveness, share)
     return replace(candidate, moved_nbytes=moved, num_missing_buffers=max(0, missing))
@@ -175,7 +175,7 @@ def search(draft: Draft) -> list[Candidate]:
 def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:
     target, options = draft.target, draft.options
     if any(choose_home(c.sizes, target, options) is not None for c in tried):
-        least = min(c.demand.min_places for c in tried) * target.world_size
+        least = min(c.demand.min_ranges for c in tried) * target.world_size
         return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
 
     def order(c: Candidate) -> tuple[int, int, int]:

@@ -44,30 +44,30 @@ def without_exchanges(name: str, twin: Program, entry: State, exit_state: State)
     return Program(name, twin.role, entry, exit_state, tuple(actions))
 
 
-def reduce_items(
+def reduce_accesses(
     layout: Layout, backward: tuple[ActionAccess, ...], entry: State, *, tracks_grad_norm: bool
 ) -> tuple[ActionAccess, ...]:
     """Reduce and release what stands on the device at ``entry``, in the order of ``backward``.
 
     ``tracks_grad_norm``: whether the norms of the gradients are taken too.
     """
-    writer = ActionEmitter(layout, entry.resident)
-    for action in (item.action for item in backward):
+    emitter = ActionEmitter(layout, entry.resident)
+    for action in (access.action for access in backward):
         if action.op is Op.REDUCE:
-            writer.reduce(action.index)
+            emitter.reduce(action.index)
         elif action.op is Op.RELEASE:
-            writer.release(action.index, Stream.COMM)
-    return with_norms(layout, writer.take()) if tracks_grad_norm else writer.take()
+            emitter.release(action.index, Stream.COMM)
+    return with_norms(layout, emitter.take()) if tracks_grad_norm else emitter.take()
 
 
 def deferring_programs(
-    layout: Layout, items: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, tracks_grad_norm: bool
+    layout: Layout, accesses: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, tracks_grad_norm: bool
 ) -> tuple[Program, ...]:
     """Those of micro-batches that exchange nothing, beside ``programs``; ``items`` are those of backward."""
     saved, graded = programs["backward"].entry, programs["backward"].exit
     opened = [(a.target, a.slot) for a in programs["backward"].actions if a.op is Op.OPEN and a.slot is not None]
     unreduced = State("unreduced", (*saved.resident, *opened))
-    reduce = joined(reduce_items(layout, items, unreduced, tracks_grad_norm=tracks_grad_norm))
+    reduce = joined(reduce_accesses(layout, accesses, unreduced, tracks_grad_norm=tracks_grad_norm))
     return (
         without_exchanges("forward_again", programs["forward"], unreduced, unreduced),
         without_exchanges("backward_unreduced", programs["backward"], saved, unreduced),

@@ -38,26 +38,26 @@ def with_norms(layout: Layout, backward: Sequence[ActionAccess]) -> tuple[Action
     A norm stands behind the action that makes the gradients of its chunk final.
     """
     last: dict[int, int] = {}
-    for position, item in enumerate(backward):
-        if item.action.op in (*LANDINGS, Op.REDUCE):
-            last[_own_chunk(layout, item.action)] = position
+    for position, access in enumerate(backward):
+        if access.action.op in (*LANDINGS, Op.REDUCE):
+            last[_own_chunk(layout, access.action)] = position
     own = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
     due = {position: chunk for chunk, position in last.items() if chunk in own}
     found: list[ActionAccess] = []
-    for position, item in enumerate(backward):
-        found.append(item)
+    for position, access in enumerate(backward):
+        found.append(access)
         if position in due:
             chunk = due[position]
             norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
-            found.append(ActionAccess(norm, item.writes, (norm_name(chunk),)))
+            found.append(ActionAccess(norm, access.writes, (norm_name(chunk),)))
     if layout.world_size > 1:
         found.append(ActionAccess(Action(Op.SUM, "", Stream.COMM), _measured(found), (_SUMS,)))
     return tuple(found)
 
 
-def _measured(items: Sequence[ActionAccess]) -> tuple[str, ...]:
+def _measured(accesses: Sequence[ActionAccess]) -> tuple[str, ...]:
     """The resource names of all norms among ``items``."""
-    return tuple(name for item in items if item.action.op is Op.NORM for name in item.writes)
+    return tuple(name for access in accesses if access.action.op is Op.NORM for name in access.writes)
 
 
 def _own_chunk(layout: Layout, action: Action) -> int:

@@ -174,11 +174,11 @@ def _check_request(schedule: Schedule, target: Target, options: PlanOptions, lay
             raise ValueError(
                 f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators"
             )
-    if layout is not None and _place(layout) != _place(target):
-        raise ValueError(f"the layout is that of {_place(layout)}, the target is {_place(target)}")
+    if layout is not None and _rank_name(layout) != _rank_name(target):
+        raise ValueError(f"the layout is that of {_rank_name(layout)}, the target is {_rank_name(target)}")
 
 
-def _place(of: Layout | Target) -> str:
+def _rank_name(of: Layout | Target) -> str:
     replicas = "" if of.num_replicas == 1 else f" in each of {of.num_replicas} replicas"
     return f"rank {of.rank} of {of.world_size}{replicas}"
 

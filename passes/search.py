@@ -107,7 +107,7 @@ class Search:
         rank trains, all are tried with their payloads, then as many without.
         """
         draft = self._drafts[best.options]
-        if not self._places(draft):
+        if not self._decides_homes(draft):
             return best
         beside, most, alone = _margins(draft)
         keeps = draft.target.world_size == 1
@@ -132,7 +132,7 @@ class Search:
         halved where none of them gains (pattern search: Hooke and Jeeves, 1961).
         """
         draft = self._drafts[best.options]
-        if not self._places(draft):
+        if not self._decides_homes(draft):
             return best
         most, numel = max(_margins(draft)), draft.chunk_numel
         count, share = max(1, most // 2), self._balanced_share() if with_shares else 0.0
@@ -147,7 +147,7 @@ class Search:
             count, share = max(1, count // 2), share / 2
         return best
 
-    def _places(self, draft: Draft) -> bool:
+    def _decides_homes(self, draft: Draft) -> bool:
         """Whether the search decides where optimizer states stand and are updated."""
         return draft.os_home is Home.HOST and not self._is_placed()
 
@@ -202,7 +202,7 @@ def _margins(draft: Draft) -> tuple[int, int, int]:
     layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
     liveness, target = decided(draft.liveness, "liveness"), draft.target
     demand = demand_of(layout, liveness, draft.options.cuts)
-    beside = most_resident_triples(layout, demand, liveness, target, sum(demand.units.num_groups))
+    beside = most_resident_triples(layout, demand, liveness, target, sum(demand.blocks.num_groups))
     alone = most_resident_triples(layout, demand, liveness, target)
     if layout.world_size > 1:
         return beside, alone, alone

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkc.ir.schedule import GraphKind
-from chunkc.passes.support.draft import BaseSegment, GraphCosts, Liveness, Units
+from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, GraphCosts, Liveness
 
 GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 
 def base_segments(
-    liveness: Liveness, units: Units, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
+    liveness: Liveness, blocks: ChunkBlocks, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
 ) -> tuple[BaseSegment, ...]:
     """Base segments of both graphs.
 
@@ -29,24 +29,24 @@ def base_segments(
     """
     found: list[BaseSegment] = []
     for which, graph in enumerate(GRAPHS):
-        needs = unit_needs(liveness, units, which, keep_open)
+        needs = block_needs(liveness, blocks, which, keep_open)
         starts = _starts(needs, () if cuts is None else cuts[which])
         found.extend(_segments(graph, which, starts, needs, liveness))
     return tuple(found)
 
 
-def unit_needs(liveness: Liveness, units: Units, which: int, keep_open: bool) -> list[tuple[int, ...]]:
+def block_needs(liveness: Liveness, blocks: ChunkBlocks, which: int, keep_open: bool) -> list[tuple[int, ...]]:
     """The units that each operator of graph ``which`` needs, ascending."""
-    of_param = units.of_param
+    of_param = blocks.of_param
     wanted = [{of_param[p] for p in op if of_param[p] >= 0} for op in liveness.needs[which]]
     if which == 1:
         for param in liveness.trained:
-            wanted[liveness.landing_op[param]].update(units.of_grad[param])
+            wanted[liveness.landing_op[param]].update(blocks.of_grad[param])
     needs = [tuple(sorted(found)) for found in wanted]
-    return _with_open(liveness, units, needs) if keep_open and which == 1 else needs
+    return _with_open(liveness, blocks, needs) if keep_open and which == 1 else needs
 
 
-def _with_open(liveness: Liveness, units: Units, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _with_open(liveness: Liveness, blocks: ChunkBlocks, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Add to ``needs`` of backward the units whose gradients have begun to land.
 
     Each operator with needs also asks for these units.
@@ -54,13 +54,13 @@ def _with_open(liveness: Liveness, units: Units, needs: list[tuple[int, ...]]) -
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for param in liveness.trained:
-        unit, landing = units.of_param[param], liveness.landing_op[param]
-        if unit >= 0:
-            first[unit] = min(first.get(unit, landing), landing)
-            last[unit] = max(last.get(unit, landing), landing)
+        block, landing = blocks.of_param[param], liveness.landing_op[param]
+        if block >= 0:
+            first[block] = min(first.get(block, landing), landing)
+            last[block] = max(last.get(block, landing), landing)
     opened: list[list[int]] = [[] for _ in needs]
-    for unit in sorted(first):
-        opened[first[unit]].append(unit)
+    for block in sorted(first):
+        opened[first[block]].append(block)
     current: set[int] = set()
     result = []
     for index, need in enumerate(needs):

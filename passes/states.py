@@ -34,7 +34,7 @@ def history(schedule: Schedule, liveness: Liveness, param: int) -> tuple[Change,
         PlanError: when a transition is not legal.
     """
     forward, backward = ([i for i, op in enumerate(g.operators) if param in op.reads] for g in schedule.graphs)
-    landing = -1 if liveness.beside else liveness.landing_op[param]
+    landing = -1 if liveness.has_grad_chunks else liveness.landing_op[param]
     return _history(schedule.params[param].name, forward, backward, landing)
 
 
@@ -98,7 +98,7 @@ class StatesPass:
 
     def __call__(self, draft: Draft) -> Draft:
         liveness = decided(draft.liveness, "liveness")
-        if liveness.beside:
+        if liveness.has_grad_chunks:
             note = (
                 f"{len(liveness.trained)} gradients in chunks of their own: the next micro-batch reads the parameters"
             )

@@ -23,40 +23,40 @@ from chunkc.passes.support.arena import shared_bytes, static_payloads, static_tr
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined, synchronise
 from chunkc.passes.support.update_order import host_order
-from chunkc.passes.support.updates import on_host, step_items
+from chunkc.passes.support.updates import on_host, step_accesses
 
 _ACCUMULATED = "accumulated"
 
 
-def standing(items: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
+def standing(accesses: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
     """Chunk -> slot after ``items``, of which ``static`` stood there before."""
     occupancy = Occupancy.of(layout, payload_residents(static))
-    for item in items:
-        occupancy.apply(item.action)
+    for access in accesses:
+        occupancy.apply(access.action)
     return occupancy.chunk_slots()
 
 
-def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def abandon_accesses(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Drop what forward left on the device beyond the static residents."""
-    writer = ActionEmitter(layout, payload_residents(where))
+    emitter = ActionEmitter(layout, payload_residents(where))
     if layout.world_size > 1:
         for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
-            writer.release(group)
+            emitter.release(group)
     for chunk in sorted(c for c in where if layout.owner(c) == layout.rank and c not in static):
-        writer.drop(chunk)
-    return writer.take()
+        emitter.drop(chunk)
+    return emitter.take()
 
 
-def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def resume_accesses(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
-    writer = ActionEmitter(layout, payload_residents(static))
+    emitter = ActionEmitter(layout, payload_residents(static))
     own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
     for chunk in own:
         if chunk not in static:
-            writer.fetch(chunk, where[chunk])
+            emitter.fetch(chunk, where[chunk])
     for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
-        writer.gather(group)
-    return writer.take()
+        emitter.gather(group)
+    return emitter.take()
 
 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
@@ -74,19 +74,21 @@ def seen_by_backward(
     home, or updates by a decision, what no graph touches. Where backward has used what the step before has made, that
     is no wait.
     """
-    ends = [[i for i, item in enumerate(step) if item.action.stream is Stream.D2H]]
-    if any(item.action.op is Op.DECIDE for item in step):
-        ends.append([i for i, item in enumerate(step) if item.action.stream is Stream.CPU])
+    ends = [[i for i, access in enumerate(step) if access.action.stream is Stream.D2H]]
+    if any(access.action.op is Op.DECIDE for access in step):
+        ends.append([i for i, access in enumerate(step) if access.action.stream is Stream.CPU])
     graphs = [list(forward), list(backward)]
-    last = [(g, i) for g, items in enumerate(graphs) for i, x in enumerate(items) if x.action.stream is Stream.COMPUTE]
-    items = list(step)
+    last = [
+        (g, i) for g, accesses in enumerate(graphs) for i, x in enumerate(accesses) if x.action.stream is Stream.COMPUTE
+    ]
+    accesses = list(step)
     for position in (found[-1] for found in ends if found and last):
-        name = f"end of {items[position].action.stream}"
+        name = f"end of {accesses[position].action.stream}"
         graph, index = last[-1]
         seeing = graphs[graph][index]
         graphs[graph][index] = replace(seeing, reads=(*seeing.reads, name))
-        items[position] = replace(items[position], writes=(*items[position].writes, name))
-    return tuple(graphs[0]), tuple(graphs[1]), tuple(items)
+        accesses[position] = replace(accesses[position], writes=(*accesses[position].writes, name))
+    return tuple(graphs[0]), tuple(graphs[1]), tuple(accesses)
 
 
 def seen_by_forward(
@@ -97,8 +99,8 @@ def seen_by_forward(
     The next backward fetches the gradients that were copied home, and a label of the backward means the running one to
     itself. The computation is one in the middle of the forward, long after the copies.
     """
-    copies = [i for i, item in enumerate(backward) if item.action.stream is Stream.D2H]
-    runs = [i for i, item in enumerate(forward) if item.action.op is Op.RUN]
+    copies = [i for i, access in enumerate(backward) if access.action.stream is Stream.D2H]
+    runs = [i for i, access in enumerate(forward) if access.action.op is Op.RUN]
     if not copies or not runs:
         return forward, backward
     first, second = list(forward), list(backward)
@@ -137,9 +139,9 @@ class StepPass:
 
     def __call__(self, draft: Draft) -> Draft:
         layout, home = decided(draft.layout, "layout"), decided(draft.os_home, "os_home")
-        forward, backward = decided(draft.items, "actions")
+        forward, backward = decided(draft.accesses, "actions")
         liveness, share = decided(draft.liveness, "liveness"), draft.options.streamed_share
-        updates = step_items(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
+        updates = step_accesses(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
         if draft.options.tracks_grad_norm:
             backward = with_norms(layout, backward)
             updates = with_decision(layout, backward, updates)
@@ -149,10 +151,10 @@ class StepPass:
             forward, backward = seen_by_forward(forward, backward)
         static, triples = static_residents(layout)
         saved = standing(forward, static, layout)
-        abandon = abandon_items(layout, saved, static)
+        abandon = abandon_accesses(layout, saved, static)
         overlaps = {slot_name(s): tuple(map(slot_name, others)) for s, others in shared_bytes(layout).items()}
         actions = synchronise(forward, backward, step, abandon, overlaps, accumulates=accumulates)
-        resume = joined(resume_items(layout, saved, static))
+        resume = joined(resume_accesses(layout, saved, static))
 
         def state(phase: Phase, where: dict[int, int]) -> State:
             return State(phase, (*payload_residents(where), *triples))
@@ -172,8 +174,8 @@ class StepPass:
         )
         if defers_reduction(draft):
             named = {p.name: p for p in programs}
-            items = decided(draft.items, "actions")[1]
-            programs += deferring_programs(layout, items, named, tracks_grad_norm=draft.options.tracks_grad_norm)
+            accesses = decided(draft.accesses, "actions")[1]
+            programs += deferring_programs(layout, accesses, named, tracks_grad_norm=draft.options.tracks_grad_norm)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
         places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))

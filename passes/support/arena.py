@@ -99,7 +99,7 @@ def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
     return tuple((first, first + 1 if lead > 1 else None) for first in firsts)
 
 
-def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: int, share: float) -> Layout:
+def lay_out(layout: Layout, liveness: Liveness, num_ranges: int, most_ranges: int, share: float) -> Layout:
     """``layout`` with its arena.
 
     Args:
@@ -115,10 +115,10 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     lead = lead_slots(layout)
     num_fetched = sum(1 for c in staying if c.home is Home.HOST)
     width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, num_fetched)
-    most_places = max(num_places, most_places, lead if num_fetched else 0)
-    wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_places * size, width, spare))
-    places = max(num_places, min(most_places, -(-(min(2, wanted) * width + spare) // size)))
-    slots = list(payload_slots(layout, places * size))
+    most_ranges = max(num_ranges, most_ranges, lead if num_fetched else 0)
+    wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_ranges * size, width, spare))
+    num_laid_out = max(num_ranges, min(most_ranges, -(-(min(2, wanted) * width + spare) // size)))
+    slots = list(payload_slots(layout, num_laid_out * size))
     end = arena_nbytes = len(slots) * nbytes
     num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
     for size_nbytes in (*(nbytes for _ in _staying(layout)), *(c.os_nbytes for c in staying)):

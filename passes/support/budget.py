@@ -18,10 +18,10 @@ from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
-from chunkc.passes.chunk_mapping import commonest_dtype, units_of
+from chunkc.passes.chunk_mapping import blocks_of, commonest_dtype
 from chunkc.passes.segments import base_segments, segment_costs
-from chunkc.passes.support.belady import min_places
-from chunkc.passes.support.draft import BaseSegment, Demand, Liveness, PlanOptions, Target, Units
+from chunkc.passes.support.belady import min_ranges
+from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, PlanOptions, Target
 from chunkc.passes.support.triples import residence_order, triples_nbytes
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -40,8 +40,8 @@ class Sizes:
         triples_nbytes: what the first k triples that stay on the device move there from the host, for k from 0 to all.
     """
 
-    place_nbytes: int
-    num_places: int
+    range_nbytes: int
+    num_ranges: int
     resident_nbytes: int
     evicted_nbytes: int
     resident_host_nbytes: int
@@ -51,31 +51,33 @@ class Sizes:
 
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
     """Units, base segments and the least arena of ``layout``."""
-    units = units_of(layout)
-    steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1 and not liveness.beside)
-    homes = [layout.chunks[first * layout.world_size].home for first in units.first_group]
+    blocks = blocks_of(layout)
+    steps = base_segments(liveness, blocks, cuts, keep_open=layout.world_size > 1 and not liveness.has_grad_chunks)
+    homes = [layout.chunks[first * layout.world_size].home for first in blocks.first_group]
     if layout.world_size == 1 and Home.DEVICE in homes:
-        units, steps = _moving(units, steps, [unit for unit, home in enumerate(homes) if home is Home.HOST])
-    least = min_places([s.units for s in steps], units.num_groups, separate=layout.world_size > 1)
-    if layout.grad_chunks() and units.first_group:
+        blocks, steps = _moving(blocks, steps, [block for block, home in enumerate(homes) if home is Home.HOST])
+    least = min_ranges([s.blocks for s in steps], blocks.num_groups, isolate_wide=layout.world_size > 1)
+    if layout.grad_chunks() and blocks.first_group:
         least = max(least, 2)  # an update on the device has gradients beside the payload
-    return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
+    return Demand(blocks, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
 
 
-def _moving(units: Units, steps: Sequence[BaseSegment], kept: Sequence[int]) -> tuple[Units, tuple[BaseSegment, ...]]:
+def _moving(
+    blocks: ChunkBlocks, steps: Sequence[BaseSegment], kept: Sequence[int]
+) -> tuple[ChunkBlocks, tuple[BaseSegment, ...]]:
     """Reduce ``units`` and ``steps`` to the units ``kept``, the only ones that ever move."""
-    number = {unit: new for new, unit in enumerate(kept)}
+    number = {block: new for new, block in enumerate(kept)}
 
     def left(found: Sequence[int]) -> tuple[int, ...]:
-        return tuple(number[unit] for unit in found if unit in number)
+        return tuple(number[block] for block in found if block in number)
 
-    moving = Units(
-        tuple(units.first_group[unit] for unit in kept),
-        tuple(units.num_groups[unit] for unit in kept),
-        tuple(number.get(unit, -1) for unit in units.of_param),
-        tuple(map(left, units.of_grad)),
+    moving = ChunkBlocks(
+        tuple(blocks.first_group[block] for block in kept),
+        tuple(blocks.num_groups[block] for block in kept),
+        tuple(number.get(block, -1) for block in blocks.of_param),
+        tuple(map(left, blocks.of_grad)),
     )
-    return moving, tuple(replace(step, units=left(step.units)) for step in steps)
+    return moving, tuple(replace(step, blocks=left(step.blocks)) for step in steps)
 
 
 def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
@@ -130,7 +132,7 @@ def with_residents(
         return layout, demand
     kept = _with_resident_payloads(layout, demand)
     remaining = demand_of(kept, liveness, options.cuts)
-    fits = remaining.min_places <= most_places(kept, remaining, target, options)
+    fits = remaining.min_ranges <= most_ranges(kept, remaining, target, options)
     return (kept, remaining) if fits else (layout, demand)
 
 
@@ -139,29 +141,29 @@ def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
 
     What a tensor larger than a chunk spans stays adjacent, and so on the host.
     """
-    widths = zip(demand.units.first_group, demand.units.num_groups, strict=True)
+    widths = zip(demand.blocks.first_group, demand.blocks.num_groups, strict=True)
     movable = {first for first, num in widths if num == 1}
-    beside = layout.grad_chunks()
+    grad_chunks = layout.grad_chunks()
     found = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
-    whole = {c for c in found if {c, beside.get(c, c)} <= movable}
-    whole |= {beside[c] for c in whole if c in beside}
+    whole = {c for c in found if {c, grad_chunks.get(c, c)} <= movable}
+    whole |= {grad_chunks[c] for c in whole if c in grad_chunks}
     chunks = (replace(c, home=Home.DEVICE) if c.index in whole else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
 
 
 def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
     """Bytes that ``layout`` takes, resident and evicted."""
-    place_nbytes = chunk_nbytes(layout) * layout.world_size
-    num_places = sum(demand.units.num_groups)
+    range_nbytes = chunk_nbytes(layout) * layout.world_size
+    num_ranges = sum(demand.blocks.num_groups)
     os_nbytes = layout.os_nbytes()
     owned = layout.owned()
     unused_nbytes = sum(c.nbytes for c in owned if c.list is ChunkList.UNUSED)
     static_nbytes = sum(c.nbytes for c in owned if c.home is Home.DEVICE)
     return Sizes(
-        place_nbytes=place_nbytes,
-        num_places=num_places,
-        resident_nbytes=num_places * place_nbytes + static_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
-        evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes + static_nbytes,
+        range_nbytes=range_nbytes,
+        num_ranges=num_ranges,
+        resident_nbytes=num_ranges * range_nbytes + static_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
+        evicted_nbytes=demand.peak_nbytes + demand.min_ranges * range_nbytes + static_nbytes,
         resident_host_nbytes=unused_nbytes,
         evicted_host_nbytes=sum(c.nbytes for c in owned) - static_nbytes + os_nbytes,
         triples_nbytes=triples_nbytes(layout, liveness),
@@ -193,7 +195,7 @@ def _wished(sizes: Sizes, options: PlanOptions) -> int:
 
 def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | None:
     """The home that ``options`` wish for or that moves least among those that fit; None where none fits."""
-    slots = sizes.num_places * target.world_size
+    slots = sizes.num_ranges * target.world_size
     unlimited = options.max_slots is None or options.max_slots >= slots
     fits = sizes.resident_nbytes <= target.device_budget_nbytes
     fits = fits and sizes.resident_host_nbytes <= target.host_budget_nbytes
@@ -207,7 +209,7 @@ def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | No
     return Home.HOST if sizes.evicted_nbytes + sizes.triples_nbytes[triples] <= target.device_budget_nbytes else None
 
 
-def most_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
+def most_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
     """Return the number of places of the largest arena that the budget allows.
 
     The arena stands beside the peak of non-model bytes and resident triples.
@@ -215,13 +217,13 @@ def most_places(layout: Layout, demand: Demand, target: Target, options: PlanOpt
     static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
-    places = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
-    return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
+    num_ranges = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
+    return num_ranges if options.max_slots is None else min(num_ranges, options.max_slots // target.world_size)
 
 
-def available_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
+def available_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
     """As ``most_places``, but no more than every unit at once would take."""
-    return min(most_places(layout, demand, target, options), sum(demand.units.num_groups))
+    return min(most_ranges(layout, demand, target, options), sum(demand.blocks.num_groups))
 
 
 def needed_nbytes(sizes: Sizes, target: Target, options: PlanOptions) -> tuple[int, int]:
@@ -324,11 +326,11 @@ def _device_moment(
     demand: Demand, sizes: Sizes, options: PlanOptions, triples_nbytes: int
 ) -> tuple[str, tuple[int, ...], str]:
     """``(segment name, parameters, reason)`` of the segment that needs most device memory."""
-    widths = demand.units.num_groups
+    widths = demand.blocks.num_groups
 
     def need(index: int) -> int:
         step = demand.steps[index]
-        return step.nonmodel_nbytes + sum(widths[u] for u in step.units) * sizes.place_nbytes
+        return step.nonmodel_nbytes + sum(widths[b] for b in step.blocks) * sizes.range_nbytes
 
     if not demand.steps:
         return "fwd.0", (), "all parameters must be resident"
@@ -337,13 +339,13 @@ def _device_moment(
     number = worst - next(i for i, s in enumerate(demand.steps) if s.graph == step.graph)
     moment = f"{SEGMENT_PREFIX[step.graph]}.{number}"
     if options.os_home == "device":
-        params = tuple(p for p, u in enumerate(demand.units.of_param) if u >= 0)
+        params = tuple(p for p, block in enumerate(demand.blocks.of_param) if block >= 0)
         return moment, params, f"all payloads and optimizer states, and {step.nonmodel_nbytes} bytes of activations"
-    units = zip(demand.units.of_param, demand.units.of_grad, strict=True)
-    params = tuple(p for p, (own, of_grad) in enumerate(units) if not {own, *of_grad}.isdisjoint(step.units))
+    landings = zip(demand.blocks.of_param, demand.blocks.of_grad, strict=True)
+    params = tuple(p for p, (block, of_grad) in enumerate(landings) if not {block, *of_grad}.isdisjoint(step.blocks))
     states = f", optimizer states that stay on the device {triples_nbytes}" if triples_nbytes else ""
     reason = (
-        f"the arena takes {demand.min_places * sizes.place_nbytes} bytes{states} and activations up to "
+        f"the arena takes {demand.min_ranges * sizes.range_nbytes} bytes{states} and activations up to "
         f"{demand.peak_nbytes} bytes; resident together must be the chunks with"
     )
     return moment, params, reason

@@ -143,11 +143,11 @@ class Liveness:
     landing_op: tuple[int, ...]
     needs: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
     costs: tuple[GraphCosts, GraphCosts]
-    beside: bool = False
+    has_grad_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
+class ChunkBlocks:
     """The units of a layout.
 
     Attributes:
@@ -172,7 +172,7 @@ class BaseSegment:
     graph: GraphKind
     first_op: int
     end_op: int
-    units: tuple[int, ...]
+    blocks: tuple[int, ...]
     lands: tuple[int, ...]
     landed_nbytes: int
     live_nbytes: int
@@ -190,8 +190,8 @@ class ResidencyInterval:
     ``dirty``: gradients landed, so the stay ends with a write-back.
     """
 
-    unit: int
-    place: int
+    block: int
+    slot_range: int
     begin: int
     end: int
     dirty: bool
@@ -201,9 +201,9 @@ class ResidencyInterval:
 class Demand:
     """The demand of a layout: its units and the base segments of forward and backward."""
 
-    units: Units
+    blocks: ChunkBlocks
     steps: tuple[BaseSegment, ...]
-    min_places: int
+    min_ranges: int
     peak_nbytes: int
 
 
@@ -247,9 +247,9 @@ class Draft:
     os_home: Home | None = None
     demand: Demand | None = None
     overlays: tuple[Overlay, ...] | None = None
-    stays: tuple[ResidencyInterval, ...] | None = None
+    intervals: tuple[ResidencyInterval, ...] | None = None
     timelines: tuple[Timeline, Timeline] | None = None
-    items: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
+    accesses: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
     programs: tuple[Program, ...] | None = None
 
     def with_stage(self, record: StageRecord) -> Draft:

@@ -57,17 +57,17 @@ class Analysis:
     latest: dict[Role, int] = field(default_factory=dict)
     num_instances: int = 0
 
-    def run(self, role: Role, items: Sequence[ActionAccess]) -> tuple[Action, ...]:
+    def run(self, role: Role, accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
         """Analyse one run of a program; its actions with their waits."""
         instance, self.num_instances = self.num_instances, self.num_instances + 1
         self.latest[role] = instance
-        return tuple(self._action(role, instance, position, item) for position, item in enumerate(items))
+        return tuple(self._action(role, instance, position, access) for position, access in enumerate(accesses))
 
-    def _action(self, role: Role, instance: int, position: int, item: ActionAccess) -> Action:
-        stream = _NUMBER[item.action.stream]
+    def _action(self, role: Role, instance: int, position: int, access: ActionAccess) -> Action:
+        stream = _NUMBER[access.action.stream]
         clock = self.tails[stream]
         waits: list[int] = []
-        for index in sorted(self._hazards(item), reverse=True):
+        for index in sorted(self._hazards(access), reverse=True):
             before = self.done[index]
             if clock[before.stream] < before.number:
                 wait = self._expressible(index, instance)
@@ -76,24 +76,24 @@ class Analysis:
         number = self.tails[stream][stream] + 1
         clock = (*clock[:stream], number, *clock[stream + 1 :])
         self.tails[stream] = clock
-        self._touch(item, stream, len(self.done))
+        self._touch(access, stream, len(self.done))
         self.done.append(Done(stream, number, clock, instance, role, position))
         labels = tuple(f"{ROLE_LETTER[self.done[w].role]}{self.done[w].position}" for w in sorted(waits))
-        return replace(item.action, waits=labels)
+        return replace(access.action, waits=labels)
 
-    def _hazards(self, item: ActionAccess) -> set[int]:
-        found = {self.writers[r] for r in self._same_bytes((*item.reads, *item.writes)) if r in self.writers}
-        for resource in self._same_bytes(item.writes):
+    def _hazards(self, access: ActionAccess) -> set[int]:
+        found = {self.writers[r] for r in self._same_bytes((*access.reads, *access.writes)) if r in self.writers}
+        for resource in self._same_bytes(access.writes):
             found.update(self.readers.get(resource, {}).values())
         return found
 
     def _same_bytes(self, resources: Sequence[str]) -> Iterable[str]:
         return (name for r in resources for name in self.overlaps.get(r, (r,)))
 
-    def _touch(self, item: ActionAccess, stream: int, index: int) -> None:
-        for resource in item.reads:
+    def _touch(self, access: ActionAccess, stream: int, index: int) -> None:
+        for resource in access.reads:
             self.readers.setdefault(resource, {})[stream] = index
-        for resource in item.writes:
+        for resource in access.writes:
             self.writers[resource] = index
             self.readers[resource] = {}
 
@@ -129,19 +129,19 @@ def synchronise(
     micro-batch or more.
     """
     analysis = Analysis(overlaps)
-    items: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
+    accesses: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
     graphs: tuple[Role, ...] = ("forward", "backward")
     order: tuple[Role, ...] = (*graphs, "step")
     for role in order:
-        analysis.run(role, items[role])
+        analysis.run(role, accesses[role])
     if accumulates:
         order = (*graphs, *graphs, *graphs, *order, *order)
     found: dict[Role, tuple[Action, ...]] = {}
     for role in order:
-        actions = analysis.run(role, items[role])
+        actions = analysis.run(role, accesses[role])
         found[role] = tuple(_both(*pair) for pair in zip(actions, found.get(role, actions), strict=True))
     analysis.run("forward", forward)
-    return (*(found[role] for role in items), analysis.run("transition", abandon))
+    return (*(found[role] for role in accesses), analysis.run("transition", abandon))
 
 
 def _both(action: Action, same: Action) -> Action:
@@ -152,6 +152,6 @@ def _both(action: Action, same: Action) -> Action:
     return replace(action, waits=tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
 
 
-def joined(items: Sequence[ActionAccess]) -> tuple[Action, ...]:
+def joined(accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
     """The actions of a transition that begins when all streams are idle, with their waits for each other."""
-    return Analysis().run("transition", items)
+    return Analysis().run("transition", accesses)

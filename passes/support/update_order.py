@@ -67,7 +67,7 @@ def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
         return tuple(chunks)
     segments = tuple(s for line in decided(draft.timelines, "segments") for s in line.segments)
     pace = _Positions(segments, layout, chunks) if target.rates is None else _Milliseconds(segments, target.rates)
-    at_home = _released(decided(draft.items, "actions")[1], layout, pace)
+    at_home = _released(decided(draft.accesses, "actions")[1], layout, pace)
     numels = {c: layout.chunks[c].used_numel for c in chunks}
     jobs = [Job(c, at_home.get(c, 0.0), pace.update(numels[c], layout.chunks[c].dtype)) for c in chunks]
     return earliest_deadline_first(jobs)
@@ -119,7 +119,7 @@ def _released(backward: Sequence[ActionAccess], layout: Layout, pace: _Milliseco
     """
     computed = copied = 0.0
     found: dict[int, float] = {}
-    for action in (item.action for item in backward):
+    for action in (access.action for access in backward):
         if action.op is Op.RUN:
             computed += pace.run(action.target)
         elif action.op is Op.EVICT:

@@ -50,10 +50,10 @@ class Started:
 
 
 @dataclass(slots=True)
-class StepWriter:
+class StepEmitter:
     """Writes updates on the device with their copies, as many under way as have slots of their own."""
 
-    writer: ActionEmitter
+    emitter: ActionEmitter
     shared: Mapping[int, tuple[int, ...]]
     started: deque[Started] = field(default_factory=deque)
 
@@ -63,12 +63,12 @@ class StepWriter:
         while any(wanted & other.taken for other in self.started):
             self.finish()
         if update.moves:
-            self.writer.load(update.chunk, update.triple)
+            self.emitter.load(update.chunk, update.triple)
         if update.gradient is None:
-            self.writer.fetch(update.chunk, update.payload)
+            self.emitter.fetch(update.chunk, update.payload)
         else:
-            self.writer.fetch(self.writer.beside[update.chunk], update.gradient)
-            self.writer.open(update.chunk, update.payload)
+            self.emitter.fetch(self.emitter.grad_chunks[update.chunk], update.gradient)
+            self.emitter.open(update.chunk, update.payload)
         self.started.append(update)
 
     def finish(self) -> None:
@@ -76,12 +76,12 @@ class StepWriter:
         update = self.started.popleft()
         touched = [slot_name(update.payload), slot_name(update.triple)]
         read = [] if update.gradient is None else [slot_name(update.gradient)]
-        self.writer.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, read, touched)
+        self.emitter.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, read, touched)
         if update.gradient is not None:
-            self.writer.drop(self.writer.beside[update.chunk])
-        self.writer.evict(update.chunk)
+            self.emitter.drop(self.emitter.grad_chunks[update.chunk])
+        self.emitter.evict(update.chunk)
         if update.moves:
-            self.writer.store(update.chunk, update.triple)
+            self.emitter.store(update.chunk, update.triple)
 
 
 def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
@@ -93,7 +93,7 @@ def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]
     return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
 
-def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
+def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
     """Write the updates of one step in a layout with its arena.
 
     The chunks ``host`` are updated on the host, in this order, and all others on the device. On a device that computes
@@ -101,16 +101,16 @@ def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[
     """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
-    step = StepWriter(ActionEmitter(layout), shared_bytes(layout))
-    beside = step.writer.beside
+    step = StepEmitter(ActionEmitter(layout), shared_bytes(layout))
+    grad_chunks = step.emitter.grad_chunks
     for chunk in host:
-        read = [home_name(beside[chunk])] if chunk in beside else []
-        step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
+        read = [home_name(grad_chunks[chunk])] if chunk in grad_chunks else []
+        step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
     for chunk in by_first_use(layout, liveness):
         if layout.chunks[chunk].home is Home.DEVICE:
             touched = [slot_name(payloads[chunk]), slot_name(static[chunk])]
-            read = [slot_name(payloads[beside[chunk]])] if chunk in beside else []
-            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
+            read = [slot_name(payloads[grad_chunks[chunk]])] if chunk in grad_chunks else []
+            step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
         elif chunk in static:
             payload, gradient = next(next_slot)
             step.begin(Started(chunk, payload, static[chunk], moves=False, gradient=gradient))
@@ -119,7 +119,7 @@ def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[
             step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True, gradient=buffer.gradient))
     while step.started:
         step.finish()
-    return step.writer.take()
+    return step.emitter.take()
 
 
 def _streamed(layout: Layout, liveness: Liveness, share: float) -> frozenset[int]:

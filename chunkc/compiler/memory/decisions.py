@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chunkc.capture.graphs import Captured
-from chunkc.capture.joined import beside
+from chunkc.capture.joined import concurrent
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo, Schedule
 
@@ -39,7 +39,7 @@ def norms_nbytes(params: Sequence[ParamInfo]) -> int:
 
 def with_norms(schedule: Schedule) -> Schedule:
     """``schedule`` with what norms take, alive all the while."""
-    return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
+    return concurrent(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
 def with_scaled_tangents(schedule: Schedule) -> Schedule:

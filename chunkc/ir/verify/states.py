@@ -169,9 +169,9 @@ class _Walk:
     def _on_update(self, action: Action) -> None:
         grad_chunk = self._grad_chunk.get(action.index)
         for param in self._params[action.index]:
-            beside = None if grad_chunk is None else (param, grad_chunk)
-            if beside is not None and self._state(beside) is TensorState.HOLD_AFTER_BWD:
-                self._move(beside, TensorState.FREE)
+            grad_payload = None if grad_chunk is None else (param, grad_chunk)
+            if grad_payload is not None and self._state(grad_payload) is TensorState.HOLD_AFTER_BWD:
+                self._move(grad_payload, TensorState.FREE)
             elif param in self._landed:
                 self._move((param, action.index), TensorState.HOLD)
 

@@ -201,9 +201,9 @@ def _check_gradients(plan: Plan) -> None:
 
 def _check_accumulation(layout: Layout) -> None:
     """Every trained chunk has a gradient chunk: the next micro-batch reads the parameters again."""
-    beside = layout.grad_chunks()
+    grad_chunks = layout.grad_chunks()
     for chunk in layout.chunks:
-        if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in beside:
+        if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in grad_chunks:
             raise PlanError(f"c{chunk.index} has no gradient chunk, but its parameters are read by later micro-batches")
 
 

@@ -132,14 +132,14 @@ def _refuse_lost(machine: Machine, event: Event, chunk: int, held: Payload) -> N
 def _gradients(machine: Machine, event: Event, chunk: int) -> None:
     """Check that all gradients of ``chunk`` have landed before ``event``, and record its reads."""
     missing = machine.facts.due[chunk]
-    beside = machine.facts.grad_chunk.get(chunk)
-    for source in (chunk,) if beside is None else (chunk, beside):
-        if not machine.truth[source].grads and not (machine.facts.accumulates and source == beside):
+    grad_chunk = machine.facts.grad_chunk.get(chunk)
+    for source in (chunk,) if grad_chunk is None else (chunk, grad_chunk):
+        if not machine.truth[source].grads and not (machine.facts.accumulates and source == grad_chunk):
             continue
         held = _here(machine, event, source)
         if machine.layout.world_size > 1 and held.is_partial:
             machine.refuse(event, f"the gradients in c{source} are not reduced")
-        if source == beside:
+        if source == grad_chunk:
             _refuse_lost(machine, event, source, held)
         missing -= held.grads
     if missing:
@@ -247,9 +247,9 @@ def _step(machine: Machine, event: Event, chunk: int) -> None:
     (machine.home if on_cpu else machine.device)[chunk] = written
     for other in machine.layout.group_of(chunk).chunks:
         machine.truth[other] = written
-    beside = machine.facts.grad_chunk.get(chunk)
-    if beside is not None:
-        _discard(machine, beside)
+    grad_chunk = machine.facts.grad_chunk.get(chunk)
+    if grad_chunk is not None:
+        _discard(machine, grad_chunk)
 
 
 def _discard(machine: Machine, grad_chunk: int) -> None:
