@@ -1,17 +1,13 @@
 """Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use.
 
 The order is that of PatrickStar (section 6.1.1). Three kinds of lists: trained parameters per dtype, frozen ones per
-dtype, and those that no graph uses (kept in fp32). The chunks of a communication group stand one behind the other on
-the device, so a group is packed as one room, and a tensor in it may reach over several chunks. Tensors are aligned to
-256 bytes; one that does not fit in the rest of a group opens the next. With a *look-back* it may fill a gap that large
-tensors left in one of the groups before: fewer groups, of tensors less close in use, so the search tries both (first
-fit among the latest groups instead of next fit; Johnson, 1974).
+dtype, and those that no graph uses (kept in fp32). A group is packed as one room, since its chunks are adjacent on the
+device, and a tensor in it may reach over several chunks. Tensors are aligned to 256 bytes; one that does not fit in the
+rest of a group opens the next. With a *look-back* it may fill a gap in one of the groups before (first fit among the
+latest groups instead of next fit; Johnson, 1974): fewer groups, of tensors less close in use, so the search tries both.
 
 A tensor larger than a group starts a fresh one and spans groups without gaps; what follows it may use the tail of its
-last group. Groups that a tensor chains move together, which is why it does not start in the rest of another: that would
-chain whole models.
-
-`least_groups` says how many groups any packing under these rules needs; the pass reports both numbers.
+last group. Groups that a tensor chains move together, which is why it does not start in the rest of another.
 
 Where gradients do not overlay parameters, every trained chunk has a gradient chunk of the same kind as its partner.
 """
@@ -32,10 +28,7 @@ UNUSED_DTYPE = "float32"
 
 
 def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
-    """Return the dtype with most elements, or the first in the alphabet among equals.
-
-    ``chunk_numel`` counts elements of this dtype.
-    """
+    """The dtype with most elements (of equals the first in the alphabet), which ``chunk_numel`` counts."""
     numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
     for info in params:
         numel[info.dtype] += info.numel
@@ -50,10 +43,7 @@ def aligned_numel(numel: int, dtype: str) -> int:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one list. ``used`` holds the used elements of each group opened so far.
-
-    ``lookback`` is how many groups before the latest may still take a tensor.
-    """
+    """Packs one list: ``used`` elements of each group, of which ``lookback`` latest may be filled."""
 
     numel: int
     dtype: str
@@ -136,9 +126,7 @@ def pack(
 def least_groups(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1) -> int:
     """A lower bound of the groups of used parameters that any packing with such chunks has.
 
-    Of the tensors of a list those longer than a group fill some and leave a rest. For every k, what is longer than a
-    group less k shares its group with nothing of k or more, what is longer than half a group shares it with nothing of
-    its kind, and the others from k on fill what these leave at best (Martello and Toth, 1990, bound L2).
+    Tensors longer than a group fill some and leave a rest; the rests are bounded by L2 (Martello and Toth, 1990).
     """
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     total = 0
@@ -152,7 +140,11 @@ def least_groups(schedule: Schedule, liveness: Liveness, chunk_numel: int, world
 
 
 def _least_bins(numels: Sequence[int], room: int) -> int:
-    """Bound L2 of bin packing for ascending ``numels`` of at most ``room``."""
+    """Bound L2 of bin packing for ascending ``numels`` of at most ``room``.
+
+    For every k, what is longer than the room less k shares it with nothing of k or more, what is longer than half a
+    room shares it with nothing of its kind, and the others from k on fill what these leave at best.
+    """
     if not numels:
         return 0
     num_upper_half = len(numels) - bisect_right(numels, room // 2)
@@ -178,10 +170,7 @@ def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
 
 
 def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
-    """Return the members of each list: trained, frozen, unused.
-
-    Members stand in order of first use. Members that only other graphs use stand last.
-    """
+    """Parameters of each list in order of first use, those that only other graphs use last."""
     trained, used = set(liveness.trained).union(schedule.also_trained), set(liveness.use_order)
     elsewhere = [p for p in schedule.also_trained if p not in used]
     unused = [p for p in range(len(schedule.params)) if p not in used.union(elsewhere)]
@@ -196,10 +185,7 @@ def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str]
 
 
 def blocks_of(layout: Layout) -> ChunkBlocks:
-    """Return the units of ``layout``: its groups, except unused ones.
-
-    Groups chained by a tensor that spans chunks are taken together as one unit.
-    """
+    """The chunk blocks of ``layout``: its used groups, those that a tensor chains taken together."""
     groups = [g for g in layout.groups if layout.chunks[g.first_chunk].list is not ChunkList.UNUSED]
     leader = list(range(len(groups)))
     for placement in layout.placements:

@@ -37,10 +37,9 @@ from chunkc.passes.support.updates import step_nbytes
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)
 LAYER_FRACTIONS = (4, 3, 2)
-TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a place holds a chunk of each of them
+TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a slot range holds a chunk of each of them
 LOOKBACK = 2
-"""Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
-well as there, or as well as can be (tests/baselines/test_numbers.py)."""
+"""Chunks before the latest whose gaps may be filled: enough to pack the papers' models as well as there."""
 SLACK = 65 / 64  # beside its share of matrices a group holds small tensors, which else need groups of their own
 MIN_UTILISATION = 0.97
 """Share of the chunks' elements that parameters must use, where some size that fits does so well."""
@@ -51,10 +50,9 @@ GRANULE_NUMEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One packed chunk size with its needs and its price.
+    """One packed chunk size with its needs and its price, None where it does not fit.
 
-    ``moved_nbytes``: the price where the candidate fits; None where it does not. ``num_missing_buffers``: buffers for
-    triples to pass through that would be of use and do not fit.
+    ``num_missing_buffers``: buffers for triples to pass through that would be of use and do not fit.
     """
 
     chunk_numel: int
@@ -113,10 +111,7 @@ def evaluate(
 def packings(
     schedule: Schedule, liveness: Liveness, numel: int, world_size: int = 1, rank: int = 0
 ) -> list[tuple[int, Layout]]:
-    """Return the layouts worth a price, each with its look-back.
-
-    The layouts are the one without a look-back, and the one with a look-back where it has fewer chunks.
-    """
+    """The layout without a look-back, and the one with a look-back where it has fewer chunks."""
     plain, filled = (pack(schedule, liveness, numel, world_size, rank, lookback) for lookback in (0, LOOKBACK))
     if len(filled.chunks) < len(plain.chunks):
         return [(0, plain), (LOOKBACK, filled)]

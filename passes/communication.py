@@ -6,8 +6,8 @@ the own chunk is written back. One rank needs none of these. In a resident plan 
 gathered when forward begins, since an update has made copies stale.
 
 Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
-ranks are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds
-the other ranks' parts to the own chunk; so a group may come and go within a backward, and sums stay whole.
+ranks are opened beside it, with zeros in them. Every residency interval ends with a reduction of what has landed in it,
+so that a group may come and go within a backward, and sums stay whole.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def payload_residents(slots: Mapping[int, int]) -> tuple[tuple[str, int], ...]:
 
 @dataclass(slots=True)
 class ActionEmitter:
-    """Writes items one after another, from ``residents`` on: targets with the slots where they stand."""
+    """Writes accesses one after another, from ``residents`` on: targets with the slots where they stand."""
 
     layout: Layout
     residents: InitVar[Iterable[tuple[str, int]]] = ()
@@ -85,9 +85,9 @@ class ActionEmitter:
 
     def open_remote(self, group: int) -> None:
         """Zeros in the slots of the group's remote chunks, which follow and precede the own chunk's."""
-        own, remote = self._split(group)
+        own_chunk, remote = self._split(group)
         for chunk in remote:
-            self.open(chunk, self.slot_of(own) + chunk - own)
+            self.open(chunk, self.slot_of(own_chunk) + chunk - own_chunk)
 
     def evict(self, chunk: int) -> None:
         slot = self.slot_of(chunk)
@@ -114,31 +114,28 @@ class ActionEmitter:
 
     def gather(self, group: int) -> None:
         """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""
-        own, _ = self._split(group)
+        own_chunk, _ = self._split(group)
         writes = [slot_name(slot) for slot in self.occupancy.gathered_slots(group).values()]
-        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own))], writes)
+        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own_chunk))], writes)
 
     def reduce(self, group: int) -> None:
-        own, remote = self._split(group)
+        own_chunk, remote = self._split(group)
         reads = [slot_name(self.slot_of(c)) for c in remote]
-        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own))])
+        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own_chunk))])
 
     def release(self, group: int, after: Stream = Stream.COMPUTE) -> None:
-        """Give up the group's remote chunks, in the queue of their last use.
-
-        No other queue has to wait for the release.
-        """
+        """Give up the group's remote chunks, in the queue of their last use, so that no other waits."""
         _, remote = self._split(group)
         writes = [slot_name(self.slot_of(c)) for c in remote]
         self.add(Op.RELEASE, f"g{group}", after, [], writes)
 
     def _split(self, group: int) -> tuple[int, list[int]]:
         chunks = self.layout.groups[group].chunks
-        own = chunks[self.layout.rank]
-        return own, [c for c in chunks if c != own]
+        own_chunk = chunks[self.layout.rank]
+        return own_chunk, [c for c in chunks if c != own_chunk]
 
     def take(self) -> tuple[ActionAccess, ...]:
-        """The items written since the last call."""
+        """The accesses written since the last call."""
         accesses, self.accesses = tuple(self.accesses), []
         return accesses
 
@@ -146,7 +143,7 @@ class ActionEmitter:
 def write_intervals(
     layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
 ) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The items of forward and backward of a plan with stays."""
+    """The accesses of forward and backward of a plan with residency intervals."""
     emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     intervals = [interval for line in lines for freed in line.frees for interval in freed]
     landed = dict(zip(intervals, landed_chunks(layout, demand, intervals), strict=True))
@@ -185,10 +182,10 @@ def _enter(emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval) 
 def _leave(
     emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval, landed: tuple[int, ...], *, joins: bool
 ) -> None:
-    """The last uses of a stay's slots.
+    """The last uses of an interval's slots.
 
-    Computing goes on beside a reduction, except beside the last one (``joins``): that orders what a later iteration
-    puts into these slots behind all of them.
+    Computing goes on beside a reduction, except beside the last one (``joins``), which orders later iterations behind
+    all of them.
     """
     layout = emitter.layout
     chunks = block_chunks(layout, demand, interval.block)
@@ -209,9 +206,8 @@ def _leave(
 
 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
-    own = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
-    emitter = ActionEmitter(layout, payload_residents(own))
+    """The accesses of forward and backward of a resident plan: chunk ``i`` stands in slot ``i``."""
+    emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
@@ -239,11 +235,9 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
 
 
 def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[int, str]]:
-    """Find where the first gradient of each group lands, and where the group may be reduced.
+    """Segments of each group: of its first landing, and the one behind which it may be reduced.
 
-    The first result holds the segment in which the first gradient lands, over parameters or beside them. The second
-    holds the segment behind which the group may be reduced: that of the last landing, or of the last read of a
-    parameter that another graph trains.
+    That is the segment of the last landing, or of the last read of a parameter that another graph trains.
     """
     first: dict[int, str] = {}
     last: dict[int, str] = {}

@@ -1,9 +1,8 @@
 """Pass ``liveness``: find when each parameter is read and when its gradient is final and can land.
 
-A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) once it is final *and* no later operator
-of backward reads the parameter: at operator ``max(final, last read)``. Until the end of the segment that holds this
-operator the gradient is non-model data. With several micro-batches a step it lands beside the parameter, in a gradient
-chunk, and as soon as it is final.
+A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) at the end of the segment that holds
+operator ``max(final, last read)`` of backward; until then it is non-model data. With several micro-batches a step it
+lands in a gradient chunk, as soon as it is final.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from chunkc.passes.support.draft import Draft, GraphCosts, Liveness
 
 
 def analyse(schedule: Schedule, *, has_grad_chunks: bool = False) -> Liveness:
-    """Liveness of all parameters of ``schedule``; ``beside``: gradients have chunks of their own.
+    """Liveness of all parameters of ``schedule``.
 
     Raises:
         PlanError: when a gradient has two producers.

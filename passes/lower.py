@@ -1,9 +1,8 @@
 """Lowering: cut a captured graph into the plan's segments, each a graph module of its own.
 
-A segment takes a flat list of values and returns a flat list. Its own graph knows neither the names of the model's
-layers nor its position, so that equal segments have equal code and compile once. Around it stand the names of the
-values that enter and leave, which parameters it reads, and which values die in it; the executor moves them by these
-lists.
+A segment takes a flat list of values and returns a flat list. Its graph knows neither the names of the model's layers
+nor its position, so that equal segments have equal code and compile once. The executor moves the values that enter and
+leave by the lists that stand around it.
 """
 
 from __future__ import annotations

@@ -37,13 +37,11 @@ def most_resident_triples(
     *,
     keeps_payloads: bool = False,
 ) -> int:
-    """Return how many OS triples fit on the device beside activations and payloads.
-
-    This number is the device's margin in OS triples (PatrickStar, section 8.2).
+    """The device's margin in OS triples beside activations and payloads (PatrickStar, section 8.2).
 
     Args:
-        num_places: places (``world_size`` payload slots each) to keep for payloads; default the fewest that work.
-        keeps_payloads: whether the payload, and a gradient chunk, of each triple stays with it, beside these places.
+        num_ranges: slot ranges to keep for payloads; default the fewest that work.
+        keeps_payloads: whether the payload, and a gradient chunk, of each triple stays with it, beside these.
     """
     num_ranges = demand.min_ranges if num_ranges is None else num_ranges
     arena_nbytes = num_ranges * chunk_nbytes(layout) * layout.world_size

@@ -91,10 +91,7 @@ def make_fastest_plan(
     """Plan one training iteration with those options that simulate fastest on ``target.rates``.
 
     What ``options`` fixes is kept. Where the rates are not known, or nothing is copied or exchanged, this is
-    `make_plan`. All ranks must choose alike, so the candidates are planned for rank 0 whoever asks.
-
-    Args:
-        Others as for `make_plan`, which raises the same.
+    `make_plan`, which takes and raises the same. All ranks must choose alike, so candidates are planned for rank 0.
     """
     planned = make_plan(schedule, target, options, passes=passes, check=check)
     moves = planned.plan.moved_nbytes(Stream.H2D) + planned.plan.moved_nbytes(Stream.D2H)
@@ -102,8 +99,8 @@ def make_fastest_plan(
         return planned
     started, first_rank = time.perf_counter(), replace(target, rank=0)
 
-    def draft_with(found: PlanOptions) -> Draft:
-        start = Draft(schedule, first_rank, found)
+    def draft_with(varied: PlanOptions) -> Draft:
+        start = Draft(schedule, first_rank, varied)
         return run_passes(start, PIPELINE if passes is None else passes)[0]
 
     def plan_of(draft: Draft) -> Plan:
@@ -130,11 +127,8 @@ def make_evaluation_plan(
 ) -> Planned:
     """Plan one forward without gradients beside the training programs of ``layout``.
 
-    The passes are those of training with ``evaluate`` in place of the one that decides the programs.
-
-    Args:
-        schedule: the forward as captured; its backward graph is empty.
-        Others as for ``make_plan``.
+    The passes are those of training with ``evaluate`` in place of the one that decides the programs; the arguments are
+    those of `make_plan`.
 
     Raises:
         BudgetError: when its activations do not fit beside the arena; it says what would.
@@ -143,8 +137,8 @@ def make_evaluation_plan(
     """
     if not schedule.is_evaluation:
         raise ValueError(f"an evaluation has no backward graph, found {len(schedule.backward.operators)} operators")
-    found = PIPELINE if passes is None else passes
-    swapped = [EvaluatePass() if "programs" in p.provides else p for p in found]
+    trains = PIPELINE if passes is None else passes
+    swapped = [EvaluatePass() if "programs" in p.provides else p for p in trains]
     return make_plan(schedule, target, options, layout=layout, passes=swapped, check=check)
 
 
@@ -191,7 +185,7 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
     layout = decided(draft.layout, "mapping")
     forward, backward = decided(draft.timelines, "segments")
     segments = (*forward.segments, *backward.segments)
-    own = draft.schedule.trained_params()
+    trained_here = draft.schedule.trained_params()
     trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
     worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
     return Plan(
@@ -210,7 +204,7 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
             host_nbytes=layout.host_nbytes(),
         ),
         stages=draft.stages,
-        trained_elsewhere=tuple(p for p in trained if p not in own),
+        trained_elsewhere=tuple(p for p in trained if p not in trained_here),
         num_samples=draft.schedule.num_samples,
         num_tokens=draft.schedule.num_tokens,
         accumulate=1 if draft.schedule.is_evaluation else draft.options.accumulate,

@@ -1,10 +1,9 @@
 """Pass ``prefetch``: when each copy starts, and with that the segments that are compiled and run.
 
-A place is freed right after its occupant's last use, and the fetch into it is issued at once, ahead of later runs;
-fetches keep the order in which they are needed, since the stream is a queue. Where no action stands between two base
-segments (no fetch that the second waits for, nothing freed after the first), they merge while the non-model bytes stay
-within what the arena leaves. A resident plan fetches nothing: each graph is one segment, or over several ranks a few,
-between which groups are gathered and reduced.
+A slot range is freed right after its block's last use, and the fetch into it is issued at once, ahead of later runs;
+fetches keep the order in which they are needed, since the stream is a queue. Base segments without an action between
+them merge while the non-model bytes stay within what the arena leaves. A resident plan fetches nothing: each graph is
+one segment, or over several ranks a few, between which groups are gathered and reduced.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ and after the last ends, where nothing hides it, is one of so many."""
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """For one stay: issued before step ``issue``, its places free after step ``free``."""
+    """For one interval: issued before step ``issue``, its slot ranges free after step ``free``."""
 
     interval: ResidencyInterval
     issue: int
@@ -39,7 +38,7 @@ class Timing:
 def time_intervals(
     intervals: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
 ) -> list[Timing]:
-    """Issue and free step of every stay, in order of need."""
+    """Issue and free step of every interval, in order of need."""
     graph_start = [0 if s.begin < num_forward else num_forward for s in intervals]
     frees = _free_steps(intervals, widths, num_forward, num_steps)
     ready: dict[int, int] = {}
@@ -60,7 +59,7 @@ def time_intervals(
 def _free_steps(
     intervals: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
 ) -> list[int]:
-    """The step after which each stay ends: its last use, later where its places are not wanted again."""
+    """The step after which each interval ends: its last use, or later if nobody waits for its slots."""
     wanted: dict[int, int] = {}
     again: dict[int, int] = {}
     frees = [0] * len(intervals)
@@ -120,7 +119,7 @@ def _segments(schedule: Schedule, liveness: Liveness, which: int, starts: list[i
 def timeline(
     graph: GraphKind, segments: tuple[Segment, ...], starts: list[int], timings: list[Timing], steps: range
 ) -> Timeline:
-    """The stays of one graph's ``steps`` by merged segment; ``starts`` are the steps at which those start."""
+    """The intervals of one graph's ``steps`` by merged segment, which start at ``starts``."""
     fetches: list[list[ResidencyInterval]] = [[] for _ in segments]
     frees: list[list[ResidencyInterval]] = [[] for _ in segments]
     for timing in timings:
@@ -135,7 +134,7 @@ def timeline(
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPass:
-    """Decides ``segments`` and ``prefetch``, and lays out the arena with the places that are used."""
+    """Decides ``segments`` and ``prefetch``, and lays out the arena with the slot ranges that are used."""
 
     name: str = "prefetch"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "residency"})
@@ -162,21 +161,20 @@ class PrefetchPass:
         timings = time_intervals(intervals, demand.blocks.num_groups, num_forward, num_steps)
         cap_nbytes = draft.target.device_budget_nbytes - layout.arena_nbytes
         starts = merged_starts(demand, timings, cuts, cap_nbytes)
-        found = []
+        timelines = []
         for which, steps in enumerate((range(num_forward), range(num_forward, num_steps))):
-            own = [s for s in starts if s in steps]
-            segments = _segments(draft.schedule, liveness, which, [demand.steps[s].first_op for s in own])
-            found.append(timeline(GRAPHS[which], segments, own, timings, steps))
+            first_steps = [s for s in starts if s in steps]
+            segments = _segments(draft.schedule, liveness, which, [demand.steps[s].first_op for s in first_steps])
+            timelines.append(timeline(GRAPHS[which], segments, first_steps, timings, steps))
         note = f"{len(starts)} segments of {num_steps}, {len(intervals)} fetches"
-        return replace(draft, layout=layout, timelines=(found[0], found[1]), note=note)
+        return replace(draft, layout=layout, timelines=(timelines[0], timelines[1]), note=note)
 
 
 def exchange_starts(demand: Demand, which: int) -> list[int]:
     """Choose the operators at which the segments of a resident plan's graph start.
 
-    With several segments exchanges go on beside computing. With only one, forward would wait until all groups are
-    gathered, and reductions for the end of backward. Here each of some segments needs as many further groups as the
-    others (forward), or follows the landing of as many (backward).
+    With several segments exchanges go on beside computing. Each needs as many further groups as the others (forward),
+    or follows the landing of as many (backward).
     """
     steps = [step for step in demand.steps if step.graph == GRAPHS[which]]
     widths = demand.blocks.num_groups
@@ -191,16 +189,16 @@ def exchange_starts(demand: Demand, which: int) -> list[int]:
 
 
 def _first_needed(steps: Sequence[BaseSegment]) -> list[set[int]]:
-    """The units that each step is the first to need."""
-    seen, found = set[int](), list[set[int]]()
+    """The blocks that each step is the first to need."""
+    seen, new_blocks = set[int](), list[set[int]]()
     for step in steps:
-        found.append(set(step.blocks) - seen)
+        new_blocks.append(set(step.blocks) - seen)
         seen.update(step.blocks)
-    return found
+    return new_blocks
 
 
 def _last_landed(demand: Demand, steps: Sequence[BaseSegment]) -> list[set[int]]:
-    """The units whose last gradient lands in each step."""
+    """The blocks whose last gradient lands in each step."""
     last = {block: index for index, step in enumerate(steps) for p in step.lands for block in demand.blocks.of_grad[p]}
     return [{block for block, at in last.items() if at == index} for index in range(len(steps))]
 
@@ -211,14 +209,11 @@ def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
 
 
 def _with_arena(draft: Draft) -> Layout:
-    """Return the layout with the payload slots that the stays use, and slots for triples.
-
-    A fixed or resident layout is kept.
-    """
+    """The layout with slots for the intervals and for triples; a fixed or resident one is kept."""
     layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
     if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
         return layout
     widths = demand.blocks.num_groups
-    slot_ranges = max((s.slot_range + widths[s.block] for s in decided(draft.intervals, "residency")), default=0)
+    used = max((s.slot_range + widths[s.block] for s in decided(draft.intervals, "residency")), default=0)
     most = most_ranges(layout, demand, draft.target, draft.options)
-    return lay_out(layout, decided(draft.liveness, "liveness"), slot_ranges, most, draft.options.streamed_share)
+    return lay_out(layout, decided(draft.liveness, "liveness"), used, most, draft.options.streamed_share)

@@ -1,8 +1,8 @@
-"""Pass ``residency``: decide which units are on the device in each step, and which leave.
+"""Pass ``residency``: decide which chunk blocks are on the device in each step, and which leave.
 
-The units that leave are chosen by Belady's rule (``belady.py``). Forward and backward are one static order of uses.
-Clean units are dropped; those in which gradients landed are written back once, right after their last use when the
-optimizer runs on the host. A plan with everything resident has no stays.
+The blocks that leave are chosen by Belady's rule (``belady.py``). Forward and backward are one static order of uses.
+Clean blocks are dropped; those in which gradients landed are written back once, right after their last use. A plan with
+everything resident has no residency intervals.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from chunkc.passes.support.draft import Demand, Draft, ResidencyInterval, decide
 
 
 def plan_intervals(layout: Layout, demand: Demand, num_ranges: int) -> tuple[ResidencyInterval, ...]:
-    """The stays of all units over both graphs in ``num_places`` places (at least ``demand.min_places``)."""
+    """The intervals of all blocks over both graphs in ``num_ranges`` slot ranges."""
     steps = [s.blocks for s in demand.steps]
     widths = demand.blocks.num_groups
     of_grad = demand.blocks.of_grad
@@ -28,29 +28,26 @@ def plan_intervals(layout: Layout, demand: Demand, num_ranges: int) -> tuple[Res
 
 
 def block_chunks(layout: Layout, demand: Demand, block: int) -> range:
-    """Indexes of the chunks of ``unit``."""
+    """Indexes of the chunks of ``block``."""
     size = layout.world_size
     first = demand.blocks.first_group[block] * size
     return range(first, first + demand.blocks.num_groups[block] * size)
 
 
 def landed_chunks(layout: Layout, demand: Demand, intervals: Iterable[ResidencyInterval]) -> list[tuple[int, ...]]:
-    """Per stay: the chunks in which gradients landed while it lasted."""
-    landings: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    """Per interval: the chunks in which gradients landed while it lasted."""
+    landings: dict[int, list[tuple[int, int]]] = {}
     grad_chunks = layout.grad_chunks()
     for index, step in enumerate(demand.steps):
         for param in step.lands:
             chunks = [grad_chunks.get(c, c) for c in layout.placements[param].chunks]
             for block in demand.blocks.of_grad[param]:
-                own = block_chunks(layout, demand, block)
-                landings.setdefault(block, []).append((index, tuple(c for c in chunks if c in own)))
-    result = []
-    for interval in intervals:
-        found = landings.get(interval.block, ()) if interval.dirty else ()
-        result.append(
-            tuple(sorted({c for at, chunks in found if interval.begin <= at <= interval.end for c in chunks}))
-        )
-    return result
+                members = block_chunks(layout, demand, block)
+                landings.setdefault(block, []).extend((index, c) for c in chunks if c in members)
+    return [
+        tuple(sorted({c for at, c in landings.get(i.block, ()) if i.dirty and i.begin <= at <= i.end}))
+        for i in intervals
+    ]
 
 
 def moved_nbytes(
@@ -74,7 +71,7 @@ def _weights(layout: Layout, demand: Demand) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPass:
-    """Decides ``residency``: the stays, and the number of places."""
+    """Decides ``residency``: the intervals, and the number of slot ranges."""
 
     name: str = "residency"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "states"})

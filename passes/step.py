@@ -1,11 +1,12 @@
 """Pass ``step``: the programs of an iteration beside forward and backward, and all waits.
 
-``restore`` repeats the step (`chunkc.passes.support.updates`) action for action without updating, so that labels agree
-whichever ran.
-Where a step takes several micro-batches, ``accumulate`` is the backward of every one but the first, and ``backward``
-repeats it action for action with gradient chunks opened, not fetched, and gradients stashed, not added.
-``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
-backward that comes after something else ran. Programs of micro-batches that exchange nothing: `chunkc.passes.deferral`.
+    restore       repeats the step (`chunkc.passes.support.updates`) action for action without updating
+    accumulate    the backward of every micro-batch but the first, which ``backward`` repeats action for action with
+                  gradient chunks opened, not fetched, and gradients stashed, not added
+    abandon       from the end of forward back to the cold state
+    resume        from there to where forward ends, for a backward that comes after something else ran
+
+Programs of micro-batches that exchange nothing: `chunkc.passes.deferral`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ACCUMULATED = "accumulated"
 
 
 def standing(accesses: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
-    """Chunk -> slot after ``items``, of which ``static`` stood there before."""
+    """Chunk -> slot after ``accesses``, of which ``static`` stood there before."""
     occupancy = Occupancy.of(layout, payload_residents(static))
     for access in accesses:
         occupancy.apply(access.action)
@@ -50,19 +51,16 @@ def abandon_accesses(layout: Layout, where: dict[int, int], static: dict[int, in
 def resume_accesses(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
     emitter = ActionEmitter(layout, payload_residents(static))
-    own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
-    for chunk in own:
-        if chunk not in static:
-            emitter.fetch(chunk, where[chunk])
+    for chunk in sorted(c for c in where if layout.owner(c) == layout.rank and c not in static):
+        emitter.fetch(chunk, where[chunk])
     for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
         emitter.gather(group)
     return emitter.take()
 
 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
-    """Own payloads (chunk -> slot) that never move, and them with their triples as a state lists them."""
-    payloads = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
-    return payloads, tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
+    """Payloads (chunk -> slot) that never move, and triples that never move as a state lists them."""
+    return static_payloads(layout), tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
 
 
 def seen_by_backward(
@@ -70,9 +68,8 @@ def seen_by_backward(
 ) -> tuple[tuple[ActionAccess, ...], ...]:
     """Make the last computation before a step follow the end of the step before.
 
-    A label of the step means the running one to the step itself, so it is backward that must wait where a step copies
-    home, or updates by a decision, what no graph touches. Where backward has used what the step before has made, that
-    is no wait.
+    A step's own labels mean the running one, so backward must wait where a step copies home, or updates by a decision,
+    what no graph touches.
     """
     ends = [[i for i, access in enumerate(step) if access.action.stream is Stream.D2H]]
     if any(access.action.op is Op.DECIDE for access in step):
@@ -82,7 +79,7 @@ def seen_by_backward(
         (g, i) for g, accesses in enumerate(graphs) for i, x in enumerate(accesses) if x.action.stream is Stream.COMPUTE
     ]
     accesses = list(step)
-    for position in (found[-1] for found in ends if found and last):
+    for position in (positions[-1] for positions in ends if positions and last):
         name = f"end of {accesses[position].action.stream}"
         graph, index = last[-1]
         seeing = graphs[graph][index]
@@ -94,10 +91,9 @@ def seen_by_backward(
 def seen_by_forward(
     forward: tuple[ActionAccess, ...], backward: tuple[ActionAccess, ...]
 ) -> tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]]:
-    """Make a computation of forward follow the last copy home of the backward before.
+    """Make a computation in the middle of forward follow the last copy home of the backward before.
 
-    The next backward fetches the gradients that were copied home, and a label of the backward means the running one to
-    itself. The computation is one in the middle of the forward, long after the copies.
+    The next backward fetches the gradients that were copied home, and its own labels mean the running one.
     """
     copies = [i for i, access in enumerate(backward) if access.action.stream is Stream.D2H]
     runs = [i for i, access in enumerate(forward) if access.action.op is Op.RUN]
@@ -111,26 +107,20 @@ def seen_by_forward(
 
 
 def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, ...]:
-    """Turn ``actions`` of a backward that adds to gradients into those of a step's first micro-batch.
-
-    Before the first micro-batch of a step there are no gradients yet.
-    """
-    found, opened = [], set[str]()
+    """Turn ``actions`` of a backward that adds to gradients into those of a step's first micro-batch."""
+    first, opened = [], set[str]()
     for action in actions:
         op = action.op
         if op is Op.FETCH and layout.chunks[action.index].list is ChunkList.GRAD and action.target not in opened:
             opened.add(action.target)
             op = Op.OPEN
-        found.append(replace(action, op=Op.STASH if op is Op.ADD else op))
-    return tuple(found)
+        first.append(replace(action, op=Op.STASH if op is Op.ADD else op))
+    return tuple(first)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``, with waits.
-
-    The programs are forward, backward, step, restore, abandon, resume, and those of micro-batches.
-    """
+    """Decides ``programs``, with waits."""
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "segments", "actions"})
@@ -178,6 +168,6 @@ class StepPass:
             programs += deferring_programs(layout, accesses, named, tracks_grad_norm=draft.options.tracks_grad_norm)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
-        places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
-        where = ", ".join(f"{count} updates on the {place}" for count, place in places if count or place is home)
+        counts = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
+        where = ", ".join(f"{count} updates on the {at}" for count, at in counts if count or at is home)
         return replace(draft, programs=programs, note=f"{where}, {waits} waits")

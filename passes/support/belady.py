@@ -1,4 +1,4 @@
-"""Belady's rule (1966): the chunk block whose next use lies furthest ahead gives its slot range to another.
+"""Belady's rule (1966): the chunk block whose next use lies furthest ahead leaves.
 
 The order of uses is static, so the future is known. Each step needs a set of blocks at once. A clean victim is dropped
 for nothing; a dirty one costs a write. Where dirty blocks are read again later, choosing well is NP-hard (Beckmann,
@@ -66,7 +66,7 @@ def belady(
 def _runs(
     steps: Sequence[Sequence[int]], modified: Sequence[Sequence[int]], division: _Division
 ) -> Iterator[tuple[ResidencyInterval, ...]]:
-    """Yield the intervals by the plain rule, then by other weights while blocks are written back too early."""
+    """Yield the intervals by the plain rule, then by other weights while blocks are written early."""
     for weight in DIRTY_WEIGHTS:
         try:
             intervals = _Run(steps, modified, division, weight).run()
@@ -315,7 +315,7 @@ def _end_of_spans(starts: Sequence[int], widths: Sequence[int]) -> int:
 
 
 def _reserved_spans(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
-    """Start of a span for each wide block (0 for narrow ones); those of blocks needed together are disjoint."""
+    """Start of a span for each wide block (0: narrow), disjoint for blocks needed together."""
     wide = [b for b, w in enumerate(widths) if w > 1]
     conflicts = _conflicts(steps, widths)
     starts = [0] * len(widths)

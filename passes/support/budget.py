@@ -1,11 +1,9 @@
 """Does a mapping fit, what would fit, and the message when nothing does.
 
-Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs (also
-over several ranks, whose plans cut graphs and take less).
-*Evicted*: an arena of places that holds what single operators need, beside the peak of non-model bytes of the base
-segments; everything has a home on the host, except for OS triples that the caller wants on the device or that host
-memory does not hold. The smallest arena that works is known exactly, so the budgets that a ``BudgetError`` names really
-work, and one byte less does not.
+Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs.
+*Evicted*: an arena that holds what single operators need, beside the peak of non-model bytes of the base segments;
+everything has a home on the host, except for OS triples that the caller wants on the device or that host memory does
+not hold. The smallest arena is known exactly: budgets that a ``BudgetError`` names work, one byte less does not.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ class Sizes:
     """Bytes that one mapping takes.
 
     Attributes:
-        place_nbytes: of one place (``world_size`` slots).
-        num_places: places that would hold every unit at once.
+        range_nbytes: of one slot range.
+        num_ranges: slot ranges that would hold every block at once.
         resident_nbytes: device bytes with everything resident.
         evicted_nbytes: least device bytes with all homes on the host.
         resident_host_nbytes, evicted_host_nbytes: host bytes of homes in both cases.
@@ -50,7 +48,7 @@ class Sizes:
 
 
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
-    """Units, base segments and the least arena of ``layout``."""
+    """Chunk blocks, base segments and the least arena of ``layout``."""
     blocks = blocks_of(layout)
     steps = base_segments(liveness, blocks, cuts, keep_open=layout.world_size > 1 and not liveness.has_grad_chunks)
     homes = [layout.chunks[first * layout.world_size].home for first in blocks.first_group]
@@ -65,11 +63,11 @@ def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
 def _moving(
     blocks: ChunkBlocks, steps: Sequence[BaseSegment], kept: Sequence[int]
 ) -> tuple[ChunkBlocks, tuple[BaseSegment, ...]]:
-    """Reduce ``units`` and ``steps`` to the units ``kept``, the only ones that ever move."""
+    """Reduce ``blocks`` and ``steps`` to the blocks ``kept``, the only ones that ever move."""
     number = {block: new for new, block in enumerate(kept)}
 
-    def left(found: Sequence[int]) -> tuple[int, ...]:
-        return tuple(number[block] for block in found if block in number)
+    def left(members: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[block] for block in members if block in number)
 
     moving = ChunkBlocks(
         tuple(blocks.first_group[block] for block in kept),
@@ -95,10 +93,7 @@ def chunk_nbytes(layout: Layout) -> int:
 
 
 def with_homes(layout: Layout, home: Home) -> Layout:
-    """Set the homes of payloads and triples of ``layout`` to ``home``.
-
-    Unused parameters always stay on the host.
-    """
+    """``layout`` with its payloads and triples at ``home``; unused parameters always stay on the host."""
     chunks = tuple(
         replace(
             c,
@@ -111,10 +106,7 @@ def with_homes(layout: Layout, home: Home) -> Layout:
 
 
 def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layout:
-    """Place ``num`` of this rank's triples of ``layout`` on the device.
-
-    Triples of the same groups on other ranks are placed there too.
-    """
+    """``layout`` with ``num`` of this rank's triples, and their groups' others, on the device."""
     groups = {layout.group_of(c).index for c in residence_order(layout, liveness)[:num]}
     chunks = (replace(c, os_home=Home.DEVICE) if layout.group_of(c.index).index in groups else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
@@ -123,10 +115,7 @@ def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layou
 def with_residents(
     layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: PlanOptions, num: int
 ) -> tuple[Layout, Demand]:
-    """Place ``num`` triples of ``layout`` on the device, and return what then asks for places.
-
-    Their payloads stay there too as ``options`` wish and room allows.
-    """
+    """``layout`` and its demand with ``num`` triples on the device, their payloads too if wished."""
     layout = with_resident_triples(layout, liveness, num)
     if not options.keeps_payloads or layout.world_size > 1:
         return layout, demand
@@ -144,8 +133,8 @@ def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
     widths = zip(demand.blocks.first_group, demand.blocks.num_groups, strict=True)
     movable = {first for first, num in widths if num == 1}
     grad_chunks = layout.grad_chunks()
-    found = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
-    whole = {c for c in found if {c, grad_chunks.get(c, c)} <= movable}
+    resident = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
+    whole = {c for c in resident if {c, grad_chunks.get(c, c)} <= movable}
     whole |= {grad_chunks[c] for c in whole if c in grad_chunks}
     chunks = (replace(c, home=Home.DEVICE) if c.index in whole else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
@@ -171,21 +160,17 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
 
 
 def resident_triples(sizes: Sizes, target: Target, options: PlanOptions) -> int | None:
-    """Return how many triples stand on the device when payloads are at home on the host.
+    """How many triples stand on the device when payloads are at home on the host.
 
-    The number is the one that ``options`` wish, or the least that leaves the host enough room, whichever is larger. The
-    result is None where no number leaves the host enough room.
+    As many as ``options`` wish, or more so that the host has room for the others; None where it never has.
     """
     missing_nbytes = sizes.evicted_host_nbytes - target.host_budget_nbytes
-    found = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
-    return found if found < len(sizes.triples_nbytes) else None
+    count = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
+    return count if count < len(sizes.triples_nbytes) else None
 
 
 def most_within(sizes_nbytes: Sequence[int], margin_nbytes: int) -> int:
-    """Return how many triples fit into ``margin_nbytes``; 0 for a negative margin.
-
-    ``sizes_nbytes``: the bytes of the first k triples.
-    """
+    """How many triples fit into ``margin_nbytes``, where the first k take ``sizes_nbytes[k]`` bytes."""
     return max(0, bisect_right(sizes_nbytes, margin_nbytes) - 1)
 
 
@@ -210,10 +195,7 @@ def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | No
 
 
 def most_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
-    """Return the number of places of the largest arena that the budget allows.
-
-    The arena stands beside the peak of non-model bytes and resident triples.
-    """
+    """Slot ranges of the largest arena beside non-model bytes and what stays on the device."""
     static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
@@ -222,7 +204,7 @@ def most_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOpt
 
 
 def available_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
-    """As ``most_places``, but no more than every unit at once would take."""
+    """As ``most_ranges``, but no more than all blocks at once would take."""
     return min(most_ranges(layout, demand, target, options), sum(demand.blocks.num_groups))
 
 
@@ -263,10 +245,7 @@ def refuse(
 
 
 def too_small(plan: Plan, target: Target, options: PlanOptions) -> BudgetError:
-    """Make the error for a plan that takes more device memory than ``target`` has.
-
-    Other plans that are known take more.
-    """
+    """The error for the plan that takes least device memory, and still more than ``target`` has."""
     memory, layout = plan.memory, plan.layout
     missing_nbytes = memory.device_peak_nbytes - target.device_budget_nbytes
     worst = plan.segment(memory.nonmodel_segment)

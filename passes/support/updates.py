@@ -1,15 +1,14 @@
 """Actions of a step: the updates of chunks, and the copies around updates on the device.
 
-The module says which chunk is updated where, and in which order. Updates on the device come in the order in which the
-next forward first uses the chunks, so that it can start before the last update has ended; those on the host as
-`update_order` says. A chunk is updated where its triple is: on the host at home, on the device in its static slot or,
-if the triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home
-again. Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update
-writes it whole.
+Updates on the device come in the order in which the next forward first uses the chunks, so that it can start before
+the last update has ended; those on the host as `update_order` says. A chunk is updated where its triple is: on the host
+at home, on the device in its static slot or, if the triple is streamed, in a buffer. On the device the payload, which
+holds the gradient, is fetched and goes home again. A gradient chunk is fetched instead where there is one, and the
+payload's slot is opened: the update writes it whole.
 
-Every stream has a queue of its own, so only the order within each matters to a GPU. But where the thread that launches
-also computes, what stands behind an update is not launched until that is done: so the copies for an update are written
-as soon as its slots are free, and the update not before they are wanted for another.
+Only the order within each stream matters to a GPU. But where the thread that launches also computes, what stands behind
+an update is not launched until that is done: so the copies for an update are written as soon as its slots are free, and
+the update not before they are wanted for another.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ from chunkc.passes.support.update_order import by_first_use
 class Started:
     """An update on the device whose copies in are written.
 
-    ``payload``, ``triple`` and ``gradient`` are slots. ``gradient`` is None where the gradient overlays the payload.
-    ``moves``: the triple goes home afterwards.
+    ``payload``, ``triple`` and ``gradient`` (None: overlaid) are slots. ``moves``: the triple goes home afterwards.
     """
 
     chunk: int
@@ -85,10 +83,7 @@ class StepEmitter:
 
 
 def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """Return the chunks that the host updates, in the order in which the next forward first uses them.
-
-    ``share`` of the triples at home on the host is streamed, if the arena has buffers.
-    """
+    """Chunks that the host updates, in order of first use, where ``share`` of the triples is streamed."""
     elsewhere = {*static_triples(layout), *_streamed(layout, liveness, share)}
     return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
@@ -96,8 +91,8 @@ def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]
 def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
     """Write the updates of one step in a layout with its arena.
 
-    The chunks ``host`` are updated on the host, in this order, and all others on the device. On a device that computes
-    on the launching thread, the host has its work first.
+    The chunks ``host`` are updated on the host, in this order and first, so that the host has its work before a device
+    that computes on the launching thread; all others on the device.
     """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
