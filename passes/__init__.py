@@ -13,12 +13,10 @@ from chunkc.passes.pipeline import (
     make_plan,
     measuring_plan,
 )
-from chunkc.passes.search import Candidate
 from chunkc.passes.support.draft import Draft, PlanOptions, Target
 
 __all__ = [
     "PIPELINE",
-    "Candidate",
     "Draft",
     "Pass",
     "PassOrderError",

@@ -21,18 +21,10 @@ from itertools import accumulate
 
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
-from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo, Schedule
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
 from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 
 UNUSED_DTYPE = "float32"
-
-
-def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
-    """The dtype with most elements (of equals the first in the alphabet), which ``chunk_numel`` counts."""
-    numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
-    for info in params:
-        numel[info.dtype] += info.numel
-    return max(numel, key=lambda dtype: numel[dtype])
 
 
 def aligned_numel(numel: int, dtype: str) -> int:

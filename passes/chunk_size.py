@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
-from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
-from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import aligned_numel, pack
 from chunkc.passes.residency import moved_nbytes, plan_intervals
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (

@@ -1,9 +1,8 @@
 """Places of PatrickStar's chunks through an iteration, with the moves, gathers and reductions for it.
 
-A rank's own chunk of a group is on the device or on the host, one copy of it; the other ranks' chunks are on the device
-from the first use of the group in a pass to its last (algorithms 1 and 2 of the paper). When a stretch needs a group
-and there is no room, others are evicted: the one used last (Belady), or in the order of the list. In the update a
-triple on the device needs its gradients there, one on the host needs them on the host.
+A rank's own chunk of a group is on the device or on the host; the other ranks' chunks are on the device from the first
+use of the group in a pass to its last (algorithms 1 and 2 of the paper). Where there is no room for a group, the one
+used last is evicted (Belady), or in the order of the list. In the update a triple needs its gradients beside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Writer of a modelled system's iteration as a script of the simulator.
-
-The rates are the same as for a plan's actions.
-"""
+"""Writer of a modelled system's iteration as a script of the simulator, at the rates of a plan's actions."""
 
 from __future__ import annotations
 

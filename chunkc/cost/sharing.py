@@ -66,8 +66,7 @@ class Capacities:
 class Measured:
     """The slow-downs that a calibration found for every set of streams.
 
-    Collectives were not measured: they neither slow others nor are slowed. A factor below 1 is noise and counts as 1,
-    and one below that of a subset as that of the subset.
+    Collectives were not measured and have none. A factor below 1, or below that of a subset, is noise.
     """
 
     rates: Rates
@@ -81,6 +80,6 @@ class Measured:
         if not by or of not in MEASURED_STREAMS:
             return 1.0
         if (of, by) not in self._factors:
-            found = self.rates.slowdown(of, by).median
-            self._factors[of, by] = max(found, *(self._factor(of, by - {other}) for other in by))
+            measured = self.rates.slowdown(of, by).median
+            self._factors[of, by] = max(measured, *(self._factor(of, by - {other}) for other in by))
         return self._factors[of, by]

@@ -5,8 +5,7 @@
     gather                the other ranks' chunks of a group enter the slots around this rank's chunk
     release               they leave
 
-Reports, the cost model, the passes and the executor ask this class. The verifier alone has rules of its own: it proves
-what the others believe.
+The verifier alone has rules of its own: it proves what all others take from here.
 """
 
 from __future__ import annotations
@@ -67,13 +66,10 @@ class Occupancy:
         return ()
 
     def gathered_slots(self, group: int) -> dict[str, int]:
-        """Return the slots that other ranks' chunks of ``group`` take.
-
-        The group stands in adjacent slots, in the order of its ranks. So these slots follow from the slot of this
-        rank's chunk.
-        """
-        own = self.layout.groups[group].first_chunk + self.layout.rank
-        return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in self.layout.remote_of(group)}
+        """Slots of other ranks' chunks of ``group``: all stand adjacent, in the order of the ranks."""
+        own_chunk = self.layout.groups[group].first_chunk + self.layout.rank
+        first_slot = self.slot_of[f"c{own_chunk}"] - self.layout.rank
+        return {f"c{chunk}": first_slot + self.layout.owner(chunk) for chunk in self.layout.remote_of(group)}
 
     def chunk_slots(self) -> dict[int, int]:
         """The slots of all payloads and gradient chunks, by chunk."""

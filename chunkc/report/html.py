@@ -139,8 +139,8 @@ def _changes(values: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def _differences(numbers: Iterable[int]) -> list[int]:
     """The first number, then what each is more than the one before."""
-    found, last = [], 0
+    differences, last = [], 0
     for number in numbers:
-        found.append(number - last)
+        differences.append(number - last)
         last = number
-    return found
+    return differences

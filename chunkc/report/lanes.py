@@ -120,14 +120,14 @@ def averaged(shares: Array, stretches: Sequence[int]) -> Array:
         shares: one figure for each column.
         stretches: the columns at which stretches begin, and the number of columns, ascending.
     """
-    found = shares.copy()
+    means = shares.copy()
     for first, end in pairwise(stretches):
         half = min(_HALF_WINDOW, end - first - 1)
         if half > 0:
             weights = np.concatenate([np.arange(1, half + 2), np.arange(half, 0, -1)]).astype(np.float64)
             mirrored = np.pad(shares[first:end], half, mode="symmetric")
-            found[first:end] = np.convolve(mirrored, weights / weights.sum(), mode="valid")
-    return found
+            means[first:end] = np.convolve(mirrored, weights / weights.sum(), mode="valid")
+    return means
 
 
 def thinned(curve: MemoryCurve, phases: Sequence[Phase], num_cells: int) -> tuple[Array, dict[Kind, Array]]:
@@ -155,8 +155,8 @@ def thinned(curve: MemoryCurve, phases: Sequence[Phase], num_cells: int) -> tupl
 
 def _cells(phases: Sequence[Phase], period: float, num_cells: int) -> Array:
     """Edges of cells of nearly equal width, of which none lies in two phases."""
-    found = [np.zeros(1)]
+    edges = [np.zeros(1)]
     for phase in phases:
         count = max(1, round(num_cells * (phase.end - phase.start) / period))
-        found.append(np.linspace(phase.start, phase.end, count + 1)[1:])
-    return np.concatenate(found)
+        edges.append(np.linspace(phase.start, phase.end, count + 1)[1:])
+    return np.concatenate(edges)

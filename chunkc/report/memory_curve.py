@@ -113,7 +113,7 @@ class _Replay:
     standing: dict[str, tuple[Kind, int, float | None]] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     since_before: dict[str, tuple[Kind, int, float]] = field(default_factory=dict)
-    found: list[_Held] = field(default_factory=list)
+    ended: list[_Held] = field(default_factory=list)
 
     def intervals(self) -> list[_Held]:
         """Of all targets; one that passes the end of the iteration is one interval."""
@@ -125,10 +125,10 @@ class _Replay:
         for target, (kind, nbytes, since) in self.standing.items():
             before = self.since_before.pop(target, None)
             if since is None:
-                self.found.append(_Held(kind, nbytes, 0.0, self.period))
+                self.ended.append(_Held(kind, nbytes, 0.0, self.period))
             elif before is not None:
-                self.found.append(_Held(kind, nbytes, since, before[2] + self.period))
-        return self.found
+                self.ended.append(_Held(kind, nbytes, since, before[2] + self.period))
+        return self.ended
 
     def _apply(self, action: Action, start: float, end: float) -> None:
         for target in self.occupancy.apply(action):
@@ -151,7 +151,7 @@ class _Replay:
         if since is None:
             self.since_before[target] = (kind, nbytes, end)
         else:
-            self.found.append(_Held(kind, nbytes, since, end))
+            self.ended.append(_Held(kind, nbytes, since, end))
 
     def _turn(self, target: str, now: float) -> None:
         """Record that what stands in a slot becomes something else at ``now``."""
@@ -211,9 +211,9 @@ def _steps(held: list[_Held], period: float) -> tuple[tuple[float, ...], dict[Ki
 
 def _snap(times: Iterable[float], period: float) -> dict[float, float]:
     """Times that differ less than a steady iteration may, as one: slots are left as others enter them."""
-    found: dict[float, float] = {}
+    snapped: dict[float, float] = {}
     slack, anchor = _SLACK * period, 0.0
     for time in sorted({0.0, *times}):
         anchor = time if time - anchor > slack else anchor
-        found[time] = period if period - time <= slack else anchor
-    return found
+        snapped[time] = period if period - time <= slack else anchor
+    return snapped

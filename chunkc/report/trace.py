@@ -24,9 +24,9 @@ def trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     Raises:
         ChunkcError: when the timeline is one of another plan.
     """
-    found = timeline.trace()
-    found["traceEvents"] += [*_counters(plan, timeline), *_arrows(plan, timeline, found["traceEvents"])]
-    return found
+    events = timeline.trace()
+    events["traceEvents"] += [*_counters(plan, timeline), *_arrows(plan, timeline, events["traceEvents"])]
+    return events
 
 
 def _counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:

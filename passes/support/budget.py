@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
-from chunkc.passes.chunk_mapping import blocks_of, commonest_dtype
+from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import blocks_of
 from chunkc.passes.segments import base_segments, segment_costs
 from chunkc.passes.support.belady import min_ranges
 from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, PlanOptions, Target

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from schedules import gpt_like, op, param, schedule, schedules
 
 from chunkc.ir.layout import ChunkList, Layout, Placement
-from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
-from chunkc.passes.chunk_mapping import aligned_numel, blocks_of, commonest_dtype, least_groups, pack
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import aligned_numel, blocks_of, least_groups, pack
 from chunkc.passes.chunk_size import candidates
 from chunkc.passes.liveness import analyse
 

@@ -114,19 +114,19 @@ def _gather(machine: Machine, event: Event) -> None:
     layout = machine.layout
     targets = _targets(machine, event)
     group = layout.group_of(targets[0])
-    own = group.first_chunk + layout.rank
-    own_slot = machine.slot(event, f"c{own}")
+    own_chunk = group.first_chunk + layout.rank
+    own_slot = machine.slot(event, f"c{own_chunk}")
     for chunk in targets:
-        if chunk == own:
-            if machine.resident(event, own).grads:
-                machine.refuse(event, f"c{own} holds gradients, not parameters")
+        if chunk == own_chunk:
+            if machine.resident(event, own_chunk).grads:
+                machine.refuse(event, f"c{own_chunk} holds gradients, not parameters")
             machine.read(event, f"slot d{own_slot}")
         else:
             slot = own_slot - layout.rank + layout.owner(chunk)
             if slot < 0:
                 machine.refuse(event, f"the group needs {layout.world_size} slots around slot d{own_slot}")
             machine.occupy(event, f"c{chunk}", slot, layout.chunks[chunk].nbytes)
-            machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own].version)
+            machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own_chunk].version)
         machine.gathered.add(chunk)
     _refuse_gaps(machine, event, targets)
 

@@ -6,9 +6,9 @@ HOLD            payload kept, on the device or at home
 HOLD_AFTER_FWD  payload kept, already used in this forward
 HOLD_AFTER_BWD  the payload is grad16
 
-The states are those of PatrickStar (Fang et al. 2021, Table 1). They are facts of the plan: ``payload_states`` derives
-them from the actions alone and refuses an illegal change, so that nothing has to track them at run time. Leaving
-HOLD_AFTER_FWD when the forward ends tells a read in backward apart from a repeated one in forward.
+The states are those of PatrickStar (Fang et al. 2021, Table 1). ``payload_states`` derives them from the actions alone,
+so that nothing has to track them at run time. Leaving HOLD_AFTER_FWD when the forward ends tells a read in backward
+apart from a repeated one in forward.
 
 A payload is one parameter in one chunk: a spanning parameter has one in each of its chunks, and one more in the
 gradient chunk where its gradient does not overlay it.

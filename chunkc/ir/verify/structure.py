@@ -122,8 +122,8 @@ def _check_layout(layout: Layout) -> None:
         "group": [g.index for g in layout.groups],
         "placement": [p.param for p in layout.placements],
     }
-    for word, found in indexes.items():
-        for position, index in enumerate(found):
+    for word, indexes_found in indexes.items():
+        for position, index in enumerate(indexes_found):
             if index != position:
                 raise PlanError(f"the {word} at position {position} has index {index}")
     _check_groups(layout)
@@ -261,13 +261,13 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
     return None
 
 
-def _num_labels(plan: Plan, own: Program) -> dict[str, int]:
+def _num_labels(plan: Plan, waiting: Program) -> dict[str, int]:
     """Number of labels that all programs of a role have; of the role of ``own``, those of ``own`` itself."""
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for program in plan.programs:
         letter = ROLE_LETTER[program.role]
-        found[letter] = min(found.get(letter, len(program.actions)), len(program.actions))
-    return found | {ROLE_LETTER[own.role]: len(own.actions)}
+        lengths[letter] = min(lengths.get(letter, len(program.actions)), len(program.actions))
+    return lengths | {ROLE_LETTER[waiting.role]: len(waiting.actions)}
 
 
 def _wait_problem(program: Program, position: int, action: Action, lengths: dict[str, int]) -> str | None:

@@ -300,8 +300,8 @@ def begin(machine: Machine, program: Program) -> None:
 def _renew_remote(machine: Machine) -> None:
     """Remote chunks beside an own chunk without parameters are updated by their owners all the same."""
     for chunk, due in enumerate(machine.facts.due):
-        own = machine.layout.group_of(chunk).first_chunk + machine.layout.rank
-        if due and own not in machine.facts.to_update:
+        own_chunk = machine.layout.group_of(chunk).first_chunk + machine.layout.rank
+        if due and own_chunk not in machine.facts.to_update:
             machine.truth[chunk] = Payload(machine.truth[chunk].version + 1)
 
 

@@ -17,8 +17,6 @@ evaluation also begin so.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan, Program
@@ -97,9 +95,9 @@ def verify_beside(evaluation: Plan, training: Plan) -> None:
     """
     if evaluation.layout != training.layout:
         raise PlanError("the evaluation was planned for another layout than the training programs")
-    found, wanted = (set(p.cold.resident) for p in (evaluation, training))
-    if found != wanted:
-        differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(found ^ wanted))
+    left, needed = (set(p.cold.resident) for p in (evaluation, training))
+    if left != needed:
+        differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(left ^ needed))
         raise PlanError(f"the cold states of evaluation and training differ: {differing}")
 
 
@@ -119,10 +117,10 @@ def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order:
 
 
 def _check_exit(program: Program, machine: Machine) -> None:
-    declared, found = frozenset(program.exit.resident), machine.resident_pairs()
-    if declared != found:
-        extra = ", ".join(f"{target} in d{slot}" for target, slot in sorted(found - declared)) or "nothing"
-        absent = ", ".join(f"{target} in d{slot}" for target, slot in sorted(declared - found)) or "nothing"
+    declared, resident = frozenset(program.exit.resident), machine.resident_pairs()
+    if declared != resident:
+        extra = ", ".join(f"{target} in d{slot}" for target, slot in sorted(resident - declared)) or "nothing"
+        absent = ", ".join(f"{target} in d{slot}" for target, slot in sorted(declared - resident)) or "nothing"
         raise PlanError(
             f"{program.name}, at its end: the device holds {extra} beyond the declared exit state and lacks {absent}"
         )
@@ -130,13 +128,13 @@ def _check_exit(program: Program, machine: Machine) -> None:
 
 def _moments(program: Program) -> tuple[str, ...]:
     """For every action, the boundary at which it stands: before the next segment, or after the last one."""
-    found: list[str] = []
+    names: list[str] = []
     moment = f"at the end of {program.name}"
     for action in reversed(program.actions):
         if action.op is Op.RUN:
             moment = f"before {action.target}"
-        found.append(moment)
-    return tuple(reversed(found))
+        names.append(moment)
+    return tuple(reversed(names))
 
 
 def replayed_programs(plan: Plan) -> tuple[Program, ...]:
@@ -144,8 +142,3 @@ def replayed_programs(plan: Plan) -> tuple[Program, ...]:
     letters = EVALUATIONS if plan.is_evaluation else ACCUMULATING if plan.accumulate > 1 else SEQUENCE
     letters = DEFERRING if plan.defers_reduction else letters
     return tuple(plan.program(_PROGRAMS[letter]) for letter in letters)
-
-
-def replayed_pairs(sequence: str = SEQUENCE) -> frozenset[str]:
-    """The pairs of programs that are replayed in ``sequence``, as two of the letters of `_PROGRAMS`."""
-    return frozenset(a + b for a, b in pairwise(sequence))
