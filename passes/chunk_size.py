@@ -76,10 +76,7 @@ def _dtype_in(layout: Layout, param: int) -> str:
 
 
 def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple[int, ...]:
-    """Chunk sizes worth a try, ascending, multiples of 256 elements.
-
-    What is packed is a group, so sizes are those of groups, divided among the ranks.
-    """
+    """Chunk sizes worth a try, ascending, multiples of 256: sizes of groups divided among the ranks."""
     used = [schedule.params[p] for p in liveness.use_order]
     total = sum(i.numel for i in used)
     wanted = [total / divisor for divisor in DIVISORS]

@@ -22,10 +22,7 @@ from chunkc.passes.support.hazards import joined
 
 
 def defers_reduction(draft: Draft) -> bool:
-    """Tell whether micro-batches before the last one of a step can do without exchanges.
-
-    Whichever backward is the last one must reduce all groups, so all gradients must land in it.
-    """
+    """Whether micro-batches before the last can do without exchanges: all gradients must land in it."""
     layout = decided(draft.layout, "layout")
     trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
     is_shared = layout.world_size > 1 and draft.options.accumulate > 1
@@ -42,10 +39,7 @@ def without_exchanges(name: str, twin: Program, entry: State, exit_state: State)
 def reduce_accesses(
     layout: Layout, backward: tuple[ActionAccess, ...], entry: State, *, tracks_grad_norm: bool
 ) -> tuple[ActionAccess, ...]:
-    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``.
-
-    ``tracks_grad_norm``: whether the norms of the gradients are taken too.
-    """
+    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``."""
     emitter = ActionEmitter(layout, entry.resident)
     for action in (access.action for access in backward):
         if action.op is Op.REDUCE:

@@ -30,10 +30,7 @@ def norm_name(chunk: int) -> str:
 
 
 def with_norms(layout: Layout, backward: Sequence[ActionAccess]) -> tuple[ActionAccess, ...]:
-    """Insert into ``backward`` the norm of every own chunk, and the sum of the norms over ranks.
-
-    A norm stands behind the action that makes the gradients of its chunk final.
-    """
+    """``backward`` with a norm behind each own chunk's last landing or reduction, and their sum."""
     last: dict[int, int] = {}
     for position, access in enumerate(backward):
         if access.action.op in (*LANDINGS, Op.REDUCE):

@@ -178,10 +178,7 @@ def _rank_name(of: Layout | Target) -> str:
 
 
 def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
-    """Assemble the plan that ``draft`` describes once all facts are decided.
-
-    ``schedule_digest`` saves computing the digest again.
-    """
+    """The plan that ``draft`` describes; ``schedule_digest`` saves computing it again."""
     layout = decided(draft.layout, "mapping")
     forward, backward = decided(draft.timelines, "segments")
     segments = (*forward.segments, *backward.segments)

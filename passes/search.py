@@ -81,10 +81,7 @@ class Search:
         return self._vary_counts(best, with_shares=True)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
-        """Of every octave of chunk sizes the one that moves least, nearest to the passes' own choice first.
-
-        As many bytes of triples stay on the device as with ``best``.
-        """
+        """Of every octave of chunk sizes the one that moves least, with as many bytes of triples."""
         sizes, chosen = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
         if self.options.chunk_numel is not None or not sizes:
             return
@@ -193,10 +190,7 @@ class Search:
 
 
 def _margins(draft: Draft) -> tuple[int, int, int]:
-    """Triples that fit on the device beside all payloads, beside the fewest slot ranges, and there alone.
-
-    The second count is with the triples' own payloads where one rank trains.
-    """
+    """Triples that fit beside all payloads, beside the fewest slot ranges (and payloads), and alone."""
     layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
     liveness, target = decided(draft.liveness, "liveness"), draft.target
     demand = demand_of(layout, liveness, draft.options.cuts)

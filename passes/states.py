@@ -18,10 +18,7 @@ from chunkc.passes.support.draft import Draft, Liveness, Overlay, decided
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one tensor into ``state`` at ``moment``.
-
-    ``moment``: ``start``, an operator (``fwd 12``, ``bwd 3``), ``forward ends`` or ``step``.
-    """
+    """A change into ``state`` at ``start``, ``fwd 12``, ``bwd 3``, ``forward ends`` or ``step``."""
 
     moment: str
     state: TensorState

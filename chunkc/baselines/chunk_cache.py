@@ -82,10 +82,7 @@ class ChunkCache:
 
 @dataclass(slots=True)
 class _Walk:
-    """The walk through one iteration, move by move.
-
-    ``standing`` has the groups whose own chunk is on the device, ``gathered`` the groups with all chunks there.
-    """
+    """One iteration, move by move; ``standing``: groups whose own chunk is on the device."""
 
     cache: ChunkCache
     standing: set[int]

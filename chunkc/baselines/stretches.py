@@ -45,10 +45,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Course:
-    """One iteration of a model in stretches, and what policies ask of its parameters.
-
-    ``stretches``: those of forward, then those of backward. ``model``: its name.
-    """
+    """One iteration of a model in stretches: those of forward, then those of backward."""
 
     schedule: Schedule
     stretches: tuple[Stretch, ...]

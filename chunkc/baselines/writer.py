@@ -1,4 +1,4 @@
-"""Writer of a modelled system's iteration as a script of the simulator, at the rates of a plan's actions."""
+"""Writer of a modelled system's iteration as a script of the simulator."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class ActionCosts:
 
 
 def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
-    """Demand of an action on ``stream`` at full speed; ``dtype``: of the payload that a host update writes."""
+    """Demand of an action on ``stream`` at full speed; ``dtype``: what a host update writes."""
     if stream is Stream.H2D:
         return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
     if stream is Stream.D2H:

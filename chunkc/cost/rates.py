@@ -182,10 +182,7 @@ def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
 
 
 def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
-    """Measured rates; those of links between ranks and of kernel launches are the catalogue's.
-
-    What was measured is one device with the whole host: ranks of a node share the cores and the memory of its updates.
-    """
+    """Measured rates; those of links and kernel launches are the catalogue's, ranks share the host."""
     measured = CostRates(
         hw=str(hw),
         matmul_tflops=_by_dtype(rates.matmul_tflops),

@@ -84,10 +84,7 @@ def critical_path(engine: Engine, tasks: Sequence[Task], length_ms: float, count
 
 
 def walk_back(engine: Engine, task: Task, from_ms: float, to_ms: float) -> Iterator[tuple[str, float, float]]:
-    """The critical path from ``from_ms`` back to ``to_ms``: (stream, start, end).
-
-    At ``from_ms``, ``task`` runs, ends or starts.
-    """
+    """The critical path from ``from_ms``, where ``task`` is at work, back to ``to_ms``."""
     now_ms, current = from_ms, task
     while now_ms > to_ms:
         if current.worked_ms < now_ms:  # done, but the host had not launched all of it

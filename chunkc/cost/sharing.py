@@ -64,10 +64,7 @@ class Capacities:
 
 @dataclass(slots=True)
 class Measured:
-    """The slow-downs that a calibration found for every set of streams.
-
-    Collectives were not measured and have none. A factor below 1, or below that of a subset, is noise.
-    """
+    """The slow-downs that a calibration found for every set of streams; collectives have none."""
 
     rates: Rates
     _factors: dict[tuple[Stream, frozenset[Stream]], float] = field(default_factory=dict)

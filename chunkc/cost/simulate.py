@@ -1,4 +1,4 @@
-"""The simulator: times of a plan's iterations when they repeat, from the plan and the rates of a machine.
+"""The simulator: times of a plan's iterations when they repeat, by the rates of a machine.
 
 The actions of one iteration (a `Script`) are replayed again and again as the executor launches them: each stream is a
 queue, waits are those of the plan, a label means its latest run, and programs do not join. The host launches in program

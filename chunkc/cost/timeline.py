@@ -24,7 +24,7 @@ PATRICKSTAR_FACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One action of the steady iteration: times from its first start, and ``alone_ms`` with nothing beside it."""
+    """One action of the steady iteration, from its first start; ``alone_ms`` with nothing beside it."""
 
     label: str
     program: str
@@ -73,10 +73,7 @@ class StreamTime:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Most bytes of one rank, and the segment that runs then.
-
-    On the device these are arena and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
-    """
+    """Most bytes of one rank, in all and of occupied slots, and the segments that run then."""
 
     device_nbytes: int
     device_segment: str

@@ -32,7 +32,7 @@ class ChunkList(StrEnum):
 
 
 class Home(StrEnum):
-    """Place of a payload or triple that no action has moved: host memory, or always its device slot."""
+    """Place of a payload or triple that no action has moved: host memory, or its device slot."""
 
     HOST = "host"
     DEVICE = "device"

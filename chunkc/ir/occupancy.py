@@ -41,11 +41,7 @@ class Occupancy:
         return occupancy
 
     def apply(self, action: Action) -> tuple[str, ...]:
-        """Carry out ``action``.
-
-        Returns:
-            The targets that it moved into a slot or out of one, this rank's and those of others.
-        """
+        """Carry out ``action``; return the targets that it moved into a slot or out of one."""
         match action.op:
             case op if op in TO_SLOT and action.slot is not None:
                 self._enter(action.target, action.slot)

@@ -119,10 +119,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Byte budgets of one rank and what the plan takes of them.
-
-    ``is_bound``: whether the non-model bytes are those of operators one by one, of which fused segments take fewer.
-    """
+    """Byte budgets and what a plan takes of them; ``is_bound``: fused segments will take fewer."""
 
     device_budget_nbytes: int
     host_budget_nbytes: int

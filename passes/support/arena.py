@@ -27,10 +27,7 @@ MAX_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Slots of a payload and a triple that are updated together and share no bytes.
-
-    ``gradient``: the slot of the gradient chunk, where there is one.
-    """
+    """Slots of a payload, its gradient chunk (if any) and its triple, which share no bytes."""
 
     payload: int
     triple: int
@@ -83,10 +80,7 @@ def lead_slots(layout: Layout) -> int:
 
 
 def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
-    """Slots of payload and gradient chunk (if any) for updates whose triples stay on the device.
-
-    They are the last ones beside the buffers, where there are such slots.
-    """
+    """Slots of payload and gradient chunk (if any) for updates whose triples stay on the device."""
     buffers, count, lead = buffers_of(layout), num_payload_slots(layout), lead_slots(layout)
     end = min((b.payload for b in buffers), default=count)
     end = end if end >= lead else count

@@ -126,10 +126,7 @@ def with_residents(
 
 
 def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
-    """One rank's ``layout`` with the payloads, and the gradient chunks, of resident triples on the device.
-
-    What a tensor larger than a chunk spans stays adjacent, and so on the host.
-    """
+    """``layout`` with the payloads of resident triples on the device, if no larger tensor spans them."""
     widths = zip(demand.blocks.first_group, demand.blocks.num_groups, strict=True)
     movable = {first for first, num in widths if num == 1}
     grad_chunks = layout.grad_chunks()

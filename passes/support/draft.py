@@ -163,10 +163,7 @@ class ChunkBlocks:
 
 @dataclass(frozen=True, slots=True)
 class BaseSegment:
-    """Operators ``first_op:end_op`` of a graph that need the same ``blocks``.
-
-    ``lands``: parameters landing in the segment, of ``landed_nbytes`` bytes together.
-    """
+    """Operators ``first_op:end_op`` of a graph that need the same ``blocks``."""
 
     graph: GraphKind
     first_op: int
@@ -184,10 +181,7 @@ class BaseSegment:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyInterval:
-    """Steps ``begin`` to ``end`` of ``block`` in the slot ranges from ``slot_range`` on.
-
-    ``dirty``: gradients landed, so that it ends with a write-back.
-    """
+    """Steps ``begin`` to ``end`` of ``block``; ``dirty``: gradients landed, it ends with a write-back."""
 
     block: int
     slot_range: int
@@ -218,10 +212,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ActionAccess:
-    """An action without waits, and the resources that it reads and writes.
-
-    Names of resources: ``d3`` slot, ``h7`` home, ``o7`` triple.
-    """
+    """An action without waits, and resources that it uses: ``d3`` slot, ``h7`` home, ``o7`` triple."""
 
     action: Action
     reads: tuple[str, ...]
@@ -258,11 +249,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """The proof that grad16 of ``param`` may take the bytes of param16.
-
-    The gradient lands at ``landing_op`` of backward, when its only producer ``final_op`` and the parameter's last
-    reader ``last_read_op`` have run.
-    """
+    """The proof that grad16 may take the bytes of param16 once its producer and last reader have run."""
 
     param: int
     final_op: int

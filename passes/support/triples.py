@@ -18,10 +18,7 @@ from chunkc.passes.support.draft import Liveness
 
 
 def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """This rank's chunk of every group with triples, in order of first use.
-
-    Groups that only other graphs use come last. A chunk of padding alone stands for its group too.
-    """
+    """This rank's chunk (or padding) of every group with triples, in order of first use."""
     size = layout.world_size
     used: dict[int, None] = {}
     for param in liveness.use_order:

@@ -29,10 +29,7 @@ from chunkc.passes.support.update_order import by_first_use
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An update on the device whose copies in are written.
-
-    ``payload``, ``triple`` and ``gradient`` (None: overlaid) are slots. ``moves``: the triple goes home afterwards.
-    """
+    """An update on the device whose copies in are written; a triple that ``moves`` goes home behind it."""
 
     chunk: int
     payload: int

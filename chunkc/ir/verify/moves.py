@@ -28,10 +28,7 @@ def _fetch(machine: Machine, event: Event) -> None:
 
 
 def _open(machine: Machine, event: Event) -> None:
-    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it.
-
-    A gradient chunk of another rank is opened, not fetched: what lands in it goes to its owner by a reduction.
-    """
+    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it."""
     chunk = machine.layout.chunks[event.action.index]
     if not (machine.is_grad(chunk.index) and machine.facts.accumulates):
         chunk = machine.chunk(event)
@@ -175,10 +172,7 @@ def _reduce(machine: Machine, event: Event) -> None:
 
 
 def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:
-    """Refuse a reduction of gradient chunks in which nothing has landed since the last one or opening.
-
-    It adds what other ranks hold of a chunk to what its owner has: once for each time that they were opened.
-    """
+    """Refuse a reduction of gradient chunks in which nothing has landed since the last one or opening."""
     if not any(machine.resident(event, chunk).is_partial for chunk in chunks):
         machine.refuse(event, "nothing has landed in its chunks since they were opened or reduced")
 

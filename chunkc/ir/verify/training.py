@@ -260,10 +260,7 @@ def _discard(machine: Machine, grad_chunk: int) -> None:
 
 
 def finish(machine: Machine, program: Program) -> str | None:
-    """Return what ``program`` has left undone at its end, if anything.
-
-    The call also starts the bookkeeping of the next program.
-    """
+    """Start the bookkeeping of the next program; return what ``program`` has left undone, if anything."""
     iteration, facts = machine.iteration, machine.facts
     refuse_unlanded(machine)
     graph = ROLE_GRAPH.get(program.role)
