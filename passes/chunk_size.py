@@ -50,10 +50,7 @@ GRANULE_NUMEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One packed chunk size with its needs and its price, None where it does not fit.
-
-    ``num_missing_buffers``: buffers for triples to pass through that would be of use and do not fit.
-    """
+    """One packed chunk size with its needs and its price, None where it does not fit."""
 
     chunk_numel: int
     layout: Layout

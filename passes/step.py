@@ -91,10 +91,7 @@ def seen_by_backward(
 def seen_by_forward(
     forward: tuple[ActionAccess, ...], backward: tuple[ActionAccess, ...]
 ) -> tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]]:
-    """Make a computation in the middle of forward follow the last copy home of the backward before.
-
-    The next backward fetches the gradients that were copied home, and its own labels mean the running one.
-    """
+    """Make forward follow the last copy home of the backward before, which the next backward fetches."""
     copies = [i for i, access in enumerate(backward) if access.action.stream is Stream.D2H]
     runs = [i for i, access in enumerate(forward) if access.action.op is Op.RUN]
     if not copies or not runs:

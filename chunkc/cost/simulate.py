@@ -240,11 +240,8 @@ class Run:
         return min((t.start_ms for t in self.tasks(iteration)), default=0.0)
 
     def cycle(self) -> int:
-        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet.
-
-        An iteration follows from the two before it, so that a cycle and one iteration more that repeat what came before
-        go on to do so.
-        """
+        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet."""
+        # an iteration follows from the two before it: one more than a cycle that repeats goes on to do so
         for length in range(1, _MAX_CYCLE + 1):
             if self.num_done >= 2 * length + 2 and all(
                 self._repeats(self.num_done - 1 - i, length) for i in range(length + 1)

@@ -1,8 +1,7 @@
 """Fold a sequence whose parts repeat, so that a table has one line for all equal layers.
 
-A run is a stretch ``first .. end`` that consists of ``num_repeats`` copies of its first ``period`` items. Runs are
-taken greedily from the left, each the one that covers most: run-length encoding of patterns. It is not always the
-shortest description, which a reader does not need: equal layers stand next to each other.
+Runs are taken greedily from the left, each the one that covers most: run-length encoding of patterns. It is not always
+the shortest description, which a reader does not need: equal layers stand next to each other.
 """
 
 from __future__ import annotations

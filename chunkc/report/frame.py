@@ -1,8 +1,7 @@
 """One iteration as pictures show it: every action as a bar on its stream, in a window of one period.
 
-A steady iteration repeats, so a window of one period shows all of it, wherever the window begins. It begins where the
-forward's first segment does. What starts before that (a prefetch) stands at the window's end, where the iteration
-behind does the same; what ends after it (an update beside the next forward) goes on at the window's beginning.
+The window begins where the forward's first segment does. What starts before that (a prefetch) stands at the window's
+end; what ends after it (an update beside the next forward) goes on at its beginning.
 
 Where nobody knows how long actions take, they stand in the order of the plan, one after the other, each one unit wide.
 """

@@ -89,10 +89,7 @@ def _cells(stall: Stall) -> tuple[str, str, str, str]:
 
 
 def _data(plan: Plan, timeline: Timeline | None) -> dict[str, Any]:
-    """Data that the script draws.
-
-    Times are whole ticks, each list's as differences, to keep the page small.
-    """
+    """Data that the script draws; times are whole ticks, each list's as differences."""
     frame, curve = frame_of(plan, timeline), memory_curve(plan, timeline)
     unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
     return {

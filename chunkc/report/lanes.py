@@ -1,10 +1,8 @@
 """One stream in a picture's pixels: wide bars one by one, the others as a density.
 
-A plan has tens of thousands of actions, a screen has two thousand columns. Narrow bars of the same work that follow
-each other without a gap are one block. Where a stream has few blocks, or they are wide, each is drawn. Else narrow ones
-are merged: for each kind of work the share of the time in which it is under way, averaged over neighbouring columns,
-since bars nearly as wide as a column would beat with it. No busy time is lost or invented, and the number of shapes
-does not grow with the number of actions.
+Narrow bars of the same work that follow each other without a gap are one block. Where a stream has few blocks, or they
+are wide, each is drawn. Else narrow ones are merged: for each kind of work the share of the time in which it is under
+way, averaged over neighbouring columns, since bars nearly as wide as a column would beat with it. No busy time is lost.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Device bytes through one iteration by holder: exact steps, in milliseconds or in plan order.
 
-What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
-brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
-Remote chunks of gathered groups are buffers. The rest of the arena is allocated and not in use.
+A payload or a triple holds its bytes from the start of the copy that brings it to the end of what takes it away. A
+chunk holds gradients from its first stash until its update is done. The rest of the arena is allocated and not in use.
+Non-model bytes are the plan's peak for a segment, held from its start until the next one starts.
 
 The window joins an iteration to itself. Where iterations only repeat in a cycle of several, a slot may therefore seem
 taken a little before it is left.
-
-Non-model bytes are the plan's figure for a segment, its peak: they are held from its start until the next one starts.
 """
 
 from __future__ import annotations

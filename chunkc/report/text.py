@@ -1,9 +1,7 @@
 """Everything a plan holds, readable as a program: what ``plan.text()`` returns.
 
-The text has a header (model, budgets, provenance), the layout (chunks with their parameters, slots), and the programs.
 In a program each action stands on a line of its own behind its label, in the form that `chunkc.ir.actions.parse` reads
 back; all other lines of a program start with ``#``. Before each ``run`` stands its moment: what is resident, and bytes.
-What is longer than a screen is wide goes on in the next line, further to the right.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A simulated iteration for Perfetto: tracks of the timeline, device memory as counters, arrows.
 
-The trace is the one of `Timeline.trace`, two steady iterations with one track a stream. To it come a counter track of
-device bytes by kind, and for every segment arrows from the copies and collectives that it waits for.
+To `Timeline.trace` come a counter track of device bytes by kind, and for every segment arrows from the copies and
+collectives that it waits for.
 """
 
 from __future__ import annotations

@@ -39,10 +39,7 @@ class Done:
 
 @dataclass(slots=True)
 class Analysis:
-    """Actions analysed so far, and who touched each resource last.
-
-    ``overlaps``: for a resource that shares bytes with others, all of them and itself.
-    """
+    """Actions analysed so far, and who touched each resource last."""
 
     overlaps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
@@ -93,10 +90,7 @@ class Analysis:
             self.readers[resource] = {}
 
     def _expressible(self, index: int, instance: int) -> int:
-        """``index``, or the first action after it that a label can name and whose completion implies it.
-
-        A label of the action's program means this run of it; of another program, its latest run.
-        """
+        """``index``, or the first action behind it that a label can name and whose completion implies it."""
         wanted = self.done[index]
         for position in range(index, len(self.done)):
             later = self.done[position]

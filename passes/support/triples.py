@@ -1,6 +1,6 @@
 """Choice of OS triples that stay on the device, and of those that pass through it in the step.
 
-Both stand in order of update, evenly spread. A triple that fits in the device's margin beside payload slots and
+Both are evenly spread in order of update. A triple that fits in the device's margin beside payload slots and
 activations never moves (*resident*: PatrickStar, Fang et al. 2021, section 8.2, device-aware operator placement). Of
 the others a share is *streamed*: copied to the device in the step, updated there and copied home, while the host
 updates the rest (Deep Optimizer States, Maurya et al. 2024, who stream every n-th for a whole n; the share is any

@@ -1,8 +1,7 @@
 """Effects of the actions that move chunks and triples, from fetch and evict to gather and reduce.
 
-A remote chunk has no home on this rank. The slots of a gathered group follow from the slot of the rank's own chunk:
-``world_size`` adjacent slots, the own one at position ``rank``. All ranks carry out the same collectives on the same
-chunks, so that a remote chunk is as new as the own chunk of its group.
+A gathered group stands in ``world_size`` adjacent slots, the own chunk at position ``rank``. All ranks carry out the
+same collectives on the same chunks, so that a remote chunk is as new as the own chunk of its group.
 """
 
 from __future__ import annotations

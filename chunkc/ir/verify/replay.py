@@ -5,8 +5,8 @@ gradients have overlaid, and whether these gradients are reduced. For every chun
 newest content, beside the copies in the slot and at home; a copy that differs from the truth is stale. An OS triple is
 the number of updates it has seen, with the same distinction.
 
-Every access goes through ``read`` and ``write``, which also ask the race detector whether the access is ordered after
-those that it conflicts with. ``moves`` and ``training`` say what each action does to the machine.
+Every access goes through ``read`` and ``write``, which also ask the race detector. ``moves`` and ``training`` say what
+each action does to the machine.
 """
 
 from __future__ import annotations

@@ -69,9 +69,7 @@ class StateChange:
 def payload_states(
     plan: Plan, programs: Iterable[str] = ("forward", "backward", "step")
 ) -> dict[Payload, tuple[StateChange, ...]]:
-    """The states that every payload goes through while ``programs`` run one after the other from cold.
-
-    The first entry of each sequence is its state at the start.
+    """The states of every payload, the one at the start first, while ``programs`` run from cold.
 
     Raises:
         PlanError: on an illegal change; the message names action, chunk, program and both states.

@@ -262,7 +262,7 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
 
 
 def _num_labels(plan: Plan, waiting: Program) -> dict[str, int]:
-    """Number of labels that all programs of a role have; of the role of ``own``, those of ``own`` itself."""
+    """Labels that every program of a role has; of the role of ``waiting``, those that it has itself."""
     lengths: dict[str, int] = {}
     for program in plan.programs:
         letter = ROLE_LETTER[program.role]

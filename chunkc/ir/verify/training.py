@@ -1,9 +1,8 @@
 """Effects of the actions that compute, from run and stash to update and restore.
 
-Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
-overlay is no parameter any more. Where micro-batches add to gradient chunks, each lands once in every micro-batch, and
-an update finds the contributions of all of them. An update runs where gradients and triple stand: on ``cpu`` at their
-homes, on ``compute`` in their slots.
+Gradients land right after the segment that finishes them, each once (in every micro-batch), and from then on the
+payload that they overlay is no parameter. An update runs where gradients and triple stand: on ``cpu`` at their homes,
+on ``compute`` in their slots.
 """
 
 from __future__ import annotations

@@ -85,10 +85,8 @@ def verify(plan: Plan) -> None:
 def verify_beside(evaluation: Plan, training: Plan) -> None:
     """Prove that two verified plans of one model may run by turns.
 
-    The first leaves the cold state as the second found it, and the second begins in it.
-
-    An evaluation writes to no home and to no static resident (``verify`` allows it neither), and both its ends are
-    joined. So equal layouts and equal cold states suffice, for every program of the other that begins or ends cold.
+    An evaluation writes to no home and to no static resident, and both its ends are joined. So equal layouts and equal
+    cold states suffice.
 
     Raises:
         PlanError: naming what differs.
