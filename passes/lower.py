@@ -74,13 +74,9 @@ def lower(
     segments: Sequence[Segment],
     params: Mapping[str, int],
 ) -> LoweredGraph:
-    """Cut ``module`` at the boundaries of ``segments``.
+    """Cut ``module``, a captured graph, at the boundaries of ``segments``.
 
-    Args:
-        module: the captured graph.
-        operators: its nodes, bundled; positions are the operator indexes that ``segments`` speak of.
-        segments: the plan's segments of this graph.
-        params: parameter index by placeholder name.
+    ``operators``: its nodes, bundled by operator index. ``params``: parameter index by placeholder name.
     """
     result = pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0], is_leaf=lambda x: x is None)
     needed_at_end = {n.name for n in result if isinstance(n, Node)}

@@ -143,16 +143,11 @@ def make_evaluation_plan(
 
 
 def measuring_plan(planned: Planned, passes: Sequence[Pass] | None = None) -> Plan:
-    """The plan of ``planned`` with programs that measure gradients as they land; nothing else differs.
-
-    Args:
-        planned: a training plan.
-        passes: the pipeline that made it; default ``PIPELINE``.
-    """
+    """``planned``, which ``passes`` made, with programs that measure gradients; nothing else differs."""
     draft = planned.drafts[-1][1]
     draft = replace(draft, options=replace(draft.options, tracks_grad_norm=True), programs=None)
-    for one in (p for p in (PIPELINE if passes is None else passes) if "programs" in p.provides):
-        draft = one(draft)
+    for pass_ in PIPELINE if passes is None else passes:
+        draft = pass_(draft) if "programs" in pass_.provides else draft
     return replace(planned.plan, programs=decided(draft.programs, "programs"))
 
 

@@ -32,13 +32,9 @@ MIN_GAIN = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan that was considered.
+    """One plan that was considered; ``text``: what was varied, ``outcome``: what bounds it or it lacks.
 
-    Attributes:
-        options: what it was planned with.
-        text: what was varied.
-        step_ms: simulated; infinity where it does not fit. compute_ms: what the compute stream's actions take alone.
-        outcome: what bounds it, or what it lacks.
+    ``step_ms``: simulated; infinity where it does not fit. ``compute_ms``: the compute stream's actions alone.
     """
 
     options: PlanOptions
@@ -50,14 +46,10 @@ class Candidate:
 
 @dataclass(slots=True)
 class Search:
-    """Candidates around ``options``, on the rates of one machine.
+    """Candidates around ``options``, the caller's wishes, on the rates of one machine.
 
-    Attributes:
-        draft_with: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
-        plan_of: the plan that a draft describes.
-        rates: of the machine.
-        options: the caller's wishes; what they fix is not varied.
-        tried: all candidates, in the order of trial.
+    ``draft_with``: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
+    ``plan_of``: the plan that a draft describes. ``tried``: all candidates, in the order of trial.
     """
 
     draft_with: Callable[[PlanOptions], Draft]

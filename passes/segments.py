@@ -17,14 +17,10 @@ GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
 def base_segments(
     liveness: Liveness, blocks: ChunkBlocks, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
 ) -> tuple[BaseSegment, ...]:
-    """Base segments of both graphs.
+    """Base segments of both graphs; per graph, one must start at each operator of ``cuts``.
 
-    Args:
-        liveness: needs and costs of the operators.
-        blocks: of the layout.
-        cuts: operator indexes at which a segment must start, per graph.
-        keep_open: whether a block in which gradients have begun to land must stay until all have (several ranks, where
-            gradients overlay parameters: a chunk is reduced once and whole).
+    ``keep_open``: whether a block in which gradients have begun to land must stay until all have (several ranks, where
+    gradients overlay parameters: a chunk is reduced once and whole).
     """
     segments: list[BaseSegment] = []
     for which, graph in enumerate(GRAPHS):

@@ -37,23 +37,23 @@ def standing(accesses: tuple[ActionAccess, ...], static: dict[int, int], layout:
     return occupancy.chunk_slots()
 
 
-def abandon_accesses(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def abandon_accesses(layout: Layout, slots: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Drop what forward left on the device beyond the static residents."""
-    emitter = ActionEmitter(layout, payload_residents(where))
+    emitter = ActionEmitter(layout, payload_residents(slots))
     if layout.world_size > 1:
-        for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
+        for group in sorted({c // layout.world_size for c in slots if layout.owner(c) != layout.rank}):
             emitter.release(group)
-    for chunk in sorted(c for c in where if layout.owner(c) == layout.rank and c not in static):
+    for chunk in sorted(c for c in slots if layout.owner(c) == layout.rank and c not in static):
         emitter.drop(chunk)
     return emitter.take()
 
 
-def resume_accesses(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def resume_accesses(layout: Layout, slots: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
     emitter = ActionEmitter(layout, payload_residents(static))
-    for chunk in sorted(c for c in where if layout.owner(c) == layout.rank and c not in static):
-        emitter.fetch(chunk, where[chunk])
-    for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
+    for chunk in sorted(c for c in slots if layout.owner(c) == layout.rank and c not in static):
+        emitter.fetch(chunk, slots[chunk])
+    for group in sorted({c // layout.world_size for c in slots if layout.owner(c) != layout.rank}):
         emitter.gather(group)
     return emitter.take()
 
@@ -143,8 +143,8 @@ class StepPass:
         actions = synchronise(forward, backward, step, abandon, overlaps, accumulates=accumulates)
         resume = joined(resume_accesses(layout, saved, static))
 
-        def state(phase: Phase, where: dict[int, int]) -> State:
-            return State(phase, (*payload_residents(where), *triples))
+        def state(phase: Phase, slots: dict[int, int]) -> State:
+            return State(phase, (*payload_residents(slots), *triples))
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
         restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])
@@ -166,5 +166,5 @@ class StepPass:
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
         counts = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
-        where = ", ".join(f"{count} updates on the {at}" for count, at in counts if count or at is home)
-        return replace(draft, programs=programs, note=f"{where}, {waits} waits")
+        updated = ", ".join(f"{count} updates on the {at}" for count, at in counts if count or at is home)
+        return replace(draft, programs=programs, note=f"{updated}, {waits} waits")

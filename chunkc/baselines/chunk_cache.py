@@ -37,14 +37,10 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class ChunkCache:
-    """The steady iteration of one rank.
+    """The steady iteration of one rank, with the triples of the first groups on the device.
 
-    Attributes:
-        course, packing: the model and its chunks.
-        payload_nbytes: of a chunk's payload.
-        room_nbytes: for chunks while a stretch runs, gathered ones included.
-        num_device_triples: triples on the device, those of the first groups.
-        by_list_order: evict in the order of the list, not what is used last.
+    ``room_nbytes``: for chunks while a stretch runs, gathered ones included. ``by_list_order``: evict in the order of
+    the list, not what is used last.
     """
 
     course: Course

@@ -30,13 +30,9 @@ WARM_UP_PERCENT = 20
 
 @dataclass(frozen=True, slots=True)
 class PatrickStar:
-    """The policy.
+    """The policy: ``sizes`` of chunks to search, in elements, and whether triples may stand in the margin.
 
-    Attributes:
-        name: for its outcomes.
-        sizes: chunk sizes to search, in elements.
-        traced: whether it knows what activations take at each moment; else it is ``static``.
-        os_on_device: whether triples may stand in the margin.
+    ``traced``: whether it knows what activations take at each moment; else it is ``static``.
     """
 
     name: str = "patrickstar"

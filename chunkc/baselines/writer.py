@@ -18,10 +18,7 @@ from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 class Writer:
     """Actions in the order of launch. Every method adds one and returns its label, for others to wait for.
 
-    Attributes:
-        machine: whose rates to take.
-        course: the model.
-        in_turn: whether every action waits for the one before it, as in a system without overlap.
+    ``in_turn``: whether every action waits for the one before it, as in a system without overlap.
     """
 
     machine: Machine

@@ -58,14 +58,7 @@ class Task:
 
 @dataclass(slots=True)
 class Engine:
-    """Simulates tasks as they are added.
-
-    Attributes:
-        sharing: how tasks that run together slow each other.
-        handoff_ms: added to a wait for a task on another stream.
-        runs_inline: whether the host carries out compute tasks itself.
-        tasks: all of them, by number.
-    """
+    """Simulates tasks as they are added; ``handoff_ms`` is added to waits for another stream's tasks."""
 
     sharing: Sharing
     handoff_ms: float = 0.0

@@ -63,11 +63,9 @@ def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
 class Script:
     """The actions of one iteration in the order of launch.
 
-    Attributes:
-        names: label (as `Plan.labelled` has it), program and text of each.
-        costs: of each alone.
-        waits: labels that each waits for; one of an action behind it means that of the iteration before.
-        joins_streams: whether an iteration starts when the one before it is complete on all streams.
+    ``names``: label (as `Plan.labelled` has it), program and text of each. ``waits``: labels that each waits for; one
+    of an action behind it means that of the iteration before. ``joins_streams``: whether an iteration starts when the
+    one before it is complete on all streams.
     """
 
     names: tuple[tuple[str, str, str], ...]

@@ -20,13 +20,7 @@ from chunkc.ir.plan import Plan, Program
 
 @dataclass(slots=True)
 class Occupancy:
-    """The targets in the arena at one moment.
-
-    Attributes:
-        layout: of the plan.
-        slot_of: the slot of every resident target (``c3``, ``os3``).
-        used_nbytes: bytes of the occupied slots.
-    """
+    """The targets in the arena (``c3``, ``os3``) with their slots at one moment, and their bytes."""
 
     layout: Layout
     slot_of: dict[str, int] = field(default_factory=dict)

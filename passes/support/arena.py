@@ -89,14 +89,10 @@ def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
 
 
 def lay_out(layout: Layout, liveness: Liveness, num_ranges: int, most_ranges: int, share: float) -> Layout:
-    """``layout`` with its arena.
+    """``layout`` with its arena, where ``share`` of the triples at home on the host are streamed.
 
-    Args:
-        layout: its homes are decided.
-        num_ranges: slot ranges that forward and backward use.
-        most_ranges: slot ranges for which there is memory. More than ``num_ranges`` are laid out where the step could
-            not copy in and out at the same time without.
-        share: of the triples at home on the host, those to be streamed.
+    Of the ``most_ranges`` slot ranges for which there is memory, forward and backward use ``num_ranges``; more are laid
+    out where the step could not copy in and out at the same time without.
     """
     size, nbytes = layout.world_size, chunk_nbytes(layout)
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
