@@ -232,9 +232,9 @@ class Layout:
     def model_data_nbytes(self) -> int:
         """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""
         total = 0
-        for place in self.placements:
-            info = self.params[place.param]
-            trained = place.num_chunks > 0 and self.chunks[place.chunk].list is ChunkList.TRAINED
+        for placement in self.placements:
+            info = self.params[placement.param]
+            trained = placement.num_chunks > 0 and self.chunks[placement.chunk].list is ChunkList.TRAINED
             total += info.nbytes + (info.numel * OS_NBYTES_PER_ELEMENT if trained else 0)
         return total
 

@@ -58,8 +58,8 @@ class Occupancy:
     def gathered_slots(self, group: int) -> dict[str, int]:
         """Slots of other ranks' chunks of ``group``: all stand adjacent, in the order of the ranks."""
         own_chunk = self.layout.groups[group].first_chunk + self.layout.rank
-        first_slot = self.slot_of[f"c{own_chunk}"] - self.layout.rank
-        return {f"c{chunk}": first_slot + self.layout.owner(chunk) for chunk in self.layout.remote_of(group)}
+        remote = self.layout.remote_of(group)
+        return {f"c{chunk}": self.slot_of[f"c{own_chunk}"] + chunk - own_chunk for chunk in remote}
 
     def chunk_slots(self) -> dict[int, int]:
         """The slots of all payloads and gradient chunks, by chunk."""

@@ -72,9 +72,9 @@ class Facts:
         self.segments: dict[str, Segment] = {s.name: s for s in plan.segments}
         self.owned = [layout.owner(c.index) == layout.rank for c in layout.chunks]
         params: list[list[int]] = [[] for _ in layout.chunks]
-        for place in layout.placements:
-            for chunk in place.chunks:
-                params[chunk].append(place.param)
+        for placement in layout.placements:
+            for chunk in placement.chunks:
+                params[chunk].append(placement.param)
         self.grad_chunk = layout.grad_chunks()
         self.accumulates = plan.accumulate > 1
         self.params = [params[c.index if c.partner is None else c.partner] for c in layout.chunks]

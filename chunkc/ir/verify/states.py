@@ -88,9 +88,9 @@ class _Walk:
         self._segments = {s.name: s for s in plan.segments}
         self._grad_chunk = plan.layout.grad_chunks()
         self._params: list[list[int]] = [[] for _ in plan.layout.chunks]
-        for place in plan.layout.placements:
-            for chunk in place.chunks:
-                self._params[chunk].append(place.param)
+        for placement in plan.layout.placements:
+            for chunk in placement.chunks:
+                self._params[chunk].append(placement.param)
         self._landed = {p for s in plan.segments for p in s.lands}
         self._reduced: set[int] = set()
         self._program = ""

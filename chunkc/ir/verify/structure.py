@@ -134,9 +134,9 @@ def _check_layout(layout: Layout) -> None:
             )
     if len(layout.placements) != len(layout.params):
         raise PlanError(f"{len(layout.placements)} placements for {len(layout.params)} parameters")
-    for place in layout.placements:
-        if place.chunk < 0 or place.chunk + place.num_chunks > len(layout.chunks):
-            raise PlanError(f"parameter {layout.params[place.param].name!r} is placed outside the chunks")
+    for placement in layout.placements:
+        if placement.chunk < 0 or placement.chunk + placement.num_chunks > len(layout.chunks):
+            raise PlanError(f"parameter {layout.params[placement.param].name!r} is placed outside the chunks")
     _check_overlap(layout)
 
 
@@ -152,16 +152,16 @@ def _check_groups(layout: Layout) -> None:
 def _check_overlap(layout: Layout) -> None:
     """Refuse two parameters that share elements of a chunk, or reach past its end."""
     ends = [0] * len(layout.chunks)
-    for place in sorted(layout.placements, key=lambda p: (p.chunk, p.offset)):
-        info = layout.params[place.param]
-        offset, left = place.offset, info.numel
-        for chunk in place.chunks:
+    for placement in sorted(layout.placements, key=lambda p: (p.chunk, p.offset)):
+        info = layout.params[placement.param]
+        offset, left = placement.offset, info.numel
+        for chunk in placement.chunks:
             taken = min(left, layout.chunks[chunk].numel - offset)
             if left and (offset < ends[chunk] or taken <= 0):
                 raise PlanError(f"parameter {info.name!r} does not fit at element {offset} of c{chunk}")
             ends[chunk], offset, left = max(ends[chunk], offset + taken), 0, left - taken
         if left > 0:
-            raise PlanError(f"parameter {info.name!r} reaches {left} elements past its {place.num_chunks} chunks")
+            raise PlanError(f"parameter {info.name!r} reaches {left} elements past its {placement.num_chunks} chunks")
 
 
 def _check_gradients(plan: Plan) -> None:
@@ -174,16 +174,16 @@ def _check_gradients(plan: Plan) -> None:
             f"the gradient of {layout.params[min(twice)].name!r} lands, but is declared to come from elsewhere"
         )
     due = landed.union(plan.trained_elsewhere)
-    for place in layout.placements:
-        info = layout.params[place.param]
-        for chunk in place.chunks:
+    for placement in layout.placements:
+        info = layout.params[placement.param]
+        for chunk in placement.chunks:
             kind = layout.chunks[chunk].list
-            if (kind is ChunkList.TRAINED) != (place.param in due) and info.numel:
+            if (kind is ChunkList.TRAINED) != (placement.param in due) and info.numel:
                 raise PlanError(
                     f"parameter {info.name!r} is in c{chunk} of list {kind}, and its gradient "
-                    f"{'lands' if place.param in landed else 'never lands'}"
+                    f"{'lands' if placement.param in landed else 'never lands'}"
                 )
-            if place.param in due and layout.chunks[chunk].os_home is None:
+            if placement.param in due and layout.chunks[chunk].os_home is None:
                 raise PlanError(f"c{chunk} is trained but has no optimizer state")
     for item in layout.chunks:
         if (item.list is ChunkList.GRAD) != (item.partner is not None):
