@@ -94,8 +94,8 @@ def excess_of(timeline: Timeline) -> float:
 
 def compare(hw: Hardware, model: str, batch: int, sequence: int, scenarios: Scenarios) -> Row:
     """All systems on one machine."""
-    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, measures=False)
-    answer, decided = slowest(scenario, scenarios), scenarios.answer(replace(scenario, measures=True))
+    scenario = Scenario(built_in(model), hw, batch, sequence, recompute=Recompute.FULL, tracks_grad_norm=False)
+    answer, decided = slowest(scenario, scenarios), scenarios.answer(replace(scenario, tracks_grad_norm=True))
     course, machine = Course.of(scenarios.captured(scenario).schedule, model), Machine.of(hw)
     outcomes = {name: policy(course, machine) for name, policy in POLICIES.items()}
     others = {name: o.timeline.step_ms for name, o in outcomes.items() if o.timeline is not None}

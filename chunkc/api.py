@@ -143,7 +143,7 @@ def compile(  # the name that torch.compile taught users
     )
     settings = Settings(
         target=target,
-        options=replace(options, measures=factor is not None, scales=factor is not None),
+        options=replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
         cast_inputs=computed if mixed else None,
         compiler=compiler,
         backend_options=more,
@@ -241,7 +241,7 @@ def plan(
         return plan_ahead(
             model,
             target,
-            replace(options, measures=factor is not None, scales=factor is not None),
+            replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
             example_inputs=example_inputs,
             dtype=computed,
             in_fp32=in_fp32,

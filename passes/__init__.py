@@ -1,36 +1,22 @@
 """The planner: a literal, ordered list of passes from a schedule to a plan.
 
-Each pass is one file and one decision over frozen facts (``draft.py``); ``contract.py`` checks the order and runs it.
-``search.py`` chooses among whole plans by simulated time where the machine's rates are known.
+Each pass is one file and one decision over frozen facts; ``pipeline.py`` lists them, and plans by them.
 """
 
-from __future__ import annotations
-
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from chunkc.ir.actions import Stream
-from chunkc.ir.layout import ChunkList, Layout
-from chunkc.ir.plan import Memory, Plan, StageRecord
-from chunkc.ir.schedule import Schedule
-from chunkc.passes.chunk_mapping import ChunkMappingPass
-from chunkc.passes.chunk_size import ChunkSizePass
-from chunkc.passes.communication import CommunicationPass
-from chunkc.passes.contract import Check, Pass, PassOrderError, check_order, run_passes
-from chunkc.passes.evaluate import EvaluatePass
-from chunkc.passes.liveness import LivenessPass
-from chunkc.passes.os_placement import OsPlacementPass
-from chunkc.passes.prefetch import PrefetchPass
-from chunkc.passes.residency import ResidencyPass
-from chunkc.passes.search import Candidate, Search
-from chunkc.passes.states import StatesPass
-from chunkc.passes.step import StepPass
-from chunkc.passes.support.draft import Draft, PlanOptions, Target, decided
+from chunkc.passes.contract import Pass, PassOrderError, check_order, run_passes
+from chunkc.passes.pipeline import (
+    PIPELINE,
+    Planned,
+    assemble,
+    make_evaluation_plan,
+    make_fastest_plan,
+    make_plan,
+    measuring_plan,
+)
+from chunkc.passes.support.draft import Draft, PlanOptions, Target
 
 __all__ = [
     "PIPELINE",
-    "Candidate",
     "Draft",
     "Pass",
     "PassOrderError",
@@ -45,195 +31,3 @@ __all__ = [
     "measuring_plan",
     "run_passes",
 ]
-
-PIPELINE: tuple[Pass, ...] = (
-    LivenessPass(),
-    ChunkSizePass(),
-    ChunkMappingPass(),
-    OsPlacementPass(),
-    StatesPass(),
-    ResidencyPass(),
-    PrefetchPass(),
-    CommunicationPass(),
-    StepPass(),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """A plan with the drafts and the candidates that led to it.
-
-    ``drafts``: the draft after each pass as ``(pass name, draft)``. ``candidates``: those that were simulated, if any.
-    """
-
-    plan: Plan
-    drafts: tuple[tuple[str, Draft], ...]
-    candidates: tuple[Candidate, ...] = ()
-
-
-def make_plan(
-    schedule: Schedule,
-    target: Target,
-    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
-    *,
-    layout: Layout | None = None,
-    passes: Sequence[Pass] | None = None,
-    check: Check | None = None,
-) -> Planned:
-    """Plan one training iteration.
-
-    Args:
-        schedule: the iteration as captured.
-        target: hardware, budgets in bytes of one rank, ranks.
-        options: wishes.
-        layout: mapping, homes and arena of an earlier shape of the same model; kept as they are.
-        passes: the pipeline; default ``PIPELINE``.
-        check: called with ``(pass name, draft)`` before the first pass and after each.
-
-    Raises:
-        BudgetError: when the budgets do not suffice; the ones that it names do.
-        PassOrderError: when contracts of ``passes`` cannot be kept.
-        PlanError: when ``schedule`` or ``layout`` breaks a rule.
-        ValueError: on options that contradict each other.
-    """
-    _check_request(schedule, target, options, layout)
-    start = Draft(schedule, target, options, fixed_layout=layout)
-    draft, drafts = run_passes(start, PIPELINE if passes is None else passes, check)
-    return Planned(assemble(draft), drafts)
-
-
-def make_fastest_plan(
-    schedule: Schedule,
-    target: Target,
-    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
-    *,
-    passes: Sequence[Pass] | None = None,
-    check: Check | None = None,
-) -> Planned:
-    """Plan one training iteration with those options that simulate fastest on ``target.rates``.
-
-    What ``options`` fixes is kept. Where the rates are not known, or nothing is copied or exchanged, this is
-    `make_plan`. All ranks must choose alike, so the candidates are planned for rank 0 whoever asks.
-
-    Args:
-        Others as for `make_plan`, which raises the same.
-    """
-    planned = make_plan(schedule, target, options, passes=passes, check=check)
-    moves = planned.plan.moved_nbytes(Stream.H2D) + planned.plan.moved_nbytes(Stream.D2H)
-    if target.rates is None or (not moves and target.world_size == 1):
-        return planned
-    started, first_rank = time.perf_counter(), replace(target, rank=0)
-
-    def draft_with(found: PlanOptions) -> Draft:
-        start = Draft(schedule, first_rank, found)
-        return run_passes(start, PIPELINE if passes is None else passes)[0]
-
-    def plan_of(draft: Draft) -> Plan:
-        return assemble(draft, planned.plan.schedule_digest)
-
-    search = Search(draft_with, plan_of, target.rates, options)
-    best = search.run(planned.drafts[-1][1] if target.rank == 0 else draft_with(options))
-    note = f"{best.text}: {best.step_ms:.4g} ms a step, the least of {len(search.tried)} plans simulated"
-    stage = StageRecord("search", (time.perf_counter() - started) * 1e3, note)
-    if best.options != options:
-        planned = make_plan(schedule, target, best.options, passes=passes, check=check)
-    plan = replace(planned.plan, stages=(*planned.plan.stages, stage))
-    return replace(planned, plan=plan, candidates=tuple(search.tried))
-
-
-def make_evaluation_plan(
-    schedule: Schedule,
-    target: Target,
-    options: PlanOptions = PlanOptions(),  # noqa: B008 - frozen
-    *,
-    layout: Layout,
-    passes: Sequence[Pass] | None = None,
-    check: Check | None = None,
-) -> Planned:
-    """Plan one forward without gradients beside the training programs of ``layout``.
-
-    The passes are those of training with ``evaluate`` in place of the one that decides the programs.
-
-    Args:
-        schedule: the forward as captured; its backward graph is empty.
-        Others as for ``make_plan``.
-
-    Raises:
-        BudgetError: when its activations do not fit beside the arena; it says what would.
-        PlanError: when it reads parameters that ``layout`` keeps off the device.
-        ValueError: when ``schedule`` has gradients.
-    """
-    if not schedule.is_evaluation:
-        raise ValueError(f"an evaluation has no backward graph, found {len(schedule.backward.operators)} operators")
-    found = PIPELINE if passes is None else passes
-    swapped = [EvaluatePass() if "programs" in p.provides else p for p in found]
-    return make_plan(schedule, target, options, layout=layout, passes=swapped, check=check)
-
-
-def measuring_plan(planned: Planned, passes: Sequence[Pass] | None = None) -> Plan:
-    """The plan of ``planned`` with programs that measure gradients as they land; nothing else differs.
-
-    Args:
-        planned: a training plan.
-        passes: the pipeline that made it; default ``PIPELINE``.
-    """
-    draft = planned.drafts[-1][1]
-    draft = replace(draft, options=replace(draft.options, measures=True), programs=None)
-    for one in (p for p in (PIPELINE if passes is None else passes) if "programs" in p.provides):
-        draft = one(draft)
-    return replace(planned.plan, programs=decided(draft.programs, "programs"))
-
-
-def _check_request(schedule: Schedule, target: Target, options: PlanOptions, layout: Layout | None) -> None:
-    """Refuse what no pass could honour.
-
-    Raises:
-        ValueError: naming the option and the value found.
-    """
-    for graph, cuts in zip(schedule.graphs, options.cuts or ((), ()), strict=True):
-        outside = [c for c in cuts if not 0 < c < len(graph.operators)]
-        if outside:
-            raise ValueError(
-                f"cut {outside[0]} is not inside the {graph.kind} graph of {len(graph.operators)} operators"
-            )
-    if layout is not None and _place(layout) != _place(target):
-        raise ValueError(f"the layout is that of {_place(layout)}, the target is {_place(target)}")
-
-
-def _place(of: Layout | Target) -> str:
-    replicas = "" if of.num_replicas == 1 else f" in each of {of.num_replicas} replicas"
-    return f"rank {of.rank} of {of.world_size}{replicas}"
-
-
-def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
-    """Assemble the plan that ``draft`` describes once all facts are decided.
-
-    ``schedule_digest`` saves computing the digest again.
-    """
-    layout = decided(draft.layout, "mapping")
-    forward, backward = decided(draft.timelines, "segments")
-    segments = (*forward.segments, *backward.segments)
-    own = draft.schedule.trained_params()
-    trained = [p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED]
-    worst = max(segments, key=lambda s: s.nonmodel_nbytes, default=None)
-    return Plan(
-        model=draft.target.model,
-        hw=draft.target.hw,
-        schedule_digest=schedule_digest or draft.schedule.digest(),
-        layout=layout,
-        segments=segments,
-        programs=decided(draft.programs, "programs"),
-        memory=Memory(
-            device_budget_nbytes=draft.target.device_budget_nbytes,
-            host_budget_nbytes=draft.target.host_budget_nbytes,
-            arena_nbytes=layout.arena_nbytes,
-            nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
-            nonmodel_segment="" if worst is None else worst.name,
-            host_nbytes=layout.host_nbytes(),
-        ),
-        stages=draft.stages,
-        trained_elsewhere=tuple(p for p in trained if p not in own),
-        num_samples=draft.schedule.num_samples,
-        num_tokens=draft.schedule.num_tokens,
-        accumulate=1 if draft.schedule.is_evaluation else draft.options.accumulate,
-    )

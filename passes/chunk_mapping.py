@@ -1,17 +1,13 @@
 """Pass ``chunk_mapping``: parameter -> (chunk, offset), in order of first use.
 
 The order is that of PatrickStar (section 6.1.1). Three kinds of lists: trained parameters per dtype, frozen ones per
-dtype, and those that no graph uses (kept in fp32). The chunks of a communication group stand one behind the other on
-the device, so a group is packed as one room, and a tensor in it may reach over several chunks. Tensors are aligned to
-256 bytes; one that does not fit in the rest of a group opens the next. With a *look-back* it may fill a gap that large
-tensors left in one of the groups before: fewer groups, of tensors less close in use, so the search tries both (first
-fit among the latest groups instead of next fit; Johnson, 1974).
+dtype, and those that no graph uses (kept in fp32). A group is packed as one room, since its chunks are adjacent on the
+device, and a tensor in it may reach over several chunks. Tensors are aligned to 256 bytes; one that does not fit in the
+rest of a group opens the next. With a *look-back* it may fill a gap in one of the groups before (first fit among the
+latest groups instead of next fit; Johnson, 1974): fewer groups, of tensors less close in use, so the search tries both.
 
 A tensor larger than a group starts a fresh one and spans groups without gaps; what follows it may use the tail of its
-last group. Groups that a tensor chains move together, which is why it does not start in the rest of another: that would
-chain whole models.
-
-`least_groups` says how many groups any packing under these rules needs; the pass reports both numbers.
+last group. Groups that a tensor chains move together, which is why it does not start in the rest of another.
 
 Where gradients do not overlay parameters, every trained chunk has a gradient chunk of the same kind as its partner.
 """
@@ -25,21 +21,10 @@ from itertools import accumulate
 
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
-from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo, Schedule
-from chunkc.passes.support.draft import Draft, Liveness, Units, decided
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 
 UNUSED_DTYPE = "float32"
-
-
-def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
-    """Return the dtype with most elements, or the first in the alphabet among equals.
-
-    ``chunk_numel`` counts elements of this dtype.
-    """
-    numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
-    for info in params:
-        numel[info.dtype] += info.numel
-    return max(numel, key=lambda dtype: numel[dtype])
 
 
 def aligned_numel(numel: int, dtype: str) -> int:
@@ -50,10 +35,7 @@ def aligned_numel(numel: int, dtype: str) -> int:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one list. ``used`` holds the used elements of each group opened so far.
-
-    ``lookback`` is how many groups before the latest may still take a tensor.
-    """
+    """Packs one list: ``used`` elements of each group, of which ``lookback`` latest may be filled."""
 
     numel: int
     dtype: str
@@ -136,9 +118,7 @@ def pack(
 def least_groups(schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1) -> int:
     """A lower bound of the groups of used parameters that any packing with such chunks has.
 
-    Of the tensors of a list those longer than a group fill some and leave a rest. For every k, what is longer than a
-    group less k shares its group with nothing of k or more, what is longer than half a group shares it with nothing of
-    its kind, and the others from k on fill what these leave at best (Martello and Toth, 1990, bound L2).
+    Tensors longer than a group fill some and leave a rest; the rests are bounded by L2 (Martello and Toth, 1990).
     """
     nbytes = chunk_numel * DTYPE_NBYTES[commonest_dtype(schedule.params)]
     total = 0
@@ -152,7 +132,11 @@ def least_groups(schedule: Schedule, liveness: Liveness, chunk_numel: int, world
 
 
 def _least_bins(numels: Sequence[int], room: int) -> int:
-    """Bound L2 of bin packing for ascending ``numels`` of at most ``room``."""
+    """Bound L2 of bin packing for ascending ``numels`` of at most ``room``.
+
+    For every k, what is longer than the room less k shares it with nothing of k or more, what is longer than half a
+    room shares it with nothing of its kind, and the others from k on fill what these leave at best.
+    """
     if not numels:
         return 0
     num_upper_half = len(numels) - bisect_right(numels, room // 2)
@@ -170,7 +154,7 @@ def _least_bins(numels: Sequence[int], room: int) -> int:
 
 def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
     """A gradient chunk for each trained one, in their order, behind all chunks that graphs read."""
-    trained = [c for c in chunks if c.list is ChunkList.TRAINED] if liveness.beside else []
+    trained = [c for c in chunks if c.list is ChunkList.TRAINED] if liveness.has_grad_chunks else []
     return [
         replace(c, index=index, list=ChunkList.GRAD, os_home=None, partner=c.index)
         for index, c in enumerate(trained, len(chunks))
@@ -178,10 +162,7 @@ def _grad_chunks(chunks: Sequence[Chunk], liveness: Liveness) -> list[Chunk]:
 
 
 def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str], list[int]]:
-    """Return the members of each list: trained, frozen, unused.
-
-    Members stand in order of first use. Members that only other graphs use stand last.
-    """
+    """Parameters of each list in order of first use, those that only other graphs use last."""
     trained, used = set(liveness.trained).union(schedule.also_trained), set(liveness.use_order)
     elsewhere = [p for p in schedule.also_trained if p not in used]
     unused = [p for p in range(len(schedule.params)) if p not in used.union(elsewhere)]
@@ -195,36 +176,33 @@ def _lists(schedule: Schedule, liveness: Liveness) -> dict[tuple[ChunkList, str]
     return lists
 
 
-def units_of(layout: Layout) -> Units:
-    """Return the units of ``layout``: its groups, except unused ones.
-
-    Groups chained by a tensor that spans chunks are taken together as one unit.
-    """
+def blocks_of(layout: Layout) -> ChunkBlocks:
+    """The chunk blocks of ``layout``: its used groups, those that a tensor chains taken together."""
     groups = [g for g in layout.groups if layout.chunks[g.first_chunk].list is not ChunkList.UNUSED]
     leader = list(range(len(groups)))
-    for place in layout.placements:
-        if place.num_chunks > 1 and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
-            first, last = place.chunks[0] // layout.world_size, place.chunks[-1] // layout.world_size
+    for placement in layout.placements:
+        if placement.num_chunks > 1 and layout.chunks[placement.chunk].list is not ChunkList.UNUSED:
+            first, last = placement.chunks[0] // layout.world_size, placement.chunks[-1] // layout.world_size
             for group in range(first, last + 1):
                 leader[group] = leader[first]
     firsts = sorted(set(leader))
-    unit_of_first = {first: unit for unit, first in enumerate(firsts)}
-    unit_of_group = [unit_of_first[first] for first in leader]
+    block_of_first = {first: block for block, first in enumerate(firsts)}
+    block_of_group = [block_of_first[first] for first in leader]
     of_param = [-1] * len(layout.params)
-    for place in layout.placements:
-        if place.num_chunks and layout.chunks[place.chunk].list is not ChunkList.UNUSED:
-            of_param[place.param] = unit_of_group[place.chunk // layout.world_size]
+    for placement in layout.placements:
+        if placement.num_chunks and layout.chunks[placement.chunk].list is not ChunkList.UNUSED:
+            of_param[placement.param] = block_of_group[placement.chunk // layout.world_size]
     widths = [0] * len(firsts)
-    for unit in unit_of_group:
-        widths[unit] += 1
-    beside = layout.grad_chunks()
+    for block in block_of_group:
+        widths[block] += 1
+    grad_chunks = layout.grad_chunks()
     of_grad = [
-        tuple(dict.fromkeys(unit_of_group[beside.get(c, c) // layout.world_size] for c in place.chunks))
-        if of_param[place.param] >= 0
+        tuple(dict.fromkeys(block_of_group[grad_chunks.get(c, c) // layout.world_size] for c in placement.chunks))
+        if of_param[placement.param] >= 0
         else ()
-        for place in layout.placements
+        for placement in layout.placements
     ]
-    return Units(tuple(firsts), tuple(widths), tuple(of_param), tuple(of_grad))
+    return ChunkBlocks(tuple(firsts), tuple(widths), tuple(of_param), tuple(of_grad))
 
 
 def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> None:
@@ -238,12 +216,12 @@ def check_matches(layout: Layout, schedule: Schedule, liveness: Liveness) -> Non
     trained, used = set(liveness.trained), set(liveness.use_order)
     if layout.params != schedule.params:
         raise PlanError("a fixed layout serves only shapes of the model that it was made for; the parameters differ")
-    for place in layout.placements:
-        if not place.num_chunks:
+    for placement in layout.placements:
+        if not placement.num_chunks:
             continue
-        kind, name = layout.chunks[place.chunk].list, schedule.params[place.param].name
-        if (place.param in trained and kind is not ChunkList.TRAINED) or (
-            place.param in used and kind is ChunkList.UNUSED
+        kind, name = layout.chunks[placement.chunk].list, schedule.params[placement.param].name
+        if (placement.param in trained and kind is not ChunkList.TRAINED) or (
+            placement.param in used and kind is ChunkList.UNUSED
         ):
             raise PlanError(
                 f"{name!r} stands in a chunk of {kind} parameters, but the graphs of this shape use it otherwise; "

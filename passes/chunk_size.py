@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
-from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
-from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, pack
-from chunkc.passes.residency import moved_nbytes, plan_stays
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import aligned_numel, pack
+from chunkc.passes.residency import moved_nbytes, plan_intervals
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (
     Sizes,
-    available_places,
+    available_ranges,
     choose_home,
     demand_of,
-    most_places,
+    most_ranges,
     needed_nbytes,
     refuse,
     resident_triples,
@@ -37,10 +37,9 @@ from chunkc.passes.support.updates import step_nbytes
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
 LAYER_MULTIPLES = (1, 2, 3, 4)
 LAYER_FRACTIONS = (4, 3, 2)
-TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a place holds a chunk of each of them
+TENSOR_FRACTIONS = (2, 1)  # over several ranks, where a slot range holds a chunk of each of them
 LOOKBACK = 2
-"""Chunks before the latest whose gaps may be filled. With two, the papers' models at their chunk sizes are packed as
-well as there, or as well as can be (tests/baselines/test_numbers.py)."""
+"""Chunks before the latest whose gaps may be filled: enough to pack the papers' models as well as there."""
 SLACK = 65 / 64  # beside its share of matrices a group holds small tensors, which else need groups of their own
 MIN_UTILISATION = 0.97
 """Share of the chunks' elements that parameters must use, where some size that fits does so well."""
@@ -51,11 +50,7 @@ GRANULE_NUMEL = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One packed chunk size with its needs and its price.
-
-    ``moved_nbytes``: the price where the candidate fits; None where it does not. ``num_missing_buffers``: buffers for
-    triples to pass through that would be of use and do not fit.
-    """
+    """One packed chunk size with its needs and its price, None where it does not fit."""
 
     chunk_numel: int
     layout: Layout
@@ -73,15 +68,12 @@ class Candidate:
 
 
 def _dtype_in(layout: Layout, param: int) -> str:
-    place = layout.placements[param]
-    return layout.chunks[place.chunk].dtype if place.num_chunks else layout.params[param].dtype
+    placement = layout.placements[param]
+    return layout.chunks[placement.chunk].dtype if placement.num_chunks else layout.params[param].dtype
 
 
 def candidates(schedule: Schedule, liveness: Liveness, world_size: int) -> tuple[int, ...]:
-    """Chunk sizes worth a try, ascending, multiples of 256 elements.
-
-    What is packed is a group, so sizes are those of groups, divided among the ranks.
-    """
+    """Chunk sizes worth a try, ascending, multiples of 256: sizes of groups divided among the ranks."""
     used = [schedule.params[p] for p in liveness.use_order]
     total = sum(i.numel for i in used)
     wanted = [total / divisor for divisor in DIVISORS]
@@ -113,10 +105,7 @@ def evaluate(
 def packings(
     schedule: Schedule, liveness: Liveness, numel: int, world_size: int = 1, rank: int = 0
 ) -> list[tuple[int, Layout]]:
-    """Return the layouts worth a price, each with its look-back.
-
-    The layouts are the one without a look-back, and the one with a look-back where it has fewer chunks.
-    """
+    """The layout without a look-back, and the one with a look-back where it has fewer chunks."""
     plain, filled = (pack(schedule, liveness, numel, world_size, rank, lookback) for lookback in (0, LOOKBACK))
     if len(filled.chunks) < len(plain.chunks):
         return [(0, plain), (LOOKBACK, filled)]
@@ -136,15 +125,15 @@ def _priced(
     homes = layout
     if triples:
         homes, demand = with_residents(layout, demand, liveness, target, options, triples)
-    places = available_places(homes, demand, target, options)
-    if places < demand.min_places:
+    num_ranges = available_ranges(homes, demand, target, options)
+    if num_ranges < demand.min_ranges:
         return candidate
-    stays = plan_stays(homes, demand, places)
-    moved = moved_nbytes(homes, demand, stays, all_ranks=True)
+    intervals = plan_intervals(homes, demand, num_ranges)
+    moved = moved_nbytes(homes, demand, intervals, all_ranks=True)
     if not triples and not share:
         return replace(candidate, moved_nbytes=moved)
-    used = max((s.place + demand.units.num_groups[s.unit] for s in stays), default=0)
-    whole = lay_out(homes, liveness, used, most_places(homes, demand, target, options), share)
+    used = max((s.slot_range + demand.blocks.num_groups[s.block] for s in intervals), default=0)
+    whole = lay_out(homes, liveness, used, most_ranges(homes, demand, target, options), share)
     missing = min(2, len(streamed_chunks(whole, liveness, share))) - len(buffers_of(whole))
     moved += step_nbytes(whole, liveness, share)
     return replace(candidate, moved_nbytes=moved, num_missing_buffers=max(0, missing))
@@ -175,7 +164,7 @@ def search(draft: Draft) -> list[Candidate]:
 def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError:
     target, options = draft.target, draft.options
     if any(choose_home(c.sizes, target, options) is not None for c in tried):
-        least = min(c.demand.min_places for c in tried) * target.world_size
+        least = min(c.demand.min_ranges for c in tried) * target.world_size
         return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
 
     def order(c: Candidate) -> tuple[int, int, int]:

@@ -6,8 +6,8 @@ the own chunk is written back. One rank needs none of these. In a resident plan 
 gathered when forward begins, since an update has made copies stale.
 
 Gradient chunks, which micro-batches add to, are not gathered: the own one holds the sum so far, and those of other
-ranks are opened beside it, with zeros in them. Every stay ends with a reduction of what has landed in it, which adds
-the other ranks' parts to the own chunk; so a group may come and go within a backward, and sums stay whole.
+ranks are opened beside it, with zeros in them. Every residency interval ends with a reduction of what has landed in it,
+so that a group may come and go within a backward, and sums stay whole.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Segment
-from chunkc.passes.residency import landed_chunks, unit_chunks
+from chunkc.passes.residency import block_chunks, landed_chunks
 from chunkc.passes.support.arena import static_payloads
 from chunkc.passes.support.draft import ActionAccess, Demand, Draft, ResidencyInterval, Timeline, decided
 
@@ -46,17 +46,17 @@ def payload_residents(slots: Mapping[int, int]) -> tuple[tuple[str, int], ...]:
 
 @dataclass(slots=True)
 class ActionEmitter:
-    """Writes items one after another, from ``residents`` on: targets with the slots where they stand."""
+    """Writes accesses one after another, from ``residents`` on: targets with the slots where they stand."""
 
     layout: Layout
     residents: InitVar[Iterable[tuple[str, int]]] = ()
-    items: list[ActionAccess] = field(default_factory=list)
+    accesses: list[ActionAccess] = field(default_factory=list)
     occupancy: Occupancy = field(init=False)
-    beside: dict[int, int] = field(init=False)
+    grad_chunks: dict[int, int] = field(init=False)
 
     def __post_init__(self, residents: Iterable[tuple[str, int]]) -> None:
         self.occupancy = Occupancy.of(self.layout, residents)
-        self.beside = self.layout.grad_chunks()
+        self.grad_chunks = self.layout.grad_chunks()
 
     def slot_of(self, chunk: int) -> int:
         """Where ``chunk`` stands now."""
@@ -75,7 +75,7 @@ class ActionEmitter:
         """Append one action with the resources that it reads and writes."""
         action = Action(op, target, stream, slot, source)
         self.occupancy.apply(action)
-        self.items.append(ActionAccess(action, tuple(reads), tuple(writes)))
+        self.accesses.append(ActionAccess(action, tuple(reads), tuple(writes)))
 
     def fetch(self, chunk: int, slot: int) -> None:
         self.add(Op.FETCH, f"c{chunk}", Stream.H2D, [home_name(chunk)], [slot_name(slot)], slot=slot)
@@ -85,9 +85,9 @@ class ActionEmitter:
 
     def open_remote(self, group: int) -> None:
         """Zeros in the slots of the group's remote chunks, which follow and precede the own chunk's."""
-        own, remote = self._split(group)
+        own_chunk, remote = self._split(group)
         for chunk in remote:
-            self.open(chunk, self.slot_of(own) + chunk - own)
+            self.open(chunk, self.slot_of(own_chunk) + chunk - own_chunk)
 
     def evict(self, chunk: int) -> None:
         slot = self.slot_of(chunk)
@@ -109,57 +109,54 @@ class ActionEmitter:
         slots = [slot_name(self.slot_of(c)) for c in self.layout.chunks_of(segment.reads)]
         self.add(Op.RUN, segment.name, Stream.COMPUTE, slots)
         for chunk in self.layout.chunks_of(segment.lands):
-            op, target = (Op.ADD, self.beside[chunk]) if chunk in self.beside else (Op.STASH, chunk)
+            op, target = (Op.ADD, self.grad_chunks[chunk]) if chunk in self.grad_chunks else (Op.STASH, chunk)
             self.add(op, f"c{target}", Stream.COMPUTE, [], [slot_name(self.slot_of(target))], source=segment.name)
 
     def gather(self, group: int) -> None:
         """Fill the slots of the group's remote chunks, which follow and precede the own chunk's."""
-        own, _ = self._split(group)
+        own_chunk, _ = self._split(group)
         writes = [slot_name(slot) for slot in self.occupancy.gathered_slots(group).values()]
-        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own))], writes)
+        self.add(Op.GATHER, f"g{group}", Stream.COMM, [slot_name(self.slot_of(own_chunk))], writes)
 
     def reduce(self, group: int) -> None:
-        own, remote = self._split(group)
+        own_chunk, remote = self._split(group)
         reads = [slot_name(self.slot_of(c)) for c in remote]
-        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own))])
+        self.add(Op.REDUCE, f"g{group}", Stream.COMM, reads, [slot_name(self.slot_of(own_chunk))])
 
     def release(self, group: int, after: Stream = Stream.COMPUTE) -> None:
-        """Give up the group's remote chunks, in the queue of their last use.
-
-        No other queue has to wait for the release.
-        """
+        """Give up the group's remote chunks, in the queue of their last use, so that no other waits."""
         _, remote = self._split(group)
         writes = [slot_name(self.slot_of(c)) for c in remote]
         self.add(Op.RELEASE, f"g{group}", after, [], writes)
 
     def _split(self, group: int) -> tuple[int, list[int]]:
         chunks = self.layout.groups[group].chunks
-        own = chunks[self.layout.rank]
-        return own, [c for c in chunks if c != own]
+        own_chunk = chunks[self.layout.rank]
+        return own_chunk, [c for c in chunks if c != own_chunk]
 
     def take(self) -> tuple[ActionAccess, ...]:
-        """The items written since the last call."""
-        items, self.items = tuple(self.items), []
-        return items
+        """The accesses written since the last call."""
+        accesses, self.accesses = tuple(self.accesses), []
+        return accesses
 
 
-def write_stays(
+def write_intervals(
     layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
 ) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The items of forward and backward of a plan with stays."""
-    writer = ActionEmitter(layout, payload_residents(static_payloads(layout)))
-    stays = [stay for line in lines for freed in line.frees for stay in freed]
-    landed = dict(zip(stays, landed_chunks(layout, demand, stays), strict=True))
-    last_reduced = next((stay for stay in reversed(stays) if stay.dirty), None)
+    """The accesses of forward and backward of a plan with residency intervals."""
+    emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
+    intervals = [interval for line in lines for freed in line.frees for interval in freed]
+    landed = dict(zip(intervals, landed_chunks(layout, demand, intervals), strict=True))
+    last_reduced = next((interval for interval in reversed(intervals) if interval.dirty), None)
     result = []
     for line in lines:
         for segment, fetched, freed in zip(line.segments, line.fetches, line.frees, strict=True):
-            for stay in fetched:
-                _enter(writer, demand, stay)
-            writer.run(segment)
-            for stay in freed:
-                _leave(writer, demand, stay, landed[stay], joins=stay is last_reduced)
-        result.append(writer.take())
+            for interval in fetched:
+                _enter(emitter, demand, interval)
+            emitter.run(segment)
+            for interval in freed:
+                _leave(emitter, demand, interval, landed[interval], joins=interval is last_reduced)
+        result.append(emitter.take())
     return tuple(result)
 
 
@@ -167,51 +164,50 @@ def _groups(layout: Layout, chunks: range) -> range:
     return range(chunks[0] // layout.world_size, chunks[-1] // layout.world_size + 1)
 
 
-def _enter(writer: ActionEmitter, demand: Demand, stay: ResidencyInterval) -> None:
-    layout = writer.layout
-    chunks = unit_chunks(layout, demand, stay.unit)
+def _enter(emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval) -> None:
+    layout = emitter.layout
+    chunks = block_chunks(layout, demand, interval.block)
     is_grad = layout.chunks[chunks[0]].list is ChunkList.GRAD
     for position, chunk in enumerate(chunks):
-        slot = stay.place * layout.world_size + position
+        slot = interval.slot_range * layout.world_size + position
         if layout.owner(chunk) == layout.rank:
-            writer.fetch(chunk, slot)
+            emitter.fetch(chunk, slot)
         elif is_grad:
-            writer.open(chunk, slot)
+            emitter.open(chunk, slot)
     if layout.world_size > 1 and not is_grad:
         for group in _groups(layout, chunks):
-            writer.gather(group)
+            emitter.gather(group)
 
 
 def _leave(
-    writer: ActionEmitter, demand: Demand, stay: ResidencyInterval, landed: tuple[int, ...], *, joins: bool
+    emitter: ActionEmitter, demand: Demand, interval: ResidencyInterval, landed: tuple[int, ...], *, joins: bool
 ) -> None:
-    """The last uses of a stay's slots.
+    """The last uses of an interval's slots.
 
-    Computing goes on beside a reduction, except beside the last one (``joins``): that orders what a later iteration
-    puts into these slots behind all of them.
+    Computing goes on beside a reduction, except beside the last one (``joins``), which orders later iterations behind
+    all of them.
     """
-    layout = writer.layout
-    chunks = unit_chunks(layout, demand, stay.unit)
-    is_reduced = layout.world_size > 1 and stay.dirty
+    layout = emitter.layout
+    chunks = block_chunks(layout, demand, interval.block)
+    is_reduced = layout.world_size > 1 and interval.dirty
     last_use = Stream.COMM if is_reduced and not joins else Stream.COMPUTE
     reduced = {chunk // layout.world_size for chunk in landed}
     if layout.world_size > 1:
         for group in _groups(layout, chunks):
             if group in reduced:
-                writer.reduce(group)
-            writer.release(group, last_use)
+                emitter.reduce(group)
+            emitter.release(group, last_use)
     for chunk in chunks:
         if layout.owner(chunk) == layout.rank:
             if chunk in landed:
-                writer.evict(chunk)
+                emitter.evict(chunk)
             else:
-                writer.drop(chunk, last_use)
+                emitter.drop(chunk, last_use)
 
 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The items of forward and backward of a plan without stays: chunk ``i`` stands in slot ``i``."""
-    own = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
-    writer = ActionEmitter(layout, payload_residents(own))
+    """The accesses of forward and backward of a resident plan: chunk ``i`` stands in slot ``i``."""
+    emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
     shared = layout.world_size > 1
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
@@ -220,37 +216,35 @@ def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tu
     for line in lines:
         if shared and line.graph == "forward":
             for group in gathered:
-                writer.gather(group)
+                emitter.gather(group)
         for segment in line.segments:
             for group in sorted(
                 g for g, name in first.items() if name == segment.name and g not in gathered and shared
             ):
-                writer.open_remote(group)
-            writer.run(segment)
+                emitter.open_remote(group)
+            emitter.run(segment)
             for group in sorted(g for g, name in last.items() if name == segment.name and shared):
-                writer.reduce(group)
-                writer.release(group, Stream.COMM)
+                emitter.reduce(group)
+                emitter.release(group, Stream.COMM)
         if shared and line.graph == "backward":
             for group in gathered:
                 if group not in last:
-                    writer.release(group)
-        result.append(writer.take())
+                    emitter.release(group)
+        result.append(emitter.take())
     return tuple(result)
 
 
 def _landings(layout: Layout, backward: Timeline) -> tuple[dict[int, str], dict[int, str]]:
-    """Find where the first gradient of each group lands, and where the group may be reduced.
+    """Segments of each group: of its first landing, and the one behind which it may be reduced.
 
-    The first result holds the segment in which the first gradient lands, over parameters or beside them. The second
-    holds the segment behind which the group may be reduced: that of the last landing, or of the last read of a
-    parameter that another graph trains.
+    That is the segment of the last landing, or of the last read of a parameter that another graph trains.
     """
     first: dict[int, str] = {}
     last: dict[int, str] = {}
-    beside = layout.grad_chunks()
+    grad_chunks = layout.grad_chunks()
     for segment in backward.segments:
         for chunk in layout.chunks_of(segment.lands):
-            group = beside.get(chunk, chunk) // layout.world_size
+            group = grad_chunks.get(chunk, chunk) // layout.world_size
             first.setdefault(group, segment.name)
             last[group] = segment.name
         read = {chunk // layout.world_size for chunk in layout.chunks_of(segment.reads)}
@@ -273,6 +267,6 @@ class CommunicationPass:
         if draft.os_home is Home.DEVICE:
             forward, backward = write_resident(layout, lines)
         else:
-            forward, backward = write_stays(layout, demand, lines)
+            forward, backward = write_intervals(layout, demand, lines)
         collectives = sum(i.action.stream is Stream.COMM for i in (*forward, *backward))
-        return replace(draft, items=(forward, backward), note=f"{collectives} collectives")
+        return replace(draft, accesses=(forward, backward), note=f"{collectives} collectives")

@@ -19,13 +19,9 @@ Check = Callable[[str, Draft], None]
 
 
 class Pass(Protocol):
-    """One decision of the planner.
+    """One decision of the planner, with a name that is unique in a pipeline.
 
-    Attributes:
-        name: unique in a pipeline.
-        requires: facts that earlier passes provide.
-        provides: facts that this pass decides.
-        conflicts: facts that no earlier pass may have decided.
+    It ``requires`` facts that earlier passes provide, ``provides`` others, and ``conflicts`` with decided ones.
     """
 
     @property

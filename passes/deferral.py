@@ -1,13 +1,9 @@
 """Micro-batches that exchange nothing before the last one of a step.
 
-Every chunk must have a slot of its own. Groups stay gathered, since nothing updates them in between, and gradients for
-other ranks' chunks add up where they land (DDP calls that ``no_sync``). A step gathers and reduces each group once, in
-the memory that a resident plan has anyway. Their programs repeat ``forward``, ``backward`` and ``accumulate`` with
-``keep`` in place of exchanges; ``reduce_all`` makes up for them when a step, or anything that wants to see gradients,
-comes early.
-
-Plans whose chunks come and go gather and reduce in each micro-batch: a whole copy of the gradients is what they have no
-memory for.
+Every chunk must have a slot of its own: plans whose chunks come and go have no memory for a whole copy of the
+gradients. Groups stay gathered, and gradients for other ranks' chunks add up where they land (DDP: ``no_sync``). The
+programs repeat ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of exchanges; ``reduce_all`` makes
+up for them when a step, or anything that wants to see gradients, comes early.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from dataclasses import replace
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Program, State
-from chunkc.ir.structure import WITHOUT_EXCHANGES
+from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
 from chunkc.passes.communication import ActionEmitter
 from chunkc.passes.norms import with_norms
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
@@ -26,11 +22,7 @@ from chunkc.passes.support.hazards import joined
 
 
 def defers_reduction(draft: Draft) -> bool:
-    """Tell whether micro-batches before the last one of a step can do without exchanges.
-
-    All chunks must have slots of their own. Whichever backward is the last one must reduce all groups, so all gradients
-    must land in it.
-    """
+    """Whether micro-batches before the last can do without exchanges: all gradients must land in it."""
     layout = decided(draft.layout, "layout")
     trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
     is_shared = layout.world_size > 1 and draft.options.accumulate > 1
@@ -39,35 +31,32 @@ def defers_reduction(draft: Draft) -> bool:
 
 def without_exchanges(name: str, twin: Program, entry: State, exit_state: State) -> Program:
     """The program ``name`` of `WITHOUT_EXCHANGES`: that of its twin, which has other exchanges."""
-    found = WITHOUT_EXCHANGES[name][1]
-    actions = (replace(a, op=Op.KEEP, slot=None) if a.op in found else a for a in twin.actions)
+    _, exchanges = WITHOUT_EXCHANGES[name]
+    actions = (replace(a, op=Op.KEEP, slot=None) if a.op in exchanges else a for a in twin.actions)
     return Program(name, twin.role, entry, exit_state, tuple(actions))
 
 
-def reduce_items(
-    layout: Layout, backward: tuple[ActionAccess, ...], entry: State, *, measures: bool
+def reduce_accesses(
+    layout: Layout, backward: tuple[ActionAccess, ...], entry: State, *, tracks_grad_norm: bool
 ) -> tuple[ActionAccess, ...]:
-    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``.
-
-    ``measures``: whether the norms of the gradients are taken too.
-    """
-    writer = ActionEmitter(layout, entry.resident)
-    for action in (item.action for item in backward):
+    """Reduce and release what stands on the device at ``entry``, in the order of ``backward``."""
+    emitter = ActionEmitter(layout, entry.resident)
+    for action in (access.action for access in backward):
         if action.op is Op.REDUCE:
-            writer.reduce(action.index)
+            emitter.reduce(action.index)
         elif action.op is Op.RELEASE:
-            writer.release(action.index, Stream.COMM)
-    return with_norms(layout, writer.take()) if measures else writer.take()
+            emitter.release(action.index, Stream.COMM)
+    return with_norms(layout, emitter.take()) if tracks_grad_norm else emitter.take()
 
 
 def deferring_programs(
-    layout: Layout, items: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, measures: bool
+    layout: Layout, accesses: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, tracks_grad_norm: bool
 ) -> tuple[Program, ...]:
-    """Those of micro-batches that exchange nothing, beside ``programs``; ``items`` are those of backward."""
+    """Programs of micro-batches that exchange nothing; ``accesses`` are those of backward."""
     saved, graded = programs["backward"].entry, programs["backward"].exit
     opened = [(a.target, a.slot) for a in programs["backward"].actions if a.op is Op.OPEN and a.slot is not None]
     unreduced = State("unreduced", (*saved.resident, *opened))
-    reduce = joined(reduce_items(layout, items, unreduced, measures=measures))
+    reduce = joined(reduce_accesses(layout, accesses, unreduced, tracks_grad_norm=tracks_grad_norm))
     return (
         without_exchanges("forward_again", programs["forward"], unreduced, unreduced),
         without_exchanges("backward_unreduced", programs["backward"], saved, unreduced),

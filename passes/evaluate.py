@@ -25,7 +25,7 @@ class EvaluatePass:
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
-        layout, (forward, backward) = decided(draft.layout, "layout"), decided(draft.items, "actions")
+        layout, (forward, backward) = decided(draft.layout, "layout"), decided(draft.accesses, "actions")
         static, triples = static_residents(layout)
         cold = State("cold", (*((f"c{c}", s) for c, s in sorted(static.items())), *triples))
         actions = Analysis().run("evaluate", (*forward, *backward))

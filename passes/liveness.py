@@ -1,9 +1,8 @@
 """Pass ``liveness``: find when each parameter is read and when its gradient is final and can land.
 
-A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) once it is final *and* no later operator
-of backward reads the parameter: at operator ``max(final, last read)``. Until the end of the segment that holds this
-operator the gradient is non-model data. With several micro-batches a step it lands beside the parameter, in a gradient
-chunk, and as soon as it is final.
+A gradient lands (is copied over the parameter's payload, PatrickStar figure 5) at the end of the segment that holds
+operator ``max(final, last read)`` of backward; until then it is non-model data. With several micro-batches a step it
+lands in a gradient chunk, as soon as it is final.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 from chunkc.passes.support.draft import Draft, GraphCosts, Liveness
 
 
-def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:
-    """Liveness of all parameters of ``schedule``; ``beside``: gradients have chunks of their own.
+def analyse(schedule: Schedule, *, has_grad_chunks: bool = False) -> Liveness:
+    """Liveness of all parameters of ``schedule``.
 
     Raises:
         PlanError: when a gradient has two producers.
@@ -29,13 +28,13 @@ def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:
         for param in op.reads:
             last_read_op[param] = index
     overlaid = tuple(-1 if f < 0 else max(f, r) for f, r in zip(final_op, last_read_op, strict=True))
-    landing_op = tuple(final_op) if beside else overlaid
+    landing_op = tuple(final_op) if has_grad_chunks else overlaid
     lands: list[list[int]] = [[] for _ in operators]
     for param, landing in enumerate(landing_op):
         if landing >= 0:
             lands[landing].append(param)
     forward_needs = tuple(_unique(op.reads) for op in schedule.forward.operators)
-    over: Sequence[Sequence[int]] = [()] * len(operators) if beside else lands
+    over: Sequence[Sequence[int]] = [()] * len(operators) if has_grad_chunks else lands
     backward_needs = tuple(_unique((*op.reads, *land)) for op, land in zip(operators, over, strict=True))
     return Liveness(
         use_order=_use_order(schedule),
@@ -48,7 +47,7 @@ def analyse(schedule: Schedule, *, beside: bool = False) -> Liveness:
             _costs(schedule, schedule.forward, [()] * len(schedule.forward.operators)),
             _costs(schedule, schedule.backward, lands),
         ),
-        beside=beside,
+        has_grad_chunks=has_grad_chunks,
     )
 
 
@@ -104,7 +103,7 @@ class LivenessPass:
     conflicts: frozenset[str] = frozenset()
 
     def __call__(self, draft: Draft) -> Draft:
-        liveness = analyse(draft.schedule, beside=draft.options.accumulate > 1)
+        liveness = analyse(draft.schedule, has_grad_chunks=draft.options.accumulate > 1)
         peak = max(
             (live + work for c in liveness.costs for live, work in zip(c.live, c.workspace, strict=True)), default=0
         )

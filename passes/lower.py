@@ -1,9 +1,8 @@
 """Lowering: cut a captured graph into the plan's segments, each a graph module of its own.
 
-A segment takes a flat list of values and returns a flat list. Its own graph knows neither the names of the model's
-layers nor its position, so that equal segments have equal code and compile once. Around it stand the names of the
-values that enter and leave, which parameters it reads, and which values die in it; the executor moves them by these
-lists.
+A segment takes a flat list of values and returns a flat list. Its graph knows neither the names of the model's layers
+nor its position, so that equal segments have equal code and compile once. The executor moves the values that enter and
+leave by the lists that stand around it.
 """
 
 from __future__ import annotations
@@ -75,13 +74,9 @@ def lower(
     segments: Sequence[Segment],
     params: Mapping[str, int],
 ) -> LoweredGraph:
-    """Cut ``module`` at the boundaries of ``segments``.
+    """Cut ``module``, a captured graph, at the boundaries of ``segments``.
 
-    Args:
-        module: the captured graph.
-        operators: its nodes, bundled; positions are the operator indexes that ``segments`` speak of.
-        segments: the plan's segments of this graph.
-        params: parameter index by placeholder name.
+    ``operators``: its nodes, bundled by operator index. ``params``: parameter index by placeholder name.
     """
     result = pytree.tree_leaves(module.graph.find_nodes(op="output")[0].args[0], is_leaf=lambda x: x is None)
     needed_at_end = {n.name for n in result if isinstance(n, Node)}

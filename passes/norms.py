@@ -2,16 +2,13 @@
 
 Clipping by the global norm and dynamic loss scaling need all gradients before the first update. So each chunk is
 measured on the compute stream as soon as its last gradient has landed (and is reduced, where ranks share groups), while
-its bytes are in the device's fast memory and backward goes on; and the step begins with one decision, the only barrier:
-no update starts before it, and nothing else waits for it.
+backward goes on; and the step begins with one decision, the only barrier: no update starts before it.
 
-Where ranks share groups, each measures what it owns, and backward ends with one sum over all ranks, of a few bytes. It
-stands behind everything else that ranks exchange there, on each of them, so that all exchange in the same order; a rank
-whose chunks are padding has taken no norm and takes part as well.
+Where ranks share groups, each measures what it owns, and backward ends with one sum over all ranks. It stands behind
+everything else that ranks exchange, so that all exchange in the same order; a rank of padding takes part as well.
 
-Where micro-batches add up, each backward measures the sums so far. Whichever turns out to be the last of its step, its
-norms are those of all. This reads a sum once more in each micro-batch, where it has just been written, at the bandwidth
-of the device's memory; measuring in the step would copy it to the device once more, over the bus.
+Where micro-batches add up, each backward measures the sums so far, since any may turn out to be the last of its step.
+That reads each sum once more from the device's memory; measuring in the step would copy it over the bus.
 """
 
 from __future__ import annotations
@@ -33,31 +30,28 @@ def norm_name(chunk: int) -> str:
 
 
 def with_norms(layout: Layout, backward: Sequence[ActionAccess]) -> tuple[ActionAccess, ...]:
-    """Insert into ``backward`` the norm of every own chunk, and the sum of the norms over ranks.
-
-    A norm stands behind the action that makes the gradients of its chunk final.
-    """
+    """``backward`` with a norm behind each own chunk's last landing or reduction, and their sum."""
     last: dict[int, int] = {}
-    for position, item in enumerate(backward):
-        if item.action.op in (*LANDINGS, Op.REDUCE):
-            last[_own_chunk(layout, item.action)] = position
-    own = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
-    due = {position: chunk for chunk, position in last.items() if chunk in own}
-    found: list[ActionAccess] = []
-    for position, item in enumerate(backward):
-        found.append(item)
+    for position, access in enumerate(backward):
+        if access.action.op in (*LANDINGS, Op.REDUCE):
+            last[_own_chunk(layout, access.action)] = position
+    trained = {c.index for c in layout.owned() if c.os_home is not None and c.used_numel}
+    due = {position: chunk for chunk, position in last.items() if chunk in trained}
+    measured: list[ActionAccess] = []
+    for position, access in enumerate(backward):
+        measured.append(access)
         if position in due:
             chunk = due[position]
             norm = Action(Op.NORM, f"c{chunk}", Stream.COMPUTE)
-            found.append(ActionAccess(norm, item.writes, (norm_name(chunk),)))
+            measured.append(ActionAccess(norm, access.writes, (norm_name(chunk),)))
     if layout.world_size > 1:
-        found.append(ActionAccess(Action(Op.SUM, "", Stream.COMM), _measured(found), (_SUMS,)))
-    return tuple(found)
+        measured.append(ActionAccess(Action(Op.SUM, "", Stream.COMM), _norms_of(measured), (_SUMS,)))
+    return tuple(measured)
 
 
-def _measured(items: Sequence[ActionAccess]) -> tuple[str, ...]:
-    """The resource names of all norms among ``items``."""
-    return tuple(name for item in items if item.action.op is Op.NORM for name in item.writes)
+def _norms_of(accesses: Sequence[ActionAccess]) -> tuple[str, ...]:
+    """The resource names of all norms among ``accesses``."""
+    return tuple(name for access in accesses if access.action.op is Op.NORM for name in access.writes)
 
 
 def _own_chunk(layout: Layout, action: Action) -> int:
@@ -71,7 +65,7 @@ def with_decision(
     layout: Layout, backward: Sequence[ActionAccess], step: Sequence[ActionAccess]
 ) -> tuple[ActionAccess, ...]:
     """``step`` behind the decision on the norms that ``backward`` takes, or on their sum over ranks."""
-    found = _measured(backward) if layout.world_size == 1 else (_SUMS,)
-    decide = ActionAccess(Action(Op.DECIDE, "", Stream.COMPUTE), found, (_DECISION,))
+    reads = _norms_of(backward) if layout.world_size == 1 else (_SUMS,)
+    decide = ActionAccess(Action(Op.DECIDE, "", Stream.COMPUTE), reads, (_DECISION,))
     updates = (replace(x, reads=(*x.reads, _DECISION)) if x.action.op is Op.UPDATE else x for x in step)
     return (decide, *updates)

@@ -33,20 +33,18 @@ def most_resident_triples(
     demand: Demand,
     liveness: Liveness,
     target: Target,
-    num_places: int | None = None,
+    num_ranges: int | None = None,
     *,
     keeps_payloads: bool = False,
 ) -> int:
-    """Return how many OS triples fit on the device beside activations and payloads.
-
-    This number is the device's margin in OS triples (PatrickStar, section 8.2).
+    """The device's margin in OS triples beside activations and payloads (PatrickStar, section 8.2).
 
     Args:
-        num_places: places (``world_size`` payload slots each) to keep for payloads; default the fewest that work.
-        keeps_payloads: whether the payload, and a gradient chunk, of each triple stays with it, beside these places.
+        num_ranges: slot ranges to keep for payloads; default the fewest that work.
+        keeps_payloads: whether the payload, and a gradient chunk, of each triple stays with it, beside these.
     """
-    places = demand.min_places if num_places is None else num_places
-    arena_nbytes = places * chunk_nbytes(layout) * layout.world_size
+    num_ranges = demand.min_ranges if num_ranges is None else num_ranges
+    arena_nbytes = num_ranges * chunk_nbytes(layout) * layout.world_size
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - arena_nbytes
     sizes_nbytes = triples_nbytes(layout, liveness)
     if keeps_payloads:
@@ -110,7 +108,7 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
         return replace(draft, demand=demand, os_home=Home.DEVICE, note=f"kept on the {Home.DEVICE}")
     is_whole = resident and layout.world_size > 1  # of one rank, graphs that are cut need no slots either
     peak_nbytes = whole_nbytes if is_whole else demand.peak_nbytes
-    enough = is_whole or demand.min_places * layout.world_size <= num_payload_slots(layout)
+    enough = is_whole or demand.min_ranges * layout.world_size <= num_payload_slots(layout)
     if enough and peak_nbytes <= margin_nbytes:
         return replace(draft, demand=demand, os_home=Home.HOST, note=f"kept on the {Home.HOST}")
     sizes = sizes_of(layout, demand, liveness, cuts)
@@ -120,7 +118,7 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
     raise BudgetError(
         f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "
         f"shape laid out: it needs {need_nbytes} bytes of device memory"
-        + ("" if enough else f" and {demand.min_places * layout.world_size} payload slots")
+        + ("" if enough else f" and {demand.min_ranges * layout.world_size} payload slots")
         + f", {target.hw} gives {target.device_budget_nbytes}. Train the largest shape first, or use smaller ones.",
         moment=error.moment,
         tensors=error.tensors,

@@ -1,10 +1,9 @@
 """Pass ``prefetch``: when each copy starts, and with that the segments that are compiled and run.
 
-A place is freed right after its occupant's last use, and the fetch into it is issued at once, ahead of later runs;
-fetches keep the order in which they are needed, since the stream is a queue. Where no action stands between two base
-segments (no fetch that the second waits for, nothing freed after the first), they merge while the non-model bytes stay
-within what the arena leaves. A resident plan fetches nothing: each graph is one segment, or over several ranks a few,
-between which groups are gathered and reduced.
+A slot range is freed right after its block's last use, and the fetch into it is issued at once, ahead of later runs;
+fetches keep the order in which they are needed, since the stream is a queue. Base segments without an action between
+them merge while the non-model bytes stay within what the arena leaves. A resident plan fetches nothing: each graph is
+one segment, or over several ranks a few, between which groups are gathered and reduced.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.work import work_of
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
 from chunkc.passes.support.arena import lay_out
-from chunkc.passes.support.budget import most_places
+from chunkc.passes.support.budget import most_ranges
 from chunkc.passes.support.draft import BaseSegment, Demand, Draft, Liveness, ResidencyInterval, Timeline, decided
 
 NUM_EXCHANGES = 8
@@ -29,53 +28,53 @@ and after the last ends, where nothing hides it, is one of so many."""
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """For one stay: issued before step ``issue``, its places free after step ``free``."""
+    """For one interval: issued before step ``issue``, its slot ranges free after step ``free``."""
 
-    stay: ResidencyInterval
+    interval: ResidencyInterval
     issue: int
     free: int
 
 
-def time_stays(
-    stays: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
+def time_intervals(
+    intervals: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
 ) -> list[Timing]:
-    """Issue and free step of every stay, in order of need."""
-    graph_start = [0 if s.begin < num_forward else num_forward for s in stays]
-    frees = _free_steps(stays, widths, num_forward, num_steps)
+    """Issue and free step of every interval, in order of need."""
+    graph_start = [0 if s.begin < num_forward else num_forward for s in intervals]
+    frees = _free_steps(intervals, widths, num_forward, num_steps)
     ready: dict[int, int] = {}
     gone: dict[int, int] = {}
     queue = [0, num_forward]
     timings = []
-    for index, stay in enumerate(stays):
-        places = range(stay.place, stay.place + widths[stay.unit])
-        after = max(graph_start[index], gone.get(stay.unit, 0), *(ready.get(p, 0) for p in places))
-        which = 0 if stay.begin < num_forward else 1
+    for index, interval in enumerate(intervals):
+        slot_ranges = range(interval.slot_range, interval.slot_range + widths[interval.block])
+        after = max(graph_start[index], gone.get(interval.block, 0), *(ready.get(p, 0) for p in slot_ranges))
+        which = 0 if interval.begin < num_forward else 1
         queue[which] = max(queue[which], after)
-        timings.append(Timing(stay, queue[which], frees[index]))
-        gone[stay.unit] = frees[index] + 1
-        ready.update(dict.fromkeys(places, frees[index] + 1))
+        timings.append(Timing(interval, queue[which], frees[index]))
+        gone[interval.block] = frees[index] + 1
+        ready.update(dict.fromkeys(slot_ranges, frees[index] + 1))
     return timings
 
 
 def _free_steps(
-    stays: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
+    intervals: tuple[ResidencyInterval, ...], widths: tuple[int, ...], num_forward: int, num_steps: int
 ) -> list[int]:
-    """The step after which each stay ends: its last use, later where its places are not wanted again."""
+    """The step after which each interval ends: its last use, or later if nobody waits for its slots."""
     wanted: dict[int, int] = {}
     again: dict[int, int] = {}
-    frees = [0] * len(stays)
-    for index in range(len(stays) - 1, -1, -1):
-        stay = stays[index]
-        places = range(stay.place, stay.place + widths[stay.unit])
-        successor = min([again.get(stay.unit, num_steps), *(wanted.get(p, num_steps) for p in places)])
-        if stay.dirty:
-            frees[index] = stay.end
-        elif stay.end < num_forward <= successor < num_steps:
+    frees = [0] * len(intervals)
+    for index in range(len(intervals) - 1, -1, -1):
+        interval = intervals[index]
+        slot_ranges = range(interval.slot_range, interval.slot_range + widths[interval.block])
+        successor = min([again.get(interval.block, num_steps), *(wanted.get(p, num_steps) for p in slot_ranges)])
+        if interval.dirty:
+            frees[index] = interval.end
+        elif interval.end < num_forward <= successor < num_steps:
             frees[index] = num_forward - 1
         else:
-            frees[index] = stay.end if successor < num_steps else num_steps - 1
-        again[stay.unit] = stay.begin
-        wanted.update(dict.fromkeys(places, stay.begin))
+            frees[index] = interval.end if successor < num_steps else num_steps - 1
+        again[interval.block] = interval.begin
+        wanted.update(dict.fromkeys(slot_ranges, interval.begin))
     return frees
 
 
@@ -86,7 +85,7 @@ def merged_starts(
     num_forward = sum(1 for s in demand.steps if s.graph == "forward")
     forced = {0, num_forward}
     for timing in timings:
-        forced.update((timing.stay.begin, timing.free + 1))
+        forced.update((timing.interval.begin, timing.free + 1))
     if cuts is not None:
         cut_ops = {(graph, op) for graph, ops in zip(GRAPHS, cuts, strict=True) for op in ops}
         forced.update(i for i, s in enumerate(demand.steps) if (s.graph, s.first_op) in cut_ops)
@@ -120,22 +119,22 @@ def _segments(schedule: Schedule, liveness: Liveness, which: int, starts: list[i
 def timeline(
     graph: GraphKind, segments: tuple[Segment, ...], starts: list[int], timings: list[Timing], steps: range
 ) -> Timeline:
-    """The stays of one graph's ``steps`` by merged segment; ``starts`` are the steps at which those start."""
+    """The intervals of one graph's ``steps`` by merged segment, which start at ``starts``."""
     fetches: list[list[ResidencyInterval]] = [[] for _ in segments]
     frees: list[list[ResidencyInterval]] = [[] for _ in segments]
     for timing in timings:
-        if timing.stay.begin in steps:
-            fetches[bisect_right(starts, timing.issue) - 1].append(timing.stay)
+        if timing.interval.begin in steps:
+            fetches[bisect_right(starts, timing.issue) - 1].append(timing.interval)
         if timing.free in steps:
-            frees[bisect_right(starts, timing.free) - 1].append(timing.stay)
+            frees[bisect_right(starts, timing.free) - 1].append(timing.interval)
     for freed in frees:
-        freed.sort(key=lambda s: (not s.dirty, s.place))
+        freed.sort(key=lambda s: (not s.dirty, s.slot_range))
     return Timeline(graph, segments, tuple(map(tuple, fetches)), tuple(map(tuple, frees)))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPass:
-    """Decides ``segments`` and ``prefetch``, and lays out the arena with the places that are used."""
+    """Decides ``segments`` and ``prefetch``, and lays out the arena with the slot ranges that are used."""
 
     name: str = "prefetch"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "residency"})
@@ -145,7 +144,7 @@ class PrefetchPass:
     def __call__(self, draft: Draft) -> Draft:
         layout = _with_arena(draft)
         liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
-        stays, cuts = decided(draft.stays, "residency"), draft.options.cuts
+        intervals, cuts = decided(draft.intervals, "residency"), draft.options.cuts
         if draft.os_home is Home.DEVICE:
             shared = layout.world_size > 1
             both = [
@@ -159,29 +158,28 @@ class PrefetchPass:
             return replace(draft, layout=layout, timelines=lines, note="nothing to fetch")
         num_steps = len(demand.steps)
         num_forward = sum(1 for s in demand.steps if s.graph == "forward")
-        timings = time_stays(stays, demand.units.num_groups, num_forward, num_steps)
+        timings = time_intervals(intervals, demand.blocks.num_groups, num_forward, num_steps)
         cap_nbytes = draft.target.device_budget_nbytes - layout.arena_nbytes
         starts = merged_starts(demand, timings, cuts, cap_nbytes)
-        found = []
+        timelines = []
         for which, steps in enumerate((range(num_forward), range(num_forward, num_steps))):
-            own = [s for s in starts if s in steps]
-            segments = _segments(draft.schedule, liveness, which, [demand.steps[s].first_op for s in own])
-            found.append(timeline(GRAPHS[which], segments, own, timings, steps))
-        note = f"{len(starts)} segments of {num_steps}, {len(stays)} fetches"
-        return replace(draft, layout=layout, timelines=(found[0], found[1]), note=note)
+            first_steps = [s for s in starts if s in steps]
+            segments = _segments(draft.schedule, liveness, which, [demand.steps[s].first_op for s in first_steps])
+            timelines.append(timeline(GRAPHS[which], segments, first_steps, timings, steps))
+        note = f"{len(starts)} segments of {num_steps}, {len(intervals)} fetches"
+        return replace(draft, layout=layout, timelines=(timelines[0], timelines[1]), note=note)
 
 
 def exchange_starts(demand: Demand, which: int) -> list[int]:
     """Choose the operators at which the segments of a resident plan's graph start.
 
-    With several segments exchanges go on beside computing. With only one, forward would wait until all groups are
-    gathered, and reductions for the end of backward. Here each of some segments needs as many further groups as the
-    others (forward), or follows the landing of as many (backward).
+    With several segments exchanges go on beside computing. Each needs as many further groups as the others (forward),
+    or follows the landing of as many (backward).
     """
     steps = [step for step in demand.steps if step.graph == GRAPHS[which]]
-    widths = demand.units.num_groups
+    widths = demand.blocks.num_groups
     exchanged = _first_needed(steps) if which == 0 else _last_landed(demand, steps)
-    counts = [sum(widths[unit] for unit in units) for units in exchanged]
+    counts = [sum(widths[block] for block in blocks) for blocks in exchanged]
     share, passed, starts = sum(counts) / NUM_EXCHANGES, 0, list[int]()
     for step, count in zip(steps, counts, strict=True):
         if passed and passed >= share * (len(starts) + 1) and (count or which == 1):
@@ -191,18 +189,18 @@ def exchange_starts(demand: Demand, which: int) -> list[int]:
 
 
 def _first_needed(steps: Sequence[BaseSegment]) -> list[set[int]]:
-    """The units that each step is the first to need."""
-    seen, found = set[int](), list[set[int]]()
+    """The blocks that each step is the first to need."""
+    seen, new_blocks = set[int](), list[set[int]]()
     for step in steps:
-        found.append(set(step.units) - seen)
-        seen.update(step.units)
-    return found
+        new_blocks.append(set(step.blocks) - seen)
+        seen.update(step.blocks)
+    return new_blocks
 
 
 def _last_landed(demand: Demand, steps: Sequence[BaseSegment]) -> list[set[int]]:
-    """The units whose last gradient lands in each step."""
-    last = {unit: index for index, step in enumerate(steps) for p in step.lands for unit in demand.units.of_grad[p]}
-    return [{unit for unit, at in last.items() if at == index} for index in range(len(steps))]
+    """The blocks whose last gradient lands in each step."""
+    last = {block: index for index, step in enumerate(steps) for p in step.lands for block in demand.blocks.of_grad[p]}
+    return [{block for block, at in last.items() if at == index} for index in range(len(steps))]
 
 
 def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
@@ -211,14 +209,11 @@ def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
 
 
 def _with_arena(draft: Draft) -> Layout:
-    """Return the layout with the payload slots that the stays use, and slots for triples.
-
-    A fixed or resident layout is kept.
-    """
+    """The layout with slots for the intervals and for triples; a fixed or resident one is kept."""
     layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
     if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
         return layout
-    widths = demand.units.num_groups
-    places = max((s.place + widths[s.unit] for s in decided(draft.stays, "residency")), default=0)
-    most = most_places(layout, demand, draft.target, draft.options)
-    return lay_out(layout, decided(draft.liveness, "liveness"), places, most, draft.options.streamed_share)
+    widths = demand.blocks.num_groups
+    used = max((s.slot_range + widths[s.block] for s in decided(draft.intervals, "residency")), default=0)
+    most = most_ranges(layout, demand, draft.target, draft.options)
+    return lay_out(layout, decided(draft.liveness, "liveness"), used, most, draft.options.streamed_share)

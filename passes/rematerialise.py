@@ -1,12 +1,9 @@
 """Rematerialisation: choose how much of what forward computes is kept for backward.
 
-The choice is made together with everything else. Activations that are kept take memory that payloads and optimizer
-states could have; those that are not are computed again. Neither alone says what is faster, so both are priced as one:
-for each *activation budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the
-iteration is planned, and simulated. The others are computed again from what enters them (Chen et al., "Training deep
-nets with sublinear memory cost", 2016).
-
-It runs before the schedule is fixed, so it is no pass over one: it decides which schedule the passes get.
+Activations that are kept take memory that payloads and optimizer states could have; the others are computed again from
+what enters their layer (Chen et al., "Training deep nets with sublinear memory cost", 2016). For each *activation
+budget*, the share of layers that keep their activations, the joint graph is partitioned anew, the iteration is planned,
+and simulated. So this is no pass over a schedule: it decides which schedule the passes get.
 """
 
 from __future__ import annotations
@@ -83,11 +80,11 @@ def choose_budget(
     if first.compute_ms >= first.step_ms * (1 - WORTH_TRYING) or num_operators > MAX_OPERATORS:
         return BudgetChoice(KEEP_ALL, (first,))
     for budget in BUDGETS:
-        found = _price(budget, schedule_with(budget), plan_with, rates)
-        candidates.append(found)
-        is_better = found.step_ms < best.step_ms * (1 - MIN_GAIN)
-        misses = 0 if is_better or math.isinf(found.step_ms) else misses + 1
-        best = found if is_better else best
+        candidate = _price(budget, schedule_with(budget), plan_with, rates)
+        candidates.append(candidate)
+        is_better = candidate.step_ms < best.step_ms * (1 - MIN_GAIN)
+        misses = 0 if is_better or math.isinf(candidate.step_ms) else misses + 1
+        best = candidate if is_better else best
         if misses == 2:
             break
     return BudgetChoice(best.budget, tuple(candidates))

@@ -1,9 +1,8 @@
 """The search: options that no rule decides are decided by simulated time.
 
-A pass decides by a rule. Which rule serves best depends on the machine: larger chunks copy faster, smaller ones overlap
-better; a triple in device memory saves an update on the host and costs room for payloads. So candidates are planned
-whole, by the same passes, and simulated on the machine's rates; the least step time wins, then the earlier candidate.
-The plan that the passes make by themselves is a candidate too: the search never makes a plan slower in the simulator.
+Larger chunks copy faster, smaller ones overlap better; a triple in device memory saves an update on the host and costs
+room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
+step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
     passes' own plan -> triples on the device -> chunk size -> triples again, with a share of the others streamed
 """
@@ -33,13 +32,9 @@ MIN_GAIN = 0.002
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One plan that was considered.
+    """One plan that was considered; ``text``: what was varied, ``outcome``: what bounds it or it lacks.
 
-    Attributes:
-        options: what it was planned with.
-        text: what was varied.
-        step_ms: simulated; infinity where it does not fit. compute_ms: what the compute stream's actions take alone.
-        outcome: what bounds it, or what it lacks.
+    ``step_ms``: simulated; infinity where it does not fit. ``compute_ms``: the compute stream's actions alone.
     """
 
     options: PlanOptions
@@ -51,14 +46,10 @@ class Candidate:
 
 @dataclass(slots=True)
 class Search:
-    """Candidates around ``options``, on the rates of one machine.
+    """Candidates around ``options``, the caller's wishes, on the rates of one machine.
 
-    Attributes:
-        draft_with: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
-        plan_of: the plan that a draft describes.
-        rates: of the machine.
-        options: the caller's wishes; what they fix is not varied.
-        tried: all candidates, in the order of trial.
+    ``draft_with``: the draft of the plan with other options; it raises `BudgetError` where that does not fit.
+    ``plan_of``: the plan that a draft describes. ``tried``: all candidates, in the order of trial.
     """
 
     draft_with: Callable[[PlanOptions], Draft]
@@ -82,34 +73,30 @@ class Search:
         return self._vary_counts(best, with_shares=True)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
-        """Yield options with chunk sizes, those nearest to the passes' own choice first.
-
-        Of every octave of sizes the one that moves least is taken. As many bytes of triples stay on the device as with
-        ``best``.
-        """
-        sizes, own = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
+        """Of every octave of chunk sizes the one that moves least, with as many bytes of triples."""
+        sizes, chosen = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
         if self.options.chunk_numel is not None or not sizes:
             return
         octaves: dict[int, int] = {}
         for numel in sizes:
-            octaves.setdefault(round(math.log2(numel / own)), numel)
+            octaves.setdefault(round(math.log2(numel / chosen)), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
             numel = octaves[octave]
             triples = best.options.num_resident_triples
-            triples = triples if self._is_placed() else triples * own // numel
+            triples = triples if self._is_placed() else triples * chosen // numel
             keeps = best.options.keeps_payloads and triples > 0
             yield replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
     def _place_triples(self, best: Candidate) -> Candidate:
         """Choose how many triples stand on the device, in chunks of the best size.
 
-        The counts tried: as many as fit beside all payloads, more at the cost of payloads, as many as fit. Where one
-        rank trains, all are tried with their payloads, then as many without.
+        Tried are as many as fit beside all payloads, more at the cost of payloads, and as many as fit. Where one rank
+        trains, all are tried with their payloads, then as many without.
         """
         draft = self._drafts[best.options]
-        if not self._places(draft):
+        if not self._decides_homes(draft):
             return best
-        beside, most, alone = _margins(draft)
+        without_cost, most, alone = _margins(draft)
         keeps = draft.target.world_size == 1
         numel = draft.chunk_numel  # kept: a pass would search for it again
 
@@ -117,22 +104,23 @@ class Search:
             keeps = keeps and triples > 0
             return replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
 
-        counts = {best.options.num_resident_triples, beside, (beside + most) // 2, most}
+        counts = {best.options.num_resident_triples, without_cost, (without_cost + most) // 2, most}
         best = self._best_of(best, [with_(k, keeps=keeps) for k in sorted(counts)])
-        again = {beside, best.options.num_resident_triples, alone}  # seven take as much as six with their payloads
+        again = {
+            without_cost,
+            best.options.num_resident_triples,
+            alone,
+        }
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
     def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
-        """Vary the count of resident triples around ``best``.
+        """Vary the count of resident triples around ``best`` (pattern search: Hooke and Jeeves, 1961).
 
-        ``with_shares``: vary the share of streamed triples too, alone and against the count. A buffer that triples pass
-        through takes the room of a triple that stays.
-
-        Steps begin with half of the triples that fit and with the share that keeps host and link busy alike; they are
-        halved where none of them gains (pattern search: Hooke and Jeeves, 1961).
+        ``with_shares``: vary the share of streamed triples too, alone and against the count. Steps begin with half of
+        the triples that fit and with the share that keeps host and link busy alike; they are halved where none gains.
         """
         draft = self._drafts[best.options]
-        if not self._places(draft):
+        if not self._decides_homes(draft):
             return best
         most, numel = max(_margins(draft)), draft.chunk_numel
         count, share = max(1, most // 2), self._balanced_share() if with_shares else 0.0
@@ -142,12 +130,12 @@ class Search:
             return _around(replace(options, chunk_numel=numel), count, share, most, may_keep=may_keep)
 
         for _ in range(NUM_SCALES):
-            while (found := self._best_of(best, around(best.options))) is not best:
-                best = found
+            while (better := self._best_of(best, around(best.options))) is not best:
+                best = better
             count, share = max(1, count // 2), share / 2
         return best
 
-    def _places(self, draft: Draft) -> bool:
+    def _decides_homes(self, draft: Draft) -> bool:
         """Whether the search decides where optimizer states stand and are updated."""
         return draft.os_home is Home.HOST and not self._is_placed()
 
@@ -156,10 +144,10 @@ class Search:
         return bool(self.options.num_resident_triples or self.options.streamed_share)
 
     def _balanced_share(self) -> float:
-        """Return the share of streamed triples that keeps host and link busy alike.
+        """The share of streamed triples that keeps host and link busy alike.
 
-        The share is B / (B + 12 U) (Deep Optimizer States, section 4). The copies of this share in the slower
-        direction, of B bytes a second, take as long as the host's update of the rest, of U parameters a second.
+        It is B / (B + 12 U) (Deep Optimizer States, section 4) where the slower direction copies B bytes a second and
+        the host updates U parameters a second.
         """
         rates = self.rates
         copied = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
@@ -171,9 +159,9 @@ class Search:
                 break
             if options in self._drafts or options in self._refused:
                 continue
-            found = self._price(options)
-            if found.step_ms < best.step_ms * (1 - MIN_GAIN):
-                best = found
+            candidate = self._price(options)
+            if candidate.step_ms < best.step_ms * (1 - MIN_GAIN):
+                best = candidate
         return best
 
     def _price(self, options: PlanOptions, text: str = "") -> Candidate:
@@ -182,39 +170,33 @@ class Search:
             draft = self._drafts.get(options) or self.draft_with(options)
         except BudgetError as error:
             self._refused.add(options)
-            found = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
+            candidate = Candidate(options, text, math.inf, 0.0, f"{error.missing_nbytes} bytes missing")
         else:
             self._drafts[options], plan = draft, self.plan_of(draft)
             cost = price(plan, self.rates)
             self._num_actions += cost.num_actions
             text += ", their payloads too" if _keeps_payloads(draft) else ""
-            found = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
-        self.tried.append(found)
-        return found
+            candidate = Candidate(options, text, cost.step_ms, cost.compute_ms, f"bound by {cost.bound}")
+        self.tried.append(candidate)
+        return candidate
 
 
 def _margins(draft: Draft) -> tuple[int, int, int]:
-    """Count the triples that fit on the device in three cases.
-
-    The cases: beside all payloads; beside the fewest places, with the triples' own payloads (where one rank trains);
-    beside the fewest places.
-    """
+    """Triples that fit beside all payloads, beside the fewest slot ranges (and payloads), and alone."""
     layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
     liveness, target = decided(draft.liveness, "liveness"), draft.target
     demand = demand_of(layout, liveness, draft.options.cuts)
-    beside = most_resident_triples(layout, demand, liveness, target, sum(demand.units.num_groups))
+    without_cost = most_resident_triples(layout, demand, liveness, target, sum(demand.blocks.num_groups))
     alone = most_resident_triples(layout, demand, liveness, target)
     if layout.world_size > 1:
-        return beside, alone, alone
-    return beside, most_resident_triples(layout, demand, liveness, target, keeps_payloads=True), alone
+        return without_cost, alone, alone
+    return without_cost, most_resident_triples(layout, demand, liveness, target, keeps_payloads=True), alone
 
 
 def _around(options: PlanOptions, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[PlanOptions]:
-    """Yield the options one step away from ``options``.
+    """Options one step of ``count`` triples, of ``share``, or of both in opposite directions away.
 
-    The steps are ``count`` triples, ``share``, and both in opposite directions. With ``may_keep``, options of steps in
-    opposite directions, and ``options`` themselves, also come with payloads kept where they are not and the other way
-    round.
+    With ``may_keep``, ``options`` and those of opposite steps also come with ``keeps_payloads`` turned over.
     """
     opposite = [(-count, share), (count, -share)]
     moves = [(options.keeps_payloads, [(count, 0.0), (-count, 0.0), (0, share), (0, -share), *opposite])]
@@ -236,13 +218,13 @@ def _keeps_payloads(draft: Draft) -> bool:
     return draft.os_home is Home.HOST and any(c.home is Home.DEVICE for c in decided(draft.layout, "layout").chunks)
 
 
-def _difference(options: PlanOptions, own: PlanOptions) -> str:
-    """Describe how ``options`` differ from the caller's ``own``."""
+def _difference(options: PlanOptions, wished: PlanOptions) -> str:
+    """Describe how ``options`` differ from the caller's."""
     parts = []
-    if options.chunk_numel != own.chunk_numel:
+    if options.chunk_numel != wished.chunk_numel:
         parts.append(f"chunks of {options.chunk_numel} elements")
-    if options.num_resident_triples != own.num_resident_triples:
+    if options.num_resident_triples != wished.num_resident_triples:
         parts.append(f"{options.num_resident_triples} optimizer states resident")
-    if options.streamed_share != own.streamed_share:
+    if options.streamed_share != wished.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
     return ", ".join(parts)

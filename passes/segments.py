@@ -1,6 +1,6 @@
-"""Base segments: runs of operators that need the same units, with the non-model bytes that they take.
+"""Base segments: runs of operators that need the same chunk blocks, with their non-model bytes.
 
-A new segment starts whenever an operator needs a unit outside the current segment's set, which the first operator with
+A new segment starts whenever an operator needs a block outside the current segment's set, which the first operator with
 needs fixes; so a segment never needs more than one operator does, and the smallest arena follows from single operators.
 """
 
@@ -9,62 +9,54 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkc.ir.schedule import GraphKind
-from chunkc.passes.support.draft import BaseSegment, GraphCosts, Liveness, Units
+from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, GraphCosts, Liveness
 
 GRAPHS: tuple[GraphKind, GraphKind] = ("forward", "backward")
 
 
 def base_segments(
-    liveness: Liveness, units: Units, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
+    liveness: Liveness, blocks: ChunkBlocks, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None, keep_open: bool
 ) -> tuple[BaseSegment, ...]:
-    """Base segments of both graphs.
+    """Base segments of both graphs; per graph, one must start at each operator of ``cuts``.
 
-    Args:
-        liveness: needs and costs of the operators.
-        units: the unit of each parameter.
-        cuts: operator indexes at which a segment must start, per graph.
-        keep_open: whether a unit in which gradients have begun to land must stay until all have (several ranks,
-            where gradients overlay parameters: a chunk is reduced once and whole. Gradient chunks add up what each
-            stay reduces).
+    ``keep_open``: whether a block in which gradients have begun to land must stay until all have (several ranks, where
+    gradients overlay parameters: a chunk is reduced once and whole).
     """
-    found: list[BaseSegment] = []
+    segments: list[BaseSegment] = []
     for which, graph in enumerate(GRAPHS):
-        needs = unit_needs(liveness, units, which, keep_open)
+        needs = block_needs(liveness, blocks, which, keep_open)
         starts = _starts(needs, () if cuts is None else cuts[which])
-        found.extend(_segments(graph, which, starts, needs, liveness))
-    return tuple(found)
+        segments.extend(_segments(graph, which, starts, needs, liveness))
+    return tuple(segments)
 
 
-def unit_needs(liveness: Liveness, units: Units, which: int, keep_open: bool) -> list[tuple[int, ...]]:
-    """The units that each operator of graph ``which`` needs, ascending."""
-    of_param = units.of_param
+def block_needs(liveness: Liveness, blocks: ChunkBlocks, which: int, keep_open: bool) -> list[tuple[int, ...]]:
+    """The blocks that each operator of graph ``which`` needs, ascending."""
+    of_param = blocks.of_param
     wanted = [{of_param[p] for p in op if of_param[p] >= 0} for op in liveness.needs[which]]
     if which == 1:
         for param in liveness.trained:
-            wanted[liveness.landing_op[param]].update(units.of_grad[param])
-    needs = [tuple(sorted(found)) for found in wanted]
-    return _with_open(liveness, units, needs) if keep_open and which == 1 else needs
+            wanted[liveness.landing_op[param]].update(blocks.of_grad[param])
+    needs = [tuple(sorted(need)) for need in wanted]
+    return _with_open(liveness, blocks, needs) if keep_open and which == 1 else needs
 
 
-def _with_open(liveness: Liveness, units: Units, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Add to ``needs`` of backward the units whose gradients have begun to land.
-
-    Each operator with needs also asks for these units.
-    """
+def _with_open(liveness: Liveness, blocks: ChunkBlocks, needs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Add to each operator of backward with needs the blocks whose gradients have begun to land."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for param in liveness.trained:
-        unit, landing = units.of_param[param], liveness.landing_op[param]
-        if unit >= 0:
-            first[unit] = min(first.get(unit, landing), landing)
-            last[unit] = max(last.get(unit, landing), landing)
+        block, landing = blocks.of_param[param], liveness.landing_op[param]
+        if block >= 0:
+            first[block] = min(first.get(block, landing), landing)
+            last[block] = max(last.get(block, landing), landing)
     opened: list[list[int]] = [[] for _ in needs]
-    for unit in sorted(first):
-        opened[first[unit]].append(unit)
+    for block in sorted(first):
+        opened[first[block]].append(block)
     current: set[int] = set()
     result = []
     for index, need in enumerate(needs):
-        current = {u for u in current if last[u] >= index}.union(opened[index])
+        current = {block for block in current if last[block] >= index}.union(opened[index])
         result.append(tuple(sorted(current.union(need))) if need else need)
     return result
 
@@ -98,7 +90,7 @@ def _segments(
     result = []
     costs = segment_costs(liveness.costs[which], starts)
     for (first, end), (live, workspace) in zip(ranges(starts, len(needs)), costs, strict=True):
-        wanted = tuple(sorted({u for need in needs[first:end] for u in need}))
+        wanted = tuple(sorted({block for need in needs[first:end] for block in need}))
         landing = tuple(p for op in lands[first:end] for p in op)
         landed_nbytes = sum(liveness.costs[which].landed[first:end])
         result.append(BaseSegment(graph, first, end, wanted, landing, landed_nbytes, live, workspace))
@@ -113,9 +105,8 @@ def ranges(starts: Sequence[int], num_ops: int) -> list[tuple[int, int]]:
 def segment_costs(costs: GraphCosts, starts: Sequence[int]) -> list[tuple[int, int]]:
     """Return ``(live_nbytes, workspace_nbytes)`` of each segment.
 
-    The bytes are operators' non-model bytes and gradients not landed yet. Gradients that became final before an
-    operator count unless they landed at the end of an earlier segment; those of the segment itself stay until its end,
-    where they are alive while they are stashed. The workspace is what kernels take the segment's peak above that.
+    Live are operators' non-model bytes and final gradients that have not landed: those of the segment itself until its
+    end. The workspace is what kernels take the segment's peak above that.
     """
     result = []
     pending = 0

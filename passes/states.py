@@ -1,8 +1,7 @@
 """Pass ``states``: derive the state of every tensor over one iteration, and prove the overlays.
 
-The states are those of PatrickStar (Table 1). The order of operators is static, so the states (glossary:
-``chunkc.ir.states``) are compile-time facts, and an illegal transition is an error of the planner. The verifier derives
-them once more, from the finished actions.
+The states are those of PatrickStar (Table 1; glossary: ``chunkc.ir.verify.states``). The order of operators is static,
+so an illegal transition is an error of the planner. The verifier derives the states once more, from finished actions.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from itertools import pairwise
 
 from chunkc.errors import PlanError
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.states import LEGAL_TRANSITIONS, TensorState
+from chunkc.ir.verify.states import LEGAL_TRANSITIONS, TensorState
 from chunkc.passes.support.draft import Draft, Liveness, Overlay, decided
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of one tensor into ``state`` at ``moment``.
-
-    ``moment``: ``start``, an operator (``fwd 12``, ``bwd 3``), ``forward ends`` or ``step``.
-    """
+    """A change into ``state`` at ``start``, ``fwd 12``, ``bwd 3``, ``forward ends`` or ``step``."""
 
     moment: str
     state: TensorState
@@ -35,7 +31,7 @@ def history(schedule: Schedule, liveness: Liveness, param: int) -> tuple[Change,
         PlanError: when a transition is not legal.
     """
     forward, backward = ([i for i, op in enumerate(g.operators) if param in op.reads] for g in schedule.graphs)
-    landing = -1 if liveness.beside else liveness.landing_op[param]
+    landing = -1 if liveness.has_grad_chunks else liveness.landing_op[param]
     return _history(schedule.params[param].name, forward, backward, landing)
 
 
@@ -99,7 +95,7 @@ class StatesPass:
 
     def __call__(self, draft: Draft) -> Draft:
         liveness = decided(draft.liveness, "liveness")
-        if liveness.beside:
+        if liveness.has_grad_chunks:
             note = (
                 f"{len(liveness.trained)} gradients in chunks of their own: the next micro-batch reads the parameters"
             )

@@ -1,11 +1,12 @@
 """Pass ``step``: the programs of an iteration beside forward and backward, and all waits.
 
-``restore`` repeats the step (`chunkc.passes.support.updates`) action for action without updating, so that labels agree
-whichever ran.
-Where a step takes several micro-batches, ``accumulate`` is the backward of every one but the first, and ``backward``
-repeats it action for action with gradient chunks opened, not fetched, and gradients stashed, not added.
-``abandon`` leads from the end of forward back to the cold state, ``resume`` from there to where forward ends, for a
-backward that comes after something else ran. Programs of micro-batches that exchange nothing: `chunkc.passes.deferral`.
+    restore       repeats the step (`chunkc.passes.support.updates`) action for action without updating
+    accumulate    the backward of every micro-batch but the first, which ``backward`` repeats action for action with
+                  gradient chunks opened, not fetched, and gradients stashed, not added
+    abandon       from the end of forward back to the cold state
+    resume        from there to where forward ends, for a backward that comes after something else ran
+
+Programs of micro-batches that exchange nothing: `chunkc.passes.deferral`.
 """
 
 from __future__ import annotations
@@ -23,46 +24,43 @@ from chunkc.passes.support.arena import shared_bytes, static_payloads, static_tr
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined, synchronise
 from chunkc.passes.support.update_order import host_order
-from chunkc.passes.support.updates import on_host, step_items
+from chunkc.passes.support.updates import on_host, step_accesses
 
 _ACCUMULATED = "accumulated"
 
 
-def standing(items: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
-    """Chunk -> slot after ``items``, of which ``static`` stood there before."""
+def standing(accesses: tuple[ActionAccess, ...], static: dict[int, int], layout: Layout) -> dict[int, int]:
+    """Chunk -> slot after ``accesses``, of which ``static`` stood there before."""
     occupancy = Occupancy.of(layout, payload_residents(static))
-    for item in items:
-        occupancy.apply(item.action)
+    for access in accesses:
+        occupancy.apply(access.action)
     return occupancy.chunk_slots()
 
 
-def abandon_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def abandon_accesses(layout: Layout, slots: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Drop what forward left on the device beyond the static residents."""
-    writer = ActionEmitter(layout, payload_residents(where))
+    emitter = ActionEmitter(layout, payload_residents(slots))
     if layout.world_size > 1:
-        for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
-            writer.release(group)
-    for chunk in sorted(c for c in where if layout.owner(c) == layout.rank and c not in static):
-        writer.drop(chunk)
-    return writer.take()
+        for group in sorted({c // layout.world_size for c in slots if layout.owner(c) != layout.rank}):
+            emitter.release(group)
+    for chunk in sorted(c for c in slots if layout.owner(c) == layout.rank and c not in static):
+        emitter.drop(chunk)
+    return emitter.take()
 
 
-def resume_items(layout: Layout, where: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
+def resume_accesses(layout: Layout, slots: dict[int, int], static: dict[int, int]) -> tuple[ActionAccess, ...]:
     """Fetch what forward leaves on the device beyond the static residents."""
-    writer = ActionEmitter(layout, payload_residents(static))
-    own = [c for c in sorted(where) if layout.owner(c) == layout.rank]
-    for chunk in own:
-        if chunk not in static:
-            writer.fetch(chunk, where[chunk])
-    for group in sorted({c // layout.world_size for c in where if layout.owner(c) != layout.rank}):
-        writer.gather(group)
-    return writer.take()
+    emitter = ActionEmitter(layout, payload_residents(static))
+    for chunk in sorted(c for c in slots if layout.owner(c) == layout.rank and c not in static):
+        emitter.fetch(chunk, slots[chunk])
+    for group in sorted({c // layout.world_size for c in slots if layout.owner(c) != layout.rank}):
+        emitter.gather(group)
+    return emitter.take()
 
 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
-    """Own payloads (chunk -> slot) that never move, and them with their triples as a state lists them."""
-    payloads = {c: slot for c, slot in static_payloads(layout).items() if layout.owner(c) == layout.rank}
-    return payloads, tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
+    """Payloads (chunk -> slot) that never move, and triples that never move as a state lists them."""
+    return static_payloads(layout), tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
 
 
 def seen_by_backward(
@@ -70,35 +68,32 @@ def seen_by_backward(
 ) -> tuple[tuple[ActionAccess, ...], ...]:
     """Make the last computation before a step follow the end of the step before.
 
-    A label of the step means the running one to the step itself, so it is backward that must wait where a step copies
-    home, or updates by a decision, what no graph touches. Where backward has used what the step before has made, that
-    is no wait.
+    A step's own labels mean the running one, so backward must wait where a step copies home, or updates by a decision,
+    what no graph touches.
     """
-    ends = [[i for i, item in enumerate(step) if item.action.stream is Stream.D2H]]
-    if any(item.action.op is Op.DECIDE for item in step):
-        ends.append([i for i, item in enumerate(step) if item.action.stream is Stream.CPU])
+    ends = [[i for i, access in enumerate(step) if access.action.stream is Stream.D2H]]
+    if any(access.action.op is Op.DECIDE for access in step):
+        ends.append([i for i, access in enumerate(step) if access.action.stream is Stream.CPU])
     graphs = [list(forward), list(backward)]
-    last = [(g, i) for g, items in enumerate(graphs) for i, x in enumerate(items) if x.action.stream is Stream.COMPUTE]
-    items = list(step)
-    for position in (found[-1] for found in ends if found and last):
-        name = f"end of {items[position].action.stream}"
+    last = [
+        (g, i) for g, accesses in enumerate(graphs) for i, x in enumerate(accesses) if x.action.stream is Stream.COMPUTE
+    ]
+    accesses = list(step)
+    for position in (positions[-1] for positions in ends if positions and last):
+        name = f"end of {accesses[position].action.stream}"
         graph, index = last[-1]
         seeing = graphs[graph][index]
         graphs[graph][index] = replace(seeing, reads=(*seeing.reads, name))
-        items[position] = replace(items[position], writes=(*items[position].writes, name))
-    return tuple(graphs[0]), tuple(graphs[1]), tuple(items)
+        accesses[position] = replace(accesses[position], writes=(*accesses[position].writes, name))
+    return tuple(graphs[0]), tuple(graphs[1]), tuple(accesses)
 
 
 def seen_by_forward(
     forward: tuple[ActionAccess, ...], backward: tuple[ActionAccess, ...]
 ) -> tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]]:
-    """Make a computation of forward follow the last copy home of the backward before.
-
-    The next backward fetches the gradients that were copied home, and a label of the backward means the running one to
-    itself. The computation is one in the middle of the forward, long after the copies.
-    """
-    copies = [i for i, item in enumerate(backward) if item.action.stream is Stream.D2H]
-    runs = [i for i, item in enumerate(forward) if item.action.op is Op.RUN]
+    """Make forward follow the last copy home of the backward before, which the next backward fetches."""
+    copies = [i for i, access in enumerate(backward) if access.action.stream is Stream.D2H]
+    runs = [i for i, access in enumerate(forward) if access.action.op is Op.RUN]
     if not copies or not runs:
         return forward, backward
     first, second = list(forward), list(backward)
@@ -109,26 +104,20 @@ def seen_by_forward(
 
 
 def first_of_step(actions: tuple[Action, ...], layout: Layout) -> tuple[Action, ...]:
-    """Turn ``actions`` of a backward that adds to gradients into those of a step's first micro-batch.
-
-    Before the first micro-batch of a step there are no gradients yet.
-    """
-    found, opened = [], set[str]()
+    """Turn ``actions`` of a backward that adds to gradients into those of a step's first micro-batch."""
+    first, opened = [], set[str]()
     for action in actions:
         op = action.op
         if op is Op.FETCH and layout.chunks[action.index].list is ChunkList.GRAD and action.target not in opened:
             opened.add(action.target)
             op = Op.OPEN
-        found.append(replace(action, op=Op.STASH if op is Op.ADD else op))
-    return tuple(found)
+        first.append(replace(action, op=Op.STASH if op is Op.ADD else op))
+    return tuple(first)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPass:
-    """Decides ``programs``, with waits.
-
-    The programs are forward, backward, step, restore, abandon, resume, and those of micro-batches.
-    """
+    """Decides ``programs``, with waits."""
 
     name: str = "step"
     requires: frozenset[str] = frozenset({"liveness", "mapping", "os_home", "segments", "actions"})
@@ -137,10 +126,10 @@ class StepPass:
 
     def __call__(self, draft: Draft) -> Draft:
         layout, home = decided(draft.layout, "layout"), decided(draft.os_home, "os_home")
-        forward, backward = decided(draft.items, "actions")
+        forward, backward = decided(draft.accesses, "actions")
         liveness, share = decided(draft.liveness, "liveness"), draft.options.streamed_share
-        updates = step_items(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
-        if draft.options.measures:
+        updates = step_accesses(layout, liveness, share, host_order(draft, on_host(layout, liveness, share)))
+        if draft.options.tracks_grad_norm:
             backward = with_norms(layout, backward)
             updates = with_decision(layout, backward, updates)
         forward, backward, step = seen_by_backward(forward, backward, updates)
@@ -149,13 +138,13 @@ class StepPass:
             forward, backward = seen_by_forward(forward, backward)
         static, triples = static_residents(layout)
         saved = standing(forward, static, layout)
-        abandon = abandon_items(layout, saved, static)
+        abandon = abandon_accesses(layout, saved, static)
         overlaps = {slot_name(s): tuple(map(slot_name, others)) for s, others in shared_bytes(layout).items()}
         actions = synchronise(forward, backward, step, abandon, overlaps, accumulates=accumulates)
-        resume = joined(resume_items(layout, saved, static))
+        resume = joined(resume_accesses(layout, saved, static))
 
-        def state(phase: Phase, where: dict[int, int]) -> State:
-            return State(phase, (*payload_residents(where), *triples))
+        def state(phase: Phase, slots: dict[int, int]) -> State:
+            return State(phase, (*payload_residents(slots), *triples))
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
         restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])
@@ -172,10 +161,10 @@ class StepPass:
         )
         if defers_reduction(draft):
             named = {p.name: p for p in programs}
-            items = decided(draft.items, "actions")[1]
-            programs += deferring_programs(layout, items, named, measures=draft.options.measures)
+            accesses = decided(draft.accesses, "actions")[1]
+            programs += deferring_programs(layout, accesses, named, tracks_grad_norm=draft.options.tracks_grad_norm)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
-        places = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
-        where = ", ".join(f"{count} updates on the {place}" for count, place in places if count or place is home)
-        return replace(draft, programs=programs, note=f"{where}, {waits} waits")
+        counts = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
+        updated = ", ".join(f"{count} updates on the {at}" for count, at in counts if count or at is home)
+        return replace(draft, programs=programs, note=f"{updated}, {waits} waits")

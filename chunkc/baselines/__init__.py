@@ -1,10 +1,8 @@
 """Other systems, modelled in the simulator of plans.
 
-The results say what these systems would make of the same model on the same machine.
-
 Each policy is a model of a published system at the level that its paper describes: what stands where, what moves when,
 what waits for what. They get the same operators, layer by layer, and the same rates as a plan, and time goes through
-the same engine. None of them is that system's code, and nothing here was measured: every result says *modelled*.
+the same engine. Nothing here was measured: every result says *modelled*.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Places of PatrickStar's chunks through an iteration, with the moves, gathers and reductions for it.
 
-A rank's own chunk of a group is on the device or on the host, one copy of it; the other ranks' chunks are on the device
-from the first use of the group in a pass to its last (algorithms 1 and 2 of the paper). When a stretch needs a group
-and there is no room, others are evicted: the one used last (Belady), or in the order of the list. In the update a
-triple on the device needs its gradients there, one on the host needs them on the host.
+A rank's own chunk of a group is on the device or on the host; the other ranks' chunks are on the device from the first
+use of the group in a pass to its last (algorithms 1 and 2 of the paper). Where there is no room for a group, the one
+used last is evicted (Belady), or in the order of the list. In the update a triple needs its gradients beside it.
 """
 
 from __future__ import annotations
@@ -38,14 +37,10 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class ChunkCache:
-    """The steady iteration of one rank.
+    """The steady iteration of one rank, with the triples of the first groups on the device.
 
-    Attributes:
-        course, packing: the model and its chunks.
-        payload_nbytes: of a chunk's payload.
-        room_nbytes: for chunks while a stretch runs, gathered ones included.
-        num_device_triples: triples on the device, those of the first groups.
-        by_list_order: evict in the order of the list, not what is used last.
+    ``room_nbytes``: for chunks while a stretch runs, gathered ones included. ``by_list_order``: evict in the order of
+    the list, not what is used last.
     """
 
     course: Course
@@ -83,10 +78,7 @@ class ChunkCache:
 
 @dataclass(slots=True)
 class _Walk:
-    """The walk through one iteration, move by move.
-
-    ``standing`` has the groups whose own chunk is on the device, ``gathered`` the groups with all chunks there.
-    """
+    """One iteration, move by move; ``standing``: groups whose own chunk is on the device."""
 
     cache: ChunkCache
     standing: set[int]

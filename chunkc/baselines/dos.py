@@ -1,10 +1,9 @@
 """``dos``: optimizer states on the host, every k-th part of the update on the device.
 
 Deep Optimizer States (Maurya et al., 2024) on ZeRO-3: param16 and grad16 stay on the devices, each rank its part, and
-layers are gathered where they are used. Gradients are copied to the host while backward goes on. The update goes by
-*subgroups*: of every k one is loaded (12 bytes a parameter), updated on the device and stored, while the host updates
-the others and copies their parameters over. An integer k balances both where k >= 1 + 12 U / B, with U the host's rate
-of updates and B the link's bandwidth per direction.
+layers are gathered where they are used. Gradients are copied to the host while backward goes on. Of every k *subgroups*
+one is loaded (12 bytes a parameter), updated on the device and stored, while the host updates the others and copies
+their parameters over; k >= 1 + 12 U / B, with U the host's rate of updates and B the link's bandwidth per direction.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ def dos(course: Course, machine: Machine) -> Outcome:
     update_nbytes = NUM_SUBGROUPS_ON_DEVICE * OS_NBYTES_PER_ELEMENT * min(SUBGROUP_NUMEL, numel)
     device_nbytes = kept_nbytes + max(update_nbytes, _working_nbytes(course, ranks))
     host_nbytes = (OS_NBYTES_PER_ELEMENT + payload) * numel
-    found = refused(NAME, machine, device_nbytes, host_nbytes)
-    if found is not None:
-        return found
+    refusal = refused(NAME, machine, device_nbytes, host_nbytes)
+    if refusal is not None:
+        return refusal
     writer = Writer(machine, course)
     last_copy = _passes(writer)
     every = stride(machine, course.dtype)
@@ -56,11 +55,7 @@ def _working_nbytes(course: Course, ranks: int) -> int:
     """Most bytes of activations and gathered layers; one rank has its layers and gradients already."""
     if ranks == 1:
         return max(s.nonmodel_nbytes - course.nbytes(s.grads) for s in course.stretches)
-    ahead = [*course.stretches[1:], *course.stretches[:1]]
-    return max(
-        s.nonmodel_nbytes + course.nbytes(s.params) + course.nbytes(following.params)
-        for s, following in zip(course.stretches, ahead, strict=True)
-    )
+    return course.next_fetched_nbytes
 
 
 def _passes(writer: Writer) -> str:

@@ -23,9 +23,9 @@ def l2l(course: Course, machine: Machine) -> Outcome:
     host_nbytes = HOST_NBYTES_PER_PARAM * course.trained_numel
     if machine.world_size > 1:
         return Outcome(NAME, machine.name, "a system for one GPU", 0, device_nbytes, host_nbytes)
-    found = refused(NAME, machine, device_nbytes, host_nbytes)
-    if found is not None:
-        return found
+    refusal = refused(NAME, machine, device_nbytes, host_nbytes)
+    if refusal is not None:
+        return refusal
     writer = Writer(machine, course)
     ready, updated = "", ""
     for stretch in course.stretches:

@@ -11,15 +11,7 @@ from chunkc.hardware.usable_memory import UsableMemory
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """One rank.
-
-    Attributes:
-        name: of the whole machine.
-        rates: of one rank.
-        device_nbytes: of its device, as far as models may have it.
-        host_nbytes: its share of the host's memory.
-        world_size: ranks.
-    """
+    """One rank of the machine ``name``: rates, bytes that models may have, and the number of ranks."""
 
     name: str
     rates: CostRates

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from chunkc.baselines.machine import Machine
-from chunkc.baselines.stretches import Course
 from chunkc.baselines.writer import Writer
 from chunkc.cost.simulate import Facts, simulate_script
-from chunkc.cost.timeline import PATRICKSTAR_FACTOR, Flops, Peaks, Timeline
+from chunkc.cost.timeline import Flops, Peaks, Timeline
 from chunkc.ir.actions import Stream
-from chunkc.ir.schedule import GraphKind
-from chunkc.ir.work import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +41,14 @@ class Outcome:
 
     @property
     def moved_nbytes(self) -> int:
-        """Bytes that one rank copies between host and device in an iteration, both directions.
-
-        0 where the model does not fit.
-        """
+        """Bytes that one rank copies between host and device in an iteration; 0 where the model does not fit."""
         if self.timeline is None:
             return 0
         return self.timeline.stream(Stream.H2D).nbytes + self.timeline.stream(Stream.D2H).nbytes
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for ``json.dumps``."""
-        found = self.timeline
+        figures = ("step_ms", "tokens_per_s", "patrickstar_tflops", "model_tflops", "bound")
         return {
             "policy": self.policy,
             "modelled": True,
@@ -65,11 +59,7 @@ class Outcome:
             "device_peak_nbytes": self.device_nbytes,
             "host_nbytes": self.host_nbytes,
             "moved_nbytes": self.moved_nbytes,
-            "step_ms": None if found is None else found.step_ms,
-            "tokens_per_s": None if found is None else found.tokens_per_s,
-            "patrickstar_tflops": None if found is None else found.patrickstar_tflops,
-            "model_tflops": None if found is None else found.model_tflops,
-            "bound": None if found is None else found.bound,
+            **{name: getattr(self.timeline, name, None) for name in figures},
             "notes": list(self.notes),
         }
 
@@ -98,20 +88,12 @@ def simulated(
         num_samples=schedule.num_samples * machine.world_size,
         num_tokens=schedule.num_tokens * machine.world_size,
         world_size=machine.world_size,
-        flops=flops_of(course),
+        flops=Flops.of(
+            *([work for s in course.graph(graph.kind) for work in s.work] for graph in schedule.graphs),
+            numel=course.numel,
+            num_tokens=schedule.num_tokens,
+        ),
         peaks=Peaks(device_nbytes, "", device_nbytes - course.nonmodel_nbytes, "", host_nbytes),
     )
     timeline = simulate_script(writer.script(), facts, machine.rates)
     return Outcome(policy, machine.name, "", 0, device_nbytes, host_nbytes, timeline, notes)
-
-
-def flops_of(course: Course) -> Flops:
-    """Counted as those of a plan are."""
-
-    def of(kind: GraphKind) -> int:
-        return sum(w.flops for s in course.graph(kind) for w in s.work if w.kind is not Kind.MEMORY)
-
-    forward, backward = of("forward"), of("backward")
-    tokens = course.schedule.num_tokens
-    counted = PATRICKSTAR_FACTOR * course.numel * tokens if tokens else None
-    return Flops(min(3 * forward, forward + backward), forward + backward, counted)

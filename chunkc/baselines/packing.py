@@ -1,8 +1,7 @@
 """PatrickStar's chunks: parameters in the order of initialisation, one module's kept together.
 
-The packing follows section 6.1.1 of its paper. A chunk that cannot take all parameters of a module is closed; the
-module opens the next. All chunks are of one size, which is searched for: the one that wastes least. Chunks are dealt
-out to ranks in turn, and their number is rounded up.
+As in section 6.1.1 of its paper, a chunk that cannot take all parameters of a module is closed. All chunks are of the
+size that wastes least; they are dealt out to ranks in turn, and their number is rounded up.
 """
 
 from __future__ import annotations
@@ -71,15 +70,14 @@ def pack(course: Course, chunk_numel: int, ranks: int = 1) -> Packing | None:
 def packings(course: Course, sizes: tuple[int, ...], ranks: int) -> list[Packing]:
     """Packings that are possible, the least wasteful first, the smaller chunk among equals.
 
-    Rank padding counts as waste. Where a module is larger than the largest size, as many sizes are tried from that
-    module on.
+    Rank padding counts as waste. Where a module is larger than all sizes, as many are tried from that module on.
     """
     largest = max((sum(numels) for numels in _modules(course)), default=0)
     if largest > max(sizes):
         first = -(-largest // STEP) * STEP
         sizes = tuple(first + number * STEP for number in range(len(sizes)))
-    found = [p for size in sizes if (p := pack(course, size, ranks)) is not None]
-    return sorted(found, key=lambda p: (len(p.used) * p.chunk_numel, p.chunk_numel))
+    possible = [p for size in sizes if (p := pack(course, size, ranks)) is not None]
+    return sorted(possible, key=lambda p: (len(p.used) * p.chunk_numel, p.chunk_numel))
 
 
 def _modules(course: Course) -> list[list[int]]:

@@ -1,11 +1,10 @@
 """``patrickstar`` and ``static``: chunks that move between device and host, one move at a time.
 
 PatrickStar (Fang et al., 2021, sections 6 and 7). Model data are 14 bytes a parameter in chunks, each in one place at a
-time; gradients are copied from temporary memory to the place of their parameters (section 6.1). In the warm-up
-iteration a fifth of the device's memory is for chunks, so all chunks together have to fit into that and host memory:
-this bounds what it can hold. From then on chunks have what activations leave at each moment, and triples fill the
-*margin*: memory less peak activations less parameters. Chunks are moved when an operator asks for them, and everything
-waits for a move: copies, collectives and updates take turns with the computation.
+time; gradients are copied over their parameters (section 6.1). In the warm-up iteration a fifth of the device's memory
+is for chunks: that and host memory bound what it can hold. From then on chunks have what activations leave at each
+moment, and triples fill the *margin*: memory less peak activations less parameters. Copies, collectives and updates
+take turns with the computation.
 
 ``static`` is the same without the tracer: chunks have a fifth of the device's memory at any moment, are evicted in the
 order of the list, and all triples are on the host (the ablation of the paper's figure 15).
@@ -31,13 +30,9 @@ WARM_UP_PERCENT = 20
 
 @dataclass(frozen=True, slots=True)
 class PatrickStar:
-    """The policy.
+    """The policy: ``sizes`` of chunks to search, in elements, and whether triples may stand in the margin.
 
-    Attributes:
-        name: for its outcomes.
-        sizes: chunk sizes to search, in elements.
-        traced: whether it knows what activations take at each moment; else it is ``static``.
-        os_on_device: whether triples may stand in the margin.
+    ``traced``: whether it knows what activations take at each moment; else it is ``static``.
     """
 
     name: str = "patrickstar"
@@ -68,10 +63,7 @@ class PatrickStar:
         return machine.device_nbytes * WARM_UP_PERCENT // 100
 
     def capacity_nbytes(self, machine: Machine) -> int:
-        """Bytes of chunks that one rank can hold.
-
-        They are what the warm-up leaves on the device, and the rank's share of the host.
-        """
+        """Bytes of chunks that one rank can hold: those of the warm-up, and its share of the host."""
         return self.warm_up_nbytes(machine) + machine.host_nbytes
 
     def margin(self, course: Course, machine: Machine, packing: Packing) -> int:
@@ -84,9 +76,9 @@ class PatrickStar:
     def _with(self, course: Course, machine: Machine, packing: Packing) -> Outcome:
         warm_up_nbytes, total_nbytes = self.warm_up_nbytes(machine), self.total_nbytes(course, packing)
         device_nbytes = warm_up_nbytes + (0 if self.traced else course.nonmodel_nbytes)
-        why = refused(self.name, machine, device_nbytes, total_nbytes - warm_up_nbytes)
-        if why is not None:
-            return why
+        refusal = refused(self.name, machine, device_nbytes, total_nbytes - warm_up_nbytes)
+        if refusal is not None:
+            return refusal
         margin = self.margin(course, machine, packing) if self.traced and self.os_on_device else 0
         for triples in range(max(0, min(margin, packing.num_groups)), -1, -1):
             try:
@@ -114,9 +106,9 @@ class PatrickStar:
         cache = ChunkCache(course, packing, payload_nbytes, room_nbytes, triples, by_list_order=not self.traced)
         moves, most_on_host = cache.iteration()
         host_nbytes = (packing.num_groups - triples) * triple_nbytes + most_on_host * payload_nbytes
-        found = refused(self.name, machine, 0, host_nbytes)
-        if found is not None:
-            return found
+        refusal = refused(self.name, machine, 0, host_nbytes)
+        if refusal is not None:
+            return refusal
         writer = Writer(machine, course, in_turn=True)
         for move in moves:
             _write(writer, packing, payload_nbytes, move)

@@ -1,8 +1,7 @@
-"""Operators of a schedule, layer by layer.
+"""Operators of a schedule, layer by layer, as papers describe systems.
 
-At this level papers describe the systems that are modelled here. A *stretch* is a run of operators of one layer, or of
-none (embeddings, heads): in backward what is computed again and the gradients of it. Operators without a module, such
-as sums of gradients, belong to the layer before them.
+A *stretch* is a run of operators of one layer, or of none (embeddings, heads): in backward what is computed again and
+the gradients of it. Operators without a module, such as sums of gradients, belong to the layer before them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, GraphKind, Operator, Schedule
+from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, Operator, Schedule, commonest_dtype
 from chunkc.ir.work import Work, work_of
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
@@ -46,10 +45,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Course:
-    """One iteration of a model in stretches, and what policies ask of its parameters.
-
-    ``stretches``: those of forward, then those of backward. ``model``: its name.
-    """
+    """One iteration of a model in stretches: those of forward, then those of backward."""
 
     schedule: Schedule
     stretches: tuple[Stretch, ...]
@@ -58,12 +54,12 @@ class Course:
     @classmethod
     def of(cls, schedule: Schedule, model: str = "") -> Course:
         """The stretches of ``schedule``."""
-        found = []
+        stretches = []
         for graph in schedule.graphs:
             for number, (_, operators) in enumerate(runs_of(graph.operators)):
                 name = f"{SEGMENT_PREFIX[graph.kind]}.{number}"
-                found.append(_stretch(schedule, graph.kind, name, operators))
-        return cls(schedule, tuple(found), model)
+                stretches.append(_stretch(schedule, graph.kind, name, operators))
+        return cls(schedule, tuple(stretches), model)
 
     @cached_property
     def numel(self) -> int:
@@ -83,10 +79,16 @@ class Course:
     @cached_property
     def dtype(self) -> str:
         """Of most parameters' payloads."""
-        numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
-        for info in self.schedule.params:
-            numel[info.dtype] += info.numel
-        return max(numel, key=lambda name: numel[name])
+        return commonest_dtype(self.schedule.params)
+
+    @property
+    def next_fetched_nbytes(self) -> int:
+        """Most bytes of a stretch with its own parameters and those that come for the next one."""
+        ahead = [*self.stretches[1:], *self.stretches[:1]]
+        return max(
+            s.nonmodel_nbytes + self.nbytes(s.params) + self.nbytes(following.params)
+            for s, following in zip(self.stretches, ahead, strict=True)
+        )
 
     def nbytes(self, params: Sequence[int]) -> int:
         """Payload bytes of ``params``."""
@@ -105,8 +107,8 @@ def runs_of(operators: Sequence[Operator]) -> list[tuple[str, list[Operator]]]:
     """Operators cut where the layer changes, with the path of each layer; empty where there is none."""
     runs: list[tuple[str, list[Operator]]] = []
     for op in operators:
-        found = _LAYER.match(op.layer)
-        layer = found[0] if found else ""
+        match = _LAYER.match(op.layer)
+        layer = match[0] if match else ""
         if runs and (not op.layer or layer == runs[-1][0]):
             runs[-1][1].append(op)
         else:

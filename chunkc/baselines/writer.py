@@ -1,7 +1,4 @@
-"""Writer of a modelled system's iteration as a script of the simulator.
-
-The rates are the same as for a plan's actions.
-"""
+"""Writer of a modelled system's iteration as a script of the simulator."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 class Writer:
     """Actions in the order of launch. Every method adds one and returns its label, for others to wait for.
 
-    Attributes:
-        machine: whose rates to take.
-        course: the model.
-        in_turn: whether every action waits for the one before it, as in a system without overlap.
+    ``in_turn``: whether every action waits for the one before it, as in a system without overlap.
     """
 
     machine: Machine

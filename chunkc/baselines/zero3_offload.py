@@ -1,7 +1,5 @@
 """``zero3-offload``: parameters live on the host in parts, and come tensor by tensor.
 
-Tensors come while others compute.
-
 ZeRO-3 with ZeRO-Infinity's host offload (Rajbhandari et al., 2021, section 5): each rank holds its part of every tensor
 on the host. Before a layer runs, its tensors are copied to the device and gathered, one by one; the next layer's
 come meanwhile. They are dropped when it has run. Gradients are reduced and copied to the host tensor by tensor, and the
@@ -22,11 +20,11 @@ HOST_NBYTES_PER_PARAM = 16
 
 def zero3_offload(course: Course, machine: Machine) -> Outcome:
     """Model ``course`` under ZeRO-3 with offload."""
-    device_nbytes = _device_nbytes(course)
+    device_nbytes = course.next_fetched_nbytes
     host_nbytes = HOST_NBYTES_PER_PARAM * course.trained_numel // machine.world_size
-    found = refused(NAME, machine, device_nbytes, host_nbytes)
-    if found is not None:
-        return found
+    refusal = refused(NAME, machine, device_nbytes, host_nbytes)
+    if refusal is not None:
+        return refusal
     writer = Writer(machine, course)
     runs: list[str] = []
     last_copy = ""
@@ -45,15 +43,6 @@ def zero3_offload(course: Course, machine: Machine) -> Outcome:
 def part_sizes(course: Course, params: tuple[int, ...], ranks: int) -> list[int]:
     """Bytes of one rank's part of each tensor."""
     return [course.schedule.params[p].nbytes // ranks for p in params]
-
-
-def _device_nbytes(course: Course) -> int:
-    """A stretch runs beside its own tensors and those that come for the next."""
-    ahead = [*course.stretches[1:], *course.stretches[:1]]
-    return max(
-        s.nonmodel_nbytes + course.nbytes(s.params) + course.nbytes(following.params)
-        for s, following in zip(course.stretches, ahead, strict=True)
-    )
 
 
 def _fetch(writer: Writer, stretch: Stretch, runs: list[str]) -> str:

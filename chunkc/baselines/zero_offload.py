@@ -1,10 +1,9 @@
 """``zero-offload``: parameters stay on the device, gradients go to the host, which updates them.
 
 ZeRO-Offload (Ren et al., 2021, sections 4 and 5): every rank keeps all of param16. While backward goes on, gradients
-are reduced to their owners and copied to the host, each rank its part. When backward is done the host updates, and the
-new parameters are copied back behind the updates; ranks then gather them. 4 bytes cross the host link for each
-parameter, and the host holds 16 of it: a triple, a gradient and a copy of the parameter. The delayed update, which
-trains with old gradients, is left out.
+are reduced to their owners and copied to the host, each rank its part. When backward is done the host updates, the new
+parameters are copied back, and ranks gather them. The host holds 16 bytes for each parameter: a triple, a gradient and
+a copy of the parameter. The delayed update, which trains with old gradients, is left out.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def zero_offload(course: Course, machine: Machine) -> Outcome:
     params_nbytes = course.nbytes(range(len(course.schedule.params)))
     device_nbytes = params_nbytes + course.nonmodel_nbytes
     host_nbytes = HOST_NBYTES_PER_PARAM * course.trained_numel // ranks
-    found = refused(NAME, machine, device_nbytes, host_nbytes)
-    if found is not None:
-        return found
+    refusal = refused(NAME, machine, device_nbytes, host_nbytes)
+    if refusal is not None:
+        return refusal
     writer = Writer(machine, course)
     last_copy = ""
     for stretch in course.stretches:

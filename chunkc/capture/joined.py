@@ -20,7 +20,7 @@ def saved_nbytes(schedule: Schedule) -> int:
     return operators[-1].live_after_nbytes if operators else 0
 
 
-def beside(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
+def concurrent(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
     """Return ``schedule`` with ``nbytes`` more alive all the time.
 
     The model trains ``also_trained`` elsewhere.
@@ -42,7 +42,7 @@ def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Sc
     """One iteration over all graphs, and the operators at which a new graph begins.
 
     Args:
-        schedules: in the order in which their forwards run, each as it is beside the others (``beside``).
+        schedules: in the order in which their forwards run, each as it is beside the others (``concurrent``).
         also_trained: parameters that may get gradients from anywhere.
 
     A gradient to which several graphs contribute counts where the last of them runs; the others read the parameter,

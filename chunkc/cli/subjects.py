@@ -123,7 +123,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         policy=args.policy,
         accumulate=_accumulate(args),
         shard=args.shard,
-        measures=args.clip,
+        tracks_grad_norm=args.clip,
     )
 
 

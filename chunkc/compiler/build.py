@@ -157,7 +157,7 @@ def measuring(built: CompiledPlan, passes: Sequence[Pass] | None) -> Callable[[]
     Returns:
         The function; None where the plan of ``built`` measures gradients already.
     """
-    if built.planned.plan.measures:
+    if built.planned.plan.tracks_grad_norm:
         return None
 
     def make() -> Plan | None:
@@ -187,9 +187,9 @@ def budget_chooser(rates: CostRates | None, request: Callable[[], PlanRequest]) 
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
         found = request()
-        measures = found.options.measures
+        tracks_grad_norm = found.options.tracks_grad_norm
         choice = choose_budget(
-            schedule_with, lambda s: _plan(with_norms(s) if measures else s, found.target, found).plan, rates
+            schedule_with, lambda s: _plan(with_norms(s) if tracks_grad_norm else s, found.target, found).plan, rates
         )
         return choice.budget, choice.note
 

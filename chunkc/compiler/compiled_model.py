@@ -291,7 +291,7 @@ class CompiledModel:
         target = self._with_least(target)
         has_norms = any(executor.norm_table is not None for executor in self.runtime.executors.values())
         wanted = self.runtime.tracks_grad_norm and (layout is None or has_norms)
-        options = replace(settings.options, measures=settings.options.measures or wanted)
+        options = replace(settings.options, tracks_grad_norm=settings.options.tracks_grad_norm or wanted)
         return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
 
     def _agree_on_budgets(self) -> None:
@@ -317,7 +317,9 @@ class CompiledModel:
         self.shapes.check_room()
         self._log_captured(captured)
         request = self.request()
-        decided = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
+        decided = with_decisions(
+            captured, tracks_grad_norm=request.options.tracks_grad_norm, scales=request.options.scales
+        )
         built = build(decided, request, self.settings.compiler)
         self.shapes.captured()
         self._on_built(built)

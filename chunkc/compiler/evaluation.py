@@ -190,7 +190,7 @@ class Evaluator:
         logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
         if not num_ops or training is None:
             raise CaptureError("there is nothing to compute, or no training program to stand beside")
-        decided = with_decisions(captured, measures=training.plan.measures, scales=False)
+        decided = with_decisions(captured, tracks_grad_norm=training.plan.tracks_grad_norm, scales=False)
         built = build(decided, self._owner.request(), self._compiler)
         plan = built.planned.plan
         verify_beside(plan, training.plan)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import BoxedCallable, Compiled
 from chunkc.capture.graphs import Captured, CapturedGraph
-from chunkc.capture.joined import beside, join, saved_nbytes
+from chunkc.capture.joined import concurrent, join, saved_nbytes
 from chunkc.compiler.build import CompiledPlan, PlanRequest, build, measuring
 from chunkc.compiler.graph_entry import GraphSlot, callables, frozen_callable, install, slot_of
 from chunkc.compiler.memory.decisions import with_decisions
@@ -86,9 +86,11 @@ class BrokenForwards:
         held_nbytes = sum(saved_nbytes(r.captured.schedule) for r in self._recorded if r.ran(self._runtime))
         trainable = [i for i, info in enumerate(captured.schedule.params) if info.trainable]
         beside_others = replace(
-            captured, schedule=beside(captured.schedule, held_nbytes, trainable), beside_nbytes=held_nbytes
+            captured, schedule=concurrent(captured.schedule, held_nbytes, trainable), beside_nbytes=held_nbytes
         )
-        beside_others = with_decisions(beside_others, measures=self._request().options.measures, scales=False)
+        beside_others = with_decisions(
+            beside_others, tracks_grad_norm=self._request().options.tracks_grad_norm, scales=False
+        )
         if self._runtime.layout is not None:
             self._plan_later(beside_others, slot)
         self._recorded.append(_Record(captured, beside_others, slot))

@@ -108,7 +108,7 @@ def _plan(
     started = time.perf_counter()
     choose = budget_chooser(target.rates, lambda: PlanRequest(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
-    captured = with_decisions(captured, measures=options.measures, scales=options.scales)
+    captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
     capture_ms = 1e3 * (time.perf_counter() - started)
     dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
     return plan_schedule(captured.schedule, target, options, (dynamo, *captured.stages), backend, passes)

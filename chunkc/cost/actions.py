@@ -57,7 +57,6 @@ class ActionCosts:
         self._plan, self._rates = plan, rates
         self._layout = plan.layout
         self._segments = {s.name: s for s in plan.segments}
-        self._parts = {p.param: p for p in plan.layout.placements}
         self._makers: dict[Op, Callable[[Action], tuple[float, int, int]]] = {
             Op.RUN: self._run,
             Op.STASH: self._stash,
@@ -109,21 +108,11 @@ class ActionCosts:
         """A copy within device memory of each gradient's part in the chunk; a sum reads what stands there too."""
         chunk = self._chunk(action)
         mapped = chunk.index if chunk.partner is None else chunk.partner
-        parts = [self._part_numel(p, mapped) for p in self._segments[action.source or ""].lands]
+        lands = self._segments[action.source or ""].lands
+        parts = [part for p in lands for index, part in self._layout.parts_of(p) if index == mapped]
         nbytes = sum(parts) * DTYPE_NBYTES[chunk.dtype]
         touched_nbytes = nbytes * (3 if action.op is Op.ADD else 2)
         return memory_ms(touched_nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
-
-    def _part_numel(self, param: int, chunk: int) -> int:
-        """Elements of ``param`` that stand in ``chunk``."""
-        place = self._parts[param]
-        left, offset = self._layout.params[param].numel, place.offset
-        for index in place.chunks:
-            part = min(left, self._layout.chunks[index].numel - offset)
-            if index == chunk:
-                return part
-            left, offset = left - part, 0
-        return 0
 
     def _copy(self, action: Action) -> tuple[float, int, int]:
         chunk = self._chunk(action)
@@ -184,10 +173,7 @@ class ActionCosts:
 
 
 def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
-    """Demand of an action on ``stream`` at full speed, with latencies as if they moved bytes too.
-
-    ``dtype`` is that of the payload that a host update writes.
-    """
+    """Demand of an action on ``stream`` at full speed; ``dtype``: what a host update writes."""
     if stream is Stream.H2D:
         return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
     if stream is Stream.D2H:
@@ -221,10 +207,7 @@ def memory_ms(nbytes: int, rates: CostRates) -> float:
 
 
 def all_gather_ms(nbytes: int, world_size: int, links: Links) -> float:
-    """Milliseconds of an all-gather of ``nbytes`` from every rank.
-
-    A reduce-scatter moves the same the other way.
-    """
+    """Milliseconds of an all-gather (or a reduce-scatter) of ``nbytes`` from every rank."""
     in_node = (world_size - 1) * nbytes / links.gpu_gb_per_s * 1e-6
     num_outside = max(0, world_size - links.gpus_per_node)
     between = 0.0 if links.node_gb_per_s is None else num_outside * nbytes / links.node_gb_per_s * 1e-6

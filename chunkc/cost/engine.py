@@ -1,11 +1,9 @@
-"""An event-driven simulation of streams.
-
-Streams are queues that carry out their tasks in order, after waits, at changing speeds.
+"""An event-driven simulation of streams: queues that carry out tasks in order, after waits.
 
 A *host* issues tasks in order, each at a cost of its own time; a task can start once it is issued, its stream is free,
 and the tasks that it waits for are complete (a little later where they are on another stream). Between two events, a
-start or an end, every running task progresses at the speed that the sharing law gives the set that runs. This is the
-fluid model of processor sharing, computed exactly: speeds are constant between events, so ends have a closed form.
+start or an end, every running task progresses at the speed that the sharing law gives the set that runs (the fluid
+model of processor sharing): speeds are constant between events, so ends have a closed form.
 
 Where the host carries out compute tasks itself, it issues nothing meanwhile.
 """
@@ -60,14 +58,7 @@ class Task:
 
 @dataclass(slots=True)
 class Engine:
-    """Simulates tasks as they are added.
-
-    Attributes:
-        sharing: how tasks that run together slow each other.
-        handoff_ms: added to a wait for a task on another stream.
-        runs_inline: whether the host carries out compute tasks itself.
-        tasks: all of them, by number.
-    """
+    """Simulates tasks as they are added; ``handoff_ms`` is added to waits for another stream's tasks."""
 
     sharing: Sharing
     handoff_ms: float = 0.0

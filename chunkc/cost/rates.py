@@ -1,10 +1,8 @@
-"""The rates of one rank of a machine, as the simulator needs them.
-
-They come from a calibrated profile, else from the catalogue.
+"""The rates of one rank of a machine, from a calibrated profile, else from the catalogue.
 
 All ranks of a node do the same at the same time, so each has an equal share of the host's memory bandwidth and cores.
-Figures of a data sheet are multiplied by the assumed efficiency; measured ones are taken as they are. A measured device
-without a GPU's name, the emulated one, carries its computations out on the thread that launches them.
+Figures of a data sheet are multiplied by the assumed efficiency; measured ones are taken as they are. The emulated
+device carries its computations out on the thread that launches them.
 """
 
 from __future__ import annotations
@@ -91,20 +89,18 @@ class CostRates:
     sharing: Sharing = Alone()  # noqa: RUF009 - frozen
 
     def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
-        """The entry of ``table`` for ``dtype``; without one, that of another dtype.
-
-        For 16 bits that is the other 16-bit kind if only that is there. Else it is fp32.
+        """The entry of ``table`` for ``dtype``; without one, that of the other 16-bit kind or of fp32.
 
         Raises:
             HardwareError: when none of these was measured.
         """
         other = [name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS]
-        found = next((table[name] for name in (dtype, *other, "float32") if name in table), None)
-        if found is None:
+        rate = next((table[name] for name in (dtype, *other, "float32") if name in table), None)
+        if rate is None:
             raise HardwareError(
                 f"the rates of {self.hw} have none for {dtype or 'float32'}: calibrate the machine again"
             )
-        return found
+        return rate
 
 
 def update_nbytes(dtype: str) -> int:
@@ -186,12 +182,7 @@ def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
 
 
 def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> CostRates:
-    """Measured rates, completed from the catalogue.
-
-    The rates of a GPU's links between ranks and of its kernel launches are not measured: they are the catalogue's.
-
-    What was measured is one device with the whole host: ranks of a node share the cores and the memory of its updates.
-    """
+    """Measured rates; those of links and kernel launches are the catalogue's, ranks share the host."""
     measured = CostRates(
         hw=str(hw),
         matmul_tflops=_by_dtype(rates.matmul_tflops),

@@ -17,28 +17,28 @@ Names = Sequence[tuple[str, str, str]]
 def slices_of(tasks: Sequence[Task], names: Names, base_ms: float) -> tuple[Slice, ...]:
     """The actions of one iteration, by stream and start; ``names``: label, program and text of each."""
     order = {stream: number for number, stream in enumerate(Stream)}
-    found = [
+    slices = [
         Slice(*name[:3], t.stream, t.start_ms - base_ms, t.end_ms - base_ms, t.cost.alone_ms, t.cost.nbytes)
         for t, name in zip(tasks, names, strict=True)
     ]
-    return tuple(sorted(found, key=lambda s: order[s.stream]))  # each stream is in order already
+    return tuple(sorted(slices, key=lambda s: order[s.stream]))  # each stream is in order already
 
 
 def stream_times(tasks: Sequence[Task], path_ms: dict[str, float]) -> tuple[StreamTime, ...]:
     """Of the streams that have actions in ``tasks``, which are one iteration."""
-    found = []
+    times = []
     for stream in Stream:
-        own = [t for t in tasks if t.stream is stream]
-        if own:
-            busy_ms = sum(t.end_ms - t.start_ms for t in own)
-            alone_ms, nbytes = sum(t.cost.alone_ms for t in own), sum(t.cost.nbytes for t in own)
-            found.append(StreamTime(stream, busy_ms, alone_ms, path_ms.get(str(stream), 0.0), len(own), nbytes))
-    return tuple(found)
+        on_stream = [t for t in tasks if t.stream is stream]
+        if on_stream:
+            busy_ms = sum(t.end_ms - t.start_ms for t in on_stream)
+            alone_ms, nbytes = sum(t.cost.alone_ms for t in on_stream), sum(t.cost.nbytes for t in on_stream)
+            times.append(StreamTime(stream, busy_ms, alone_ms, path_ms.get(str(stream), 0.0), len(on_stream), nbytes))
+    return tuple(times)
 
 
 def stalls_of(engine: Engine, tasks: Sequence[Task], names: Names) -> tuple[Stall, ...]:
     """Idle times of the compute stream before the actions of one iteration, the longest first."""
-    found = []
+    stalls = []
     last = _before(engine, tasks)
     for task, (label, _, text) in zip(tasks, names, strict=True):
         if task.stream is not Stream.COMPUTE:
@@ -48,18 +48,18 @@ def stalls_of(engine: Engine, tasks: Sequence[Task], names: Names) -> tuple[Stal
         if stall_ms > _SHORTEST_STALL_MS:
             cause = _cause(engine, task, task.start_ms - stall_ms)
             path = _sums(walk_back(engine, task, task.start_ms, task.start_ms - stall_ms))
-            found.append(
+            stalls.append(
                 Stall(label, text, stall_ms, cause, tuple(sorted(path.items(), key=lambda p: (-round(p[1], 9), p[0]))))
             )
-    return tuple(sorted(found, key=lambda s: -round(s.stall_ms, 9)))
+    return tuple(sorted(stalls, key=lambda s: -round(s.stall_ms, 9)))
 
 
 def _cause(engine: Engine, task: Task, since_ms: float) -> str:
     """The name of what ``task`` waited for; ``host`` where only launching was left from ``since_ms`` on."""
-    found = task.cause if task.cause is not None else task.host_cause
-    if found is None or (task.cause is None and engine.tasks[found].end_ms <= since_ms):
+    cause = task.cause if task.cause is not None else task.host_cause
+    if cause is None or (task.cause is None and engine.tasks[cause].end_ms <= since_ms):
         return "host"
-    return engine.tasks[found].name
+    return engine.tasks[cause].name
 
 
 def _before(engine: Engine, tasks: Sequence[Task]) -> Task | None:
@@ -74,20 +74,17 @@ def critical_path(engine: Engine, tasks: Sequence[Task], length_ms: float, count
     The path is followed for ``length_ms``, and its earlier end of ``counted_ms`` counts: behind that, it has found its
     way to what really bounds the iterations.
     """
-    own = [t for t in tasks if t.stream is Stream.COMPUTE] or list(tasks)
-    if not own or counted_ms <= 0:
+    computing = [t for t in tasks if t.stream is Stream.COMPUTE] or list(tasks)
+    if not computing or counted_ms <= 0:
         return {}
-    last = own[-1]
+    last = computing[-1]
     end_ms = last.end_ms - length_ms + counted_ms
     parts = walk_back(engine, last, last.end_ms, last.end_ms - length_ms)
     return _sums((name, start_ms, min(stop_ms, end_ms)) for name, start_ms, stop_ms in parts if start_ms < end_ms)
 
 
 def walk_back(engine: Engine, task: Task, from_ms: float, to_ms: float) -> Iterator[tuple[str, float, float]]:
-    """The critical path from ``from_ms`` back to ``to_ms``: (stream, start, end).
-
-    At ``from_ms``, ``task`` runs, ends or starts.
-    """
+    """The critical path from ``from_ms``, where ``task`` is at work, back to ``to_ms``."""
     now_ms, current = from_ms, task
     while now_ms > to_ms:
         if current.worked_ms < now_ms:  # done, but the host had not launched all of it
@@ -109,10 +106,10 @@ def walk_back(engine: Engine, task: Task, from_ms: float, to_ms: float) -> Itera
 
 
 def _sums(parts: Iterator[tuple[str, float, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    sums: dict[str, float] = {}
     for name, start_ms, end_ms in parts:
-        found[name] = found.get(name, 0.0) + end_ms - start_ms
-    return found
+        sums[name] = sums.get(name, 0.0) + end_ms - start_ms
+    return sums
 
 
 def peaks_of(plan: Plan) -> Peaks:
@@ -120,8 +117,8 @@ def peaks_of(plan: Plan) -> Peaks:
     device, used = (0, ""), (0, "")
     for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
         for segment, used_nbytes, total_nbytes in _moments(plan, program):
-            device = max(device, (total_nbytes, segment), key=lambda found: found[0])
-            used = max(used, (used_nbytes, segment), key=lambda found: found[0])
+            device = max(device, (total_nbytes, segment), key=lambda peak: peak[0])
+            used = max(used, (used_nbytes, segment), key=lambda peak: peak[0])
     return Peaks(*device, *used, plan.memory.host_nbytes)
 
 

@@ -64,11 +64,7 @@ class Capacities:
 
 @dataclass(slots=True)
 class Measured:
-    """The slow-downs that a calibration found for every set of streams.
-
-    Collectives were not measured: they neither slow others nor are slowed. A factor below 1 is noise and counts as 1,
-    and one below that of a subset as that of the subset.
-    """
+    """The slow-downs that a calibration found for every set of streams; collectives have none."""
 
     rates: Rates
     _factors: dict[tuple[Stream, frozenset[Stream]], float] = field(default_factory=dict)
@@ -81,6 +77,6 @@ class Measured:
         if not by or of not in MEASURED_STREAMS:
             return 1.0
         if (of, by) not in self._factors:
-            found = self.rates.slowdown(of, by).median
-            self._factors[of, by] = max(found, *(self._factor(of, by - {other}) for other in by))
+            measured = self.rates.slowdown(of, by).median
+            self._factors[of, by] = max(measured, *(self._factor(of, by - {other}) for other in by))
         return self._factors[of, by]

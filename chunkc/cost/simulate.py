@@ -1,17 +1,11 @@
-"""The simulator: times of a plan's iterations when they repeat.
+"""The simulator: times of a plan's iterations when they repeat, by the rates of a machine.
 
-It needs nothing but the plan and rates of a machine.
-
-Forward, backward and step are replayed one after another as the executor launches them: each stream is a queue, waits
-are those of the plan, a label means its latest run, and programs do not join, so that updates and copies run beside the
-next forward as far as waits allow. The host launches in program order. On a device that computes on the host's thread
-it goes on when a segment is done. Else it runs ahead, with two limits. Work on the compute stream that needs what an
-update on the host makes, through a fetch, is launched when that update is done, since a GPU never waits for the host.
-And no iteration is launched before the compute stream has finished the one before the last, as in a loop that looks at
-the last step's loss.
-
-What is replayed is a `Script`: the actions of one iteration with their costs, whether a plan says so or something else.
-An iteration that takes several micro-batches has their forwards and backwards one after the other, and then the step.
+The actions of one iteration (a `Script`) are replayed again and again as the executor launches them: each stream is a
+queue, waits are those of the plan, a label means its latest run, and programs do not join. The host launches in program
+order. On a device that computes on the host's thread it goes on when a segment is done. Else it runs ahead, with two
+limits: work on the compute stream that needs what an update on the host makes is launched when that update is done,
+since a GPU never waits for the host; and no iteration is launched before the compute stream has finished the one before
+the last, as in a loop that looks at the last step's loss.
 
 Iterations are added until they repeat, action by action and to a millionth of the period, alone or in a cycle of
 several. The user's own code between the programs, and eager operators, take no time here.
@@ -27,12 +21,11 @@ from chunkc.cost.actions import ActionCosts, Cost
 from chunkc.cost.engine import Engine, Task
 from chunkc.cost.rates import CostRates, cost_rates
 from chunkc.cost.read import critical_path, peaks_of, slices_of, stalls_of, stream_times
-from chunkc.cost.timeline import OVERHEAD, PATRICKSTAR_FACTOR, Flops, Peaks, Timeline
+from chunkc.cost.timeline import OVERHEAD, Flops, Peaks, Timeline
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
-from chunkc.ir.work import Kind
 
 _CALIBRATED: Final = " (calibrated)"
 _MAX_ITERATIONS: Final = 32
@@ -43,9 +36,7 @@ _PRICED_MICRO_BATCHES: Final = 3
 
 
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
-    """Simulate the steady iteration of ``plan``.
-
-    The iteration is all forwards and backwards of a step and the step, or an evaluation.
+    """Simulate the steady iteration of ``plan``: all micro-batches and the step, or an evaluation.
 
     Args:
         plan: as planned or loaded; nothing else of the model is needed.
@@ -72,11 +63,9 @@ def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
 class Script:
     """The actions of one iteration in the order of launch.
 
-    Attributes:
-        names: label (as `Plan.labelled` has it), program and text of each.
-        costs: of each alone.
-        waits: labels that each waits for; one of an action behind it means that of the iteration before.
-        joins_streams: whether an iteration starts when the one before it is complete on all streams.
+    ``names``: label (as `Plan.labelled` has it), program and text of each. ``waits``: labels that each waits for; one
+    of an action behind it means that of the iteration before. ``joins_streams``: whether an iteration starts when the
+    one before it is complete on all streams.
     """
 
     names: tuple[tuple[str, str, str], ...]
@@ -131,11 +120,7 @@ def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Figures of a `Timeline` that a comparison of plans needs.
-
-    They are its step time and bound, what the actions of the compute stream take alone, and how many actions were
-    simulated.
-    """
+    """Step time and bound of a `Timeline`, the compute stream's actions alone, and actions simulated."""
 
     step_ms: float
     compute_ms: float
@@ -219,11 +204,10 @@ class Run:
         self._num_issued += 1
 
     def _held_back(self, number: int, stream: Stream, waits: set[int]) -> tuple[int, ...]:
-        """The update on the host that must end before the host launches task ``number``, if any.
+        """The last update that must end before the host launches task ``number``, as in ``cuda_streams``.
 
-        As in ``cuda_streams``. The host worker carries updates out in order, so the last one says it
-        all. A copy that waits for an update is held back on the host, and all copies of its stream behind it; whatever
-        else waits for what is held back, the worker's own work too, is launched when that is.
+        A copy that waits for an update is held back on the host, and all copies of its stream behind it; whatever else
+        waits for what is held back, the worker's own work too, is launched when that is.
         """
         if self.rates.runs_inline:
             return ()
@@ -254,11 +238,8 @@ class Run:
         return min((t.start_ms for t in self.tasks(iteration)), default=0.0)
 
     def cycle(self) -> int:
-        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet.
-
-        An iteration follows from the two before it: actions wait for the latest run of others, and the host is at most
-        one iteration ahead. So a cycle and one iteration more that repeat what came before go on to do so.
-        """
+        """How many of the latest iterations make up the cycle that repeats; 0 if none does yet."""
+        # an iteration follows from the two before it: one more than a cycle that repeats goes on to do so
         for length in range(1, _MAX_CYCLE + 1):
             if self.num_done >= 2 * length + 2 and all(
                 self._repeats(self.num_done - 1 - i, length) for i in range(length + 1)
@@ -311,13 +292,9 @@ def _timeline(run: Run, facts: Facts) -> Timeline:
 
 def flops_of(plan: Plan) -> Flops:
     """Operations of one forward and backward of ``plan`` on one rank."""
-    forward, backward = (
-        sum(w.flops for s in plan.graph_segments(graph) for w in s.work if w.kind is not Kind.MEMORY)
-        for graph in ("forward", "backward")
-    )
+    forward, backward = ([w for s in plan.graph_segments(g) for w in s.work] for g in ("forward", "backward"))
     numel = sum(info.numel for info in plan.layout.params)
-    counted = None if plan.is_evaluation or not plan.num_tokens else PATRICKSTAR_FACTOR * numel * plan.num_tokens
-    return Flops(min(3 * forward, forward + backward), forward + backward, counted)
+    return Flops.of(forward, backward, numel=numel, num_tokens=0 if plan.is_evaluation else plan.num_tokens)
 
 
 def _repeated(flops: Flops, times: int) -> Flops:

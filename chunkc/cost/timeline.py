@@ -1,18 +1,21 @@
 """Results of a simulation: one steady iteration on its streams, and what can be read off it.
 
-Terms. The *step time* is the period of the steady iteration. A stream is *busy* while one of its actions runs, at
-whatever speed. A *stall* is time in which the compute stream has nothing to do before an action. The *critical path*
-is followed back from the compute stream: from each action to the one whose end let it start. It covers every instant of
-an iteration, and each belongs to one stream, or to the host's launches and hand-offs (*overhead*). The stream with most
-of it is the *bound*; the *next bound* is the busiest of the others: a step takes as long, even if the bound were gone.
+step time        the period of the steady iteration
+stall            time in which the compute stream has nothing to do before an action
+critical path    followed back from the compute stream, from each action to the one whose end let it start: every
+                 instant of an iteration belongs to one stream, or to launches and hand-offs (overhead)
+bound            the stream with most of the critical path
+next bound       the busiest of the others: a step takes as long, even if the bound were gone
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from chunkc.ir.actions import Stream
+from chunkc.ir.work import Kind, Work
 
 OVERHEAD = "overhead"
 PATRICKSTAR_FACTOR = 8
@@ -21,11 +24,7 @@ PATRICKSTAR_FACTOR = 8
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """One action of the steady iteration.
-
-    Times are from the iteration's first start. ``alone_ms`` is the time with nothing beside the action. An action that
-    ends after ``step_ms`` runs beside the next iteration's first ones.
-    """
+    """One action of the steady iteration, from its first start; ``alone_ms`` with nothing beside it."""
 
     label: str
     program: str
@@ -74,10 +73,7 @@ class StreamTime:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Most bytes of one rank, and the segment that runs then.
-
-    On the device these are arena and non-model bytes; ``arena_used_nbytes`` are those of occupied slots.
-    """
+    """Most bytes of one rank, in all and of occupied slots, and the segments that run then."""
 
     device_nbytes: int
     device_segment: str
@@ -99,6 +95,13 @@ class Flops:
     model: int
     hardware: int
     patrickstar: int | None
+
+    @classmethod
+    def of(cls, forward: Iterable[Work], backward: Iterable[Work], *, numel: int, num_tokens: int) -> Flops:
+        """Of one forward and backward of ``numel`` parameters, all of which see ``num_tokens`` (0: unknown)."""
+        first, second = (sum(w.flops for w in work if w.kind is not Kind.MEMORY) for work in (forward, backward))
+        patrickstar = PATRICKSTAR_FACTOR * numel * num_tokens if num_tokens else None
+        return cls(min(3 * first, first + second), first + second, patrickstar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +167,7 @@ class Timeline:
     def stream(self, stream: Stream) -> StreamTime:
         """The times of ``stream``; zeros where it has no actions."""
         empty = StreamTime(stream, 0.0, 0.0, 0.0, 0, 0)
-        return next((found for found in self.streams if found.stream is stream), empty)
+        return next((times for times in self.streams if times.stream is stream), empty)
 
     def busy_share(self, stream: Stream) -> float:
         """Share of the step in which ``stream`` is busy."""
@@ -173,8 +176,8 @@ class Timeline:
     @property
     def bound(self) -> str:
         """The stream, or ``overhead``, with most of the critical path."""
-        found = {str(s.stream): s.critical_ms for s in self.streams} | {OVERHEAD: self.overhead_ms}
-        return max(found, key=lambda name: found[name])
+        critical_ms_by_name = {str(s.stream): s.critical_ms for s in self.streams} | {OVERHEAD: self.overhead_ms}
+        return max(critical_ms_by_name, key=lambda name: critical_ms_by_name[name])
 
     @property
     def next_bound(self) -> str | None:
@@ -192,11 +195,7 @@ class Timeline:
         return data | {name: getattr(self, name) for name in (*derived, "bound", "next_bound")}
 
     def trace(self) -> dict[str, Any]:
-        """Two steady iterations as Chrome trace events, for ``json.dumps``.
-
-        Perfetto and chrome://tracing show them. One track a stream; an event's name is the action's text, times are in
-        microseconds.
-        """
+        """Two steady iterations as Chrome trace events (microseconds), for ``json.dumps``; one track a stream."""
         tracks = {stream: number for number, stream in enumerate(Stream, start=1)}
         used = {s.stream for s in self.slices}
         events: list[dict[str, Any]] = [
@@ -217,19 +216,19 @@ class Timeline:
         return flops / self.step_ms * 1e-9 if self.step_ms else 0.0
 
 
-def _event(found: Slice, track: int, iteration: int) -> dict[str, Any]:
+def _event(shown: Slice, track: int, iteration: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": found.action,
-        "cat": found.program,
+        "name": shown.action,
+        "cat": shown.program,
         "pid": 0,
         "tid": track,
-        "ts": found.start_ms * 1e3,
-        "dur": (found.end_ms - found.start_ms) * 1e3,
+        "ts": shown.start_ms * 1e3,
+        "dur": (shown.end_ms - shown.start_ms) * 1e3,
         "args": {
-            "label": found.label,
+            "label": shown.label,
             "iteration": iteration,
-            "alone_us": found.alone_ms * 1e3,
-            "nbytes": found.nbytes,
+            "alone_us": shown.alone_ms * 1e3,
+            "nbytes": shown.nbytes,
         },
     }

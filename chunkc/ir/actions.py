@@ -33,22 +33,17 @@ class Op(StrEnum):
     """The kind of an action.
 
     OPEN gives a slot to a chunk without a copy: to a payload that an update on the device writes whole, or to a
-    gradient chunk. Where several ranks share groups (a layout's ``world_size`` above 1), an opened gradient chunk
-    begins as zeros, this rank's as well as those of others: what does not land while it stands there must add nothing
-    when it is reduced. One of another rank has no home here; it is opened beside the own one in every stay, and
-    released behind the reduction. The own one is opened in the first backward of a step and fetched later; one that
-    never leaves the device is not opened: gradients of the first backward are stashed over what it holds.
+    gradient chunk. Where several ranks share groups, an opened gradient chunk begins as zeros. Another rank's is opened
+    in every residency interval of its group and released behind the reduction; the own one is opened in the first
+    backward of a step and fetched later, unless it never leaves the device: then the first backward stashes over it.
 
     REDUCE leaves in the own chunk of a group the sum over all ranks of what they hold of it. So gradient chunks add up:
     the owner holds the sum so far and its part of this micro-batch, the others hold their parts of this micro-batch.
-
-    Where there are several replicas (a layout's ``num_replicas`` above 1), the same action then replaces the own chunk
-    by its mean over the owners of that chunk in all replicas. Sums of gradient chunks stay whole by that: each replica
-    holds the same sum so far, so the mean of theirs holds it once, and the mean of what this micro-batch has added.
+    Where there are several replicas, the own chunk then becomes its mean over its owners in all replicas, each of which
+    holds the same sum so far.
 
     KEEP does nothing, in its stream and after what it waits for, so that labels and waits are those of the program
-    whose collective, opening or norm it replaces: gathered chunks and gradients stay as they are from one micro-batch
-    to the next.
+    whose collective, opening or norm it replaces.
     """
 
     FETCH = "fetch"

@@ -1,15 +1,13 @@
 """The layout: parameters in chunks, homes of chunks off the device, and the arena.
 
-One layout per model, fixed, shared by all its programs. A chunk is a fixed number of elements of one dtype. The lists
-param16, param32, momentum and variance share one mapping, so a parameter has the same (chunk, offset) in all of them:
-``c7`` names the payload (param16, or grad16 where it overlays it) and ``os7`` the fp32 triple of the same chunk.
-
-A tensor larger than a chunk spans consecutive chunks without a gap. Wherever an operator reads it, its chunks stand in
-slots that follow each other without a gap too, so that the tensor is contiguous on the device.
+One layout per model, fixed, shared by all its programs. The lists param16, param32, momentum and variance share one
+mapping: ``c7`` names the payload (param16, or grad16 where it overlays it), ``os7`` the fp32 triple of the same chunk.
+A tensor larger than a chunk spans chunks without a gap, and so do their slots wherever an operator reads it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,8 +22,7 @@ class ChunkList(StrEnum):
     """The common property of the parameters of a chunk.
 
     TRAINED: backward makes a gradient; there is an OS triple. FROZEN: read, never updated. UNUSED: no graph reads them
-    (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner`` beside its parameters, which a later
-    micro-batch reads again.
+    (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner``, whose parameters are read again.
     """
 
     TRAINED = "trained"
@@ -35,7 +32,7 @@ class ChunkList(StrEnum):
 
 
 class Home(StrEnum):
-    """Place of a payload or triple that no action has moved: host memory, or always its device slot."""
+    """Place of a payload or triple that no action has moved: host memory, or its device slot."""
 
     HOST = "host"
     DEVICE = "device"
@@ -129,9 +126,8 @@ class Layout:
         arena_nbytes: size of the static arena.
         world_size: ranks over which each group is divided.
         rank: the one of them whose plan this is.
-        num_replicas: how many times that many ranks there are, each of which hold all chunks among them (one node each,
-            where model data is divided within nodes only). The n-th of all ranks is rank ``n % world_size`` of replica
-            ``n // world_size``.
+        num_replicas: how many times that many ranks there are, each with all chunks among them (one node each). The
+            n-th of all ranks is rank ``n % world_size`` of replica ``n // world_size``.
     """
 
     params: tuple[ParamInfo, ...]
@@ -152,8 +148,17 @@ class Layout:
 
     def params_of(self, chunk: int) -> tuple[int, ...]:
         """Indexes of the parameters with bytes in ``chunk``, by offset."""
-        found = [p for p in self.placements if chunk in p.chunks]
-        return tuple(p.param for p in sorted(found, key=lambda p: (p.chunk, p.offset)))
+        members = [p for p in self.placements if chunk in p.chunks]
+        return tuple(p.param for p in sorted(members, key=lambda p: (p.chunk, p.offset)))
+
+    def parts_of(self, param: int) -> Iterator[tuple[int, int]]:
+        """Chunks that hold ``param``, each with how many of its elements stand there."""
+        placement, left = self.placements[param], self.params[param].numel
+        offset = placement.offset
+        for chunk in placement.chunks:
+            part = min(left, self.chunks[chunk].numel - offset)
+            yield chunk, part
+            left, offset = left - part, 0
 
     def chunks_of(self, params: tuple[int, ...] | frozenset[int] | set[int]) -> tuple[int, ...]:
         """Indexes of the chunks that hold ``params``, ascending, each once."""
@@ -179,10 +184,8 @@ class Layout:
     def moved_nbytes(self, action: Action) -> int:
         """Bytes that ``action`` copies over the link to the host, or receives from other ranks.
 
-        A copy moves what is used of a chunk, a collective whole chunks: of a group those of all other ranks, to have
-        them (gather) or to add them to the own one (reduce). Behind a reduction owners also receive what
-        `mirrored_nbytes` says from those of other replicas. The sum of norms counts nothing, and an action that copies
-        nothing is 0.
+        A copy moves what is used of a chunk, a collective the whole chunks of all other ranks; behind a reduction
+        owners also receive `mirrored_nbytes` from other replicas. The sum of norms counts nothing.
         """
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
@@ -196,10 +199,7 @@ class Layout:
         return 0
 
     def mirrored_nbytes(self, nbytes: int) -> int:
-        """Bytes that each owner of a chunk of ``nbytes`` receives so that all replicas have its mean.
-
-        Every one makes its part of the mean, and has the parts of the others from them.
-        """
+        """Bytes that each owner of a chunk of ``nbytes`` receives so that all replicas have its mean."""
         return 2 * (self.num_replicas - 1) * nbytes // self.num_replicas
 
     def owned(self) -> tuple[Chunk, ...]:
@@ -232,9 +232,9 @@ class Layout:
     def model_data_nbytes(self) -> int:
         """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""
         total = 0
-        for place in self.placements:
-            info = self.params[place.param]
-            trained = place.num_chunks > 0 and self.chunks[place.chunk].list is ChunkList.TRAINED
+        for placement in self.placements:
+            info = self.params[placement.param]
+            trained = placement.num_chunks > 0 and self.chunks[placement.chunk].list is ChunkList.TRAINED
             total += info.nbytes + (info.numel * OS_NBYTES_PER_ELEMENT if trained else 0)
         return total
 

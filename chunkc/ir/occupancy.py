@@ -5,8 +5,7 @@
     gather                the other ranks' chunks of a group enter the slots around this rank's chunk
     release               they leave
 
-Reports, the cost model, the passes and the executor ask this class. The verifier alone has rules of its own: it proves
-what the others believe.
+The verifier alone has rules of its own: it proves what all others take from here.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from chunkc.ir.plan import Plan, Program
 
 @dataclass(slots=True)
 class Occupancy:
-    """The targets in the arena at one moment.
-
-    Attributes:
-        layout: of the plan.
-        slot_of: the slot of every resident target (``c3``, ``os3``).
-        used_nbytes: bytes of the occupied slots.
-    """
+    """The targets in the arena (``c3``, ``os3``) with their slots at one moment, and their bytes."""
 
     layout: Layout
     slot_of: dict[str, int] = field(default_factory=dict)
@@ -42,11 +35,7 @@ class Occupancy:
         return occupancy
 
     def apply(self, action: Action) -> tuple[str, ...]:
-        """Carry out ``action``.
-
-        Returns:
-            The targets that it moved into a slot or out of one, this rank's and those of others.
-        """
+        """Carry out ``action``; return the targets that it moved into a slot or out of one."""
         match action.op:
             case op if op in TO_SLOT and action.slot is not None:
                 self._enter(action.target, action.slot)
@@ -67,13 +56,10 @@ class Occupancy:
         return ()
 
     def gathered_slots(self, group: int) -> dict[str, int]:
-        """Return the slots that other ranks' chunks of ``group`` take.
-
-        The group stands in adjacent slots, in the order of its ranks. So these slots follow from the slot of this
-        rank's chunk.
-        """
-        own = self.layout.groups[group].first_chunk + self.layout.rank
-        return {f"c{chunk}": self.slot_of[f"c{own}"] + chunk - own for chunk in self.layout.remote_of(group)}
+        """Slots of other ranks' chunks of ``group``: all stand adjacent, in the order of the ranks."""
+        own_chunk = self.layout.groups[group].first_chunk + self.layout.rank
+        remote = self.layout.remote_of(group)
+        return {f"c{chunk}": self.slot_of[f"c{own_chunk}"] + chunk - own_chunk for chunk in remote}
 
     def chunk_slots(self) -> dict[int, int]:
         """The slots of all payloads and gradient chunks, by chunk."""

@@ -1,7 +1,21 @@
 """The plan: a layout, segments of both graphs, and programs with declared entry and exit states.
 
-The plan decides everything. The verifier, the report and the executor read the same object; it saves to JSON with a
-format version and has a digest over everything that decides what happens (not over how long planning took).
+The verifier, the report and the executor read the same object; it saves to JSON with a format version and has a digest
+over everything that decides what happens.
+
+    forward, backward, step
+    restore                 in place of step: param16 from param32 instead of an update, action for action
+    abandon                 transition from the forward's exit to cold
+    resume                  transition from cold to there, for a backward after something else ran
+    accumulate              backward of all micro-batches but the first: gradients are added to gradient chunks
+    backward_unreduced      where the micro-batches before the last exchange nothing (``defers_reduction``): forward,
+    accumulate_unreduced    backward and accumulate with ``keep`` in place of exchanges
+    forward_again
+    accumulate_last         reduces what all micro-batches have made
+    reduce_all              transition that does the same when something else comes before that
+    evaluate                the only program of a plan for evaluation, from cold to cold
+
+A transition, and ``evaluate``, ends with all streams joined; all but ``abandon`` begin so too.
 """
 
 from __future__ import annotations
@@ -76,9 +90,8 @@ class State:
     """Where payloads and triples stand between two programs.
 
     ``resident`` pairs a target (``c3``, ``os3``) with the slot it occupies. ``phase`` says what the payloads of trained
-    chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations of a forward wait for backward), ``graded``
-    grad16 of the finished backward. Where gradients have chunks of their own, payloads always hold param16.
-    ``unreduced``: gradient chunks of all ranks hold what this rank's micro-batches have made, and groups are gathered.
+    chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations wait for backward), ``graded`` grad16, unless
+    gradients have chunks of their own. ``unreduced``: gradient chunks of all ranks hold what this rank has made.
     """
 
     phase: Phase
@@ -106,11 +119,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Byte budgets of one rank and what the plan takes of them.
-
-    ``is_bound``: whether the non-model bytes are those of operators that run one by one, where the segments will be
-    compiled by something that fuses operators and takes fewer.
-    """
+    """Byte budgets and what a plan takes of them; ``is_bound``: fused segments will take fewer."""
 
     device_budget_nbytes: int
     host_budget_nbytes: int
@@ -145,24 +154,12 @@ class Plan:
         schedule_digest: digest of the operator schedule that it was made from.
         layout: mapping, homes, arena.
         segments: of the forward graph, then of the backward graph.
-        programs: ``forward``, ``backward``, ``step``; ``restore`` (role ``step``: param16 from param32 instead of an
-            update, action for action); ``abandon`` (role ``transition``: from the forward's exit to cold) and
-            ``resume`` (from cold to there, for a backward after something else ran; it also begins with all streams
-            joined). A transition ends with all streams joined. With micro-batches (``accumulate`` above 1) ``backward``
-            is that of the first of a step and ``accumulate`` that of the others: the same actions, but gradients are
-            added to what the gradient chunks hold, where the first opens these empty. Where ranks share groups and all
-            chunks have slots of their own, the micro-batches of a step before the last can do without exchanges
-            (``defers_reduction``): ``backward_unreduced`` and ``accumulate_unreduced`` reduce and release nothing,
-            ``forward_again`` finds its groups gathered, ``accumulate_last`` reduces what all of them have made, and so
-            does the transition ``reduce_all`` (it also begins joined) when something else comes before that. They are
-            the actions of ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of those exchanges. A
-            plan for evaluation has one program, ``evaluate``, from cold to cold and joined like a transition, over the
-            segments of its only graph, a forward graph.
+        programs: see the module's glossary.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
         trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
             from eager operators; here the step leaves them as they are.
-        accumulate: micro-batches (forwards and backwards) of an iteration, whose gradients one step takes; at most.
+        accumulate: micro-batches of an iteration, at most, whose gradients one step takes.
         num_samples, num_tokens: of one micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`; 0 where unknown.
     """
 
@@ -185,7 +182,7 @@ class Plan:
         return any(p.role == "evaluate" for p in self.programs)
 
     @property
-    def measures(self) -> bool:
+    def tracks_grad_norm(self) -> bool:
         """Whether gradients are measured as they land, and updates follow a decision."""
         return any(a.op is Op.DECIDE for p in self.programs for a in p.actions)
 
@@ -244,11 +241,7 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that one iteration (micro-batches and step), or one evaluation, moves over a stream.
-
-        Over ``h2d`` or ``d2h`` what it copies. Over ``comm`` the payload bytes that this rank receives, padding
-        included; `Layout.moved_nbytes` says how each action counts.
-        """
+        """Bytes (`Layout.moved_nbytes`) that one iteration, or one evaluation, moves over a stream."""
         return sum(
             self.layout.moved_nbytes(action)
             for program in self.iteration()

@@ -1,7 +1,6 @@
 """Read a plan from a file of unknown origin: bounded, strict, and verified before use.
 
-Four steps, each of which relies on the one before: plain data (`chunkc.files.reading`), typed data
-(`chunkc.files.decoding`), references that exist (`references`), and the verifier's proof.
+Plain data (`chunkc.files.reading`), typed data (`chunkc.files.decoding`), references that exist, the verifier's proof.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Check that every index in a plan is in range, and that sizes agree with the plan's lists.
 
-A plan from a file may say that a parameter reaches over 10**9 chunks. Whoever walks through these is lost, the verifier
-too. So references are checked first, in time and memory that are linear in the size of the plan, and every fault has
-its place in the file. What the actions do with what they name is the business of the verifier.
+A plan from a file may say that a parameter reaches over 10**9 chunks. So references are checked before the verifier
+walks through them, in time and memory that are linear in the size of the plan; every fault has its place in the file.
 """
 
 from __future__ import annotations
@@ -134,13 +133,13 @@ def _check_state(layout: Layout, state: State, place: str) -> None:
     seen = set[str]()
     for position, (target, slot) in enumerate(state.resident):
         here = f"{place}[{position}]"
-        found = _RESIDENT.fullmatch(target)
-        if found is None:
+        match = _RESIDENT.fullmatch(target)
+        if match is None:
             raise FormatError(f"must be a chunk (c3) or a triple (os3), found {target!r:.60}", here)
-        _index(int(found[2]), layout.chunks, "chunk", here)
+        _index(int(match[2]), layout.chunks, "chunk", here)
         _index(slot, layout.slots, "slot", here)
-        if found[1] == "os" and layout.chunks[int(found[2])].os_home is None:
-            raise FormatError(f"c{found[2]} has no optimizer state", here)
+        if match[1] == "os" and layout.chunks[int(match[2])].os_home is None:
+            raise FormatError(f"c{match[2]} has no optimizer state", here)
         if target in seen:
             raise FormatError(f"{target} stands in it twice", here)
         seen.add(target)

@@ -1,8 +1,7 @@
 """The operator schedule: one training iteration as the compiler sees it, before any decision is taken.
 
-Capture turns the two FX graphs of a model into lists of operators in execution order. Each operator says which
-parameters it reads, which gradients are final after it, and how many non-model bytes are alive around it. The schedule
-holds no tensors and no graph nodes, so that passes can be tested on schedules written by hand.
+Capture turns the two FX graphs of a model into lists of operators in execution order. The schedule holds no tensors and
+no graph nodes, so that passes can be tested on schedules written by hand.
 """
 
 from __future__ import annotations
@@ -62,18 +61,16 @@ class Operator:
         target: the operator, for example ``aten.mm.default``.
         reads: indexes of the parameters whose payload it reads.
         grads: indexes of the parameters whose gradient is final once it has run.
-        flops: floating-point operations of matrix products, convolutions and attention; of a causal attention those
-            that are not masked. Others count none: memory bounds them.
+        flops: floating-point operations of matrix products, convolutions and (unmasked) attention; others count none.
         nbytes: bytes that it moves to and from device memory, as the compiler of segments runs it: alone or fused.
-        live_nbytes: non-model bytes alive while it runs: inputs, outputs and whatever later operators still need.
-            Final gradients of *earlier* operators are not counted: the segment that holds them adds them.
-        live_after_nbytes: the same once it has run and its dead inputs are gone, its own final gradients not counted.
+        live_nbytes: non-model bytes alive while it runs: inputs, outputs and whatever later operators still need, but
+            no final gradients of earlier operators.
+        live_after_nbytes: the same once it has run and its dead inputs are gone, without its own final gradients.
         workspace_nbytes: allowance for what its kernel allocates while it runs.
         layer: path of the module that it belongs to, for people.
         dtype: of its first floating-point operand, by torch's name; empty where there is none.
         num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
-        tangents_nbytes: of the elements of the gradients that autograd handed to backward and that are alive; their
-            storages are part of ``live_nbytes``.
+        tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
     """
 
     name: str
@@ -151,6 +148,14 @@ class Schedule:
     def digest(self) -> str:
         """Twelve hexadecimal digits that are equal for equal schedules, on every machine."""
         return digest_of(self.to_json())
+
+
+def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:
+    """The dtype with most elements (of equals the first in the alphabet), which ``chunk_numel`` counts."""
+    numel = dict.fromkeys(sorted(DTYPE_NBYTES), 0)
+    for info in params:
+        numel[info.dtype] += info.numel
+    return max(numel, key=lambda dtype: numel[dtype])
 
 
 def digest_of(data: Any) -> str:

@@ -23,14 +23,9 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operators of one kind and dtype together.
+    """Operators of one kind and dtype (of the first floating-point operand; empty: none) together.
 
-    Attributes:
-        kind: what bounds them.
-        dtype: of their first floating-point operand, by torch's name; empty where there is none.
-        flops: floating-point operations.
-        nbytes: bytes moved to and from device memory.
-        num_kernels: kernels launched.
+    ``nbytes``: moved to and from device memory.
     """
 
     kind: Kind

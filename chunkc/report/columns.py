@@ -1,9 +1,7 @@
 """Text and tables within the 80 columns of a screen.
 
-A long line goes on in the next one, behind an indent. It is broken between words, and inside a word only where the word
-is longer than a line: behind a dot, slash, underscore or dash if there is one. Of a table that is too wide, headings
-get several lines, then texts, the widest first; numbers stay whole. Nothing is left out, except where `shorten` is
-asked to.
+A long line goes on in the next one, behind an indent, broken inside a word only where the word is longer than a line.
+Of a table that is too wide, headings get several lines, then texts, the widest first; numbers stay whole.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Fold a sequence whose parts repeat, so that a table has one line for all equal layers.
 
-A run is a stretch ``first .. end`` that consists of ``num_repeats`` copies of its first ``period`` items. Runs are
-taken greedily from the left, each the one that covers most: run-length encoding of patterns. It is not always the
-shortest description, which a reader does not need: equal layers stand next to each other.
+Runs are taken greedily from the left, each the one that covers most: run-length encoding of patterns. It is not always
+the shortest description, which a reader does not need: equal layers stand next to each other.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ def merge(runs: Sequence[Run], max_runs: int) -> tuple[Run, ...]:
     Of all pairs of neighbours the next one joined has the fewest folded runs, then avoids the first and the last run,
     then has the fewest items: equal layers, the beginning and the end of a model are what a reader looks for.
     """
-    found = list(runs)
-    while len(found) > max_runs:
-        last = len(found) - 2
+    merged = list(runs)
+    while len(merged) > max_runs:
+        last = len(merged) - 2
         costs = [
             ((a.num_repeats > 1) + (b.num_repeats > 1), i in (0, last), b.end - a.first, i)
-            for i, (a, b) in enumerate(pairwise(found))
+            for i, (a, b) in enumerate(pairwise(merged))
         ]
         i = min(costs)[-1]
-        found[i : i + 2] = [Run(found[i].first, found[i + 1].end - found[i].first, 1)]
-    return tuple(found)
+        merged[i : i + 2] = [Run(merged[i].first, merged[i + 1].end - merged[i].first, 1)]
+    return tuple(merged)

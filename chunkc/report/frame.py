@@ -1,8 +1,7 @@
 """One iteration as pictures show it: every action as a bar on its stream, in a window of one period.
 
-A steady iteration repeats, so a window of one period shows all of it, wherever the window begins. It begins where the
-forward's first segment does. What starts before that (a prefetch) stands at the window's end, where the iteration
-behind does the same; what ends after it (an update beside the next forward) goes on at the window's beginning.
+The window begins where the forward's first segment does. What starts before that (a prefetch) stands at the window's
+end; what ends after it (an update beside the next forward) goes on at its beginning.
 
 Where nobody knows how long actions take, they stand in the order of the plan, one after the other, each one unit wide.
 """
@@ -163,9 +162,9 @@ def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
     """
     clock, period = clock_of(plan, timeline)
     done = [(p, label, action) for p, label, action in plan.labelled() if action.op is not Op.KEEP]
-    found = [_bar(plan, program, label, action, clock[label], period) for program, label, action in done]
+    unordered = [_bar(plan, program, label, action, clock[label], period) for program, label, action in done]
     order = {stream: number for number, stream in enumerate(Stream)}
-    bars = tuple(sorted(found, key=lambda bar: (order[bar.stream], bar.start)))
+    bars = tuple(sorted(unordered, key=lambda bar: (order[bar.stream], bar.start)))
     in_ms = timeline is not None
     if not in_ms:
         return Frame(period, in_ms, bars, _in_order(plan), ())
@@ -174,12 +173,12 @@ def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
 
 def _in_order(plan: Plan) -> tuple[Phase, ...]:
     """One phase for each program that has actions, as wide as they are many."""
-    found, start = [], 0
+    phases, start = [], 0
     for program in plan.iteration():
         end = start + len(program.actions)
-        found.append(Phase(program.name, float(start), float(end)))
+        phases.append(Phase(program.name, float(start), float(end)))
         start = end
-    return tuple(phase for phase in found if phase.end > phase.start)
+    return tuple(phase for phase in phases if phase.end > phase.start)
 
 
 def _bar(plan: Plan, program: Program, label: str, action: Action, times: tuple[float, float], period: float) -> Bar:
@@ -204,27 +203,27 @@ def _phases(plan: Plan, clock: Clock, period: float) -> tuple[Phase, ...]:
     labels = iter(plan.labelled())
     for program in plan.iteration():
         actions = islice(labels, len(program.actions))
-        own = [clock[label] for _, label, action in actions if action.stream is Stream.COMPUTE]
-        if not own or program.role == "step":
+        computing = [clock[label] for _, label, action in actions if action.stream is Stream.COMPUTE]
+        if not computing or program.role == "step":
             continue
-        last = min(period, max(end for _, end in own))
+        last = min(period, max(end for _, end in computing))
         if names[-1] != program.name:
             names.append(program.name)
-            begins.append(min(start for start, _ in own))
+            begins.append(min(start for start, _ in computing))
     if len(names) == 1:
         return (Phase("forward", 0.0, period),)
     edges = [*begins, last, period]
-    found = (Phase(*facts) for facts in zip([*names, "step"], edges, edges[1:], strict=False))
-    return tuple(phase for phase in found if phase.end > phase.start)
+    phases = (Phase(*facts) for facts in zip([*names, "step"], edges, edges[1:], strict=False))
+    return tuple(phase for phase in phases if phase.end > phase.start)
 
 
 def _waits(bars: Sequence[Bar], period: float) -> tuple[tuple[float, float], ...]:
     """Gaps between the bars of the compute stream, those at the window's ends included."""
-    own = [bar for bar in bars if bar.stream is Stream.COMPUTE]
-    busy = sorted(piece for bar in own for piece in pieces(bar.start, bar.end, period))
-    found, free_from = [], 0.0
+    computing = [bar for bar in bars if bar.stream is Stream.COMPUTE]
+    busy = sorted(piece for bar in computing for piece in pieces(bar.start, bar.end, period))
+    waits, free_from = [], 0.0
     for start, end in (*busy, (period, period)):
         if start - free_from > _SHORTEST_WAIT * period:
-            found.append((free_from, start))
+            waits.append((free_from, start))
         free_from = max(free_from, end)
-    return tuple(found) if own else ()
+    return tuple(waits) if computing else ()

@@ -89,10 +89,7 @@ def _cells(stall: Stall) -> tuple[str, str, str, str]:
 
 
 def _data(plan: Plan, timeline: Timeline | None) -> dict[str, Any]:
-    """Data that the script draws.
-
-    Times are whole ticks, each list's as differences, to keep the page small.
-    """
+    """Data that the script draws; times are whole ticks, each list's as differences."""
     frame, curve = frame_of(plan, timeline), memory_curve(plan, timeline)
     unit = unit_for(max(curve.budget_nbytes, curve.peak_nbytes))
     return {
@@ -139,8 +136,8 @@ def _changes(values: Sequence[int]) -> tuple[list[int], list[int]]:
 
 def _differences(numbers: Iterable[int]) -> list[int]:
     """The first number, then what each is more than the one before."""
-    found, last = [], 0
+    differences, last = [], 0
     for number in numbers:
-        found.append(number - last)
+        differences.append(number - last)
         last = number
-    return found
+    return differences

@@ -1,10 +1,8 @@
 """One stream in a picture's pixels: wide bars one by one, the others as a density.
 
-A plan has tens of thousands of actions, a screen has two thousand columns. Narrow bars of the same work that follow
-each other without a gap are one block. Where a stream has few blocks, or they are wide, each is drawn. Else narrow ones
-are merged: for each kind of work the share of the time in which it is under way, averaged over neighbouring columns,
-since bars nearly as wide as a column would beat with it. No busy time is lost or invented, and the number of shapes
-does not grow with the number of actions.
+Narrow bars of the same work that follow each other without a gap are one block. Where a stream has few blocks, or they
+are wide, each is drawn. Else narrow ones are merged: for each kind of work the share of the time in which it is under
+way, averaged over neighbouring columns, since bars nearly as wide as a column would beat with it. No busy time is lost.
 """
 
 from __future__ import annotations
@@ -120,14 +118,14 @@ def averaged(shares: Array, stretches: Sequence[int]) -> Array:
         shares: one figure for each column.
         stretches: the columns at which stretches begin, and the number of columns, ascending.
     """
-    found = shares.copy()
+    means = shares.copy()
     for first, end in pairwise(stretches):
         half = min(_HALF_WINDOW, end - first - 1)
         if half > 0:
             weights = np.concatenate([np.arange(1, half + 2), np.arange(half, 0, -1)]).astype(np.float64)
             mirrored = np.pad(shares[first:end], half, mode="symmetric")
-            found[first:end] = np.convolve(mirrored, weights / weights.sum(), mode="valid")
-    return found
+            means[first:end] = np.convolve(mirrored, weights / weights.sum(), mode="valid")
+    return means
 
 
 def thinned(curve: MemoryCurve, phases: Sequence[Phase], num_cells: int) -> tuple[Array, dict[Kind, Array]]:
@@ -155,8 +153,8 @@ def thinned(curve: MemoryCurve, phases: Sequence[Phase], num_cells: int) -> tupl
 
 def _cells(phases: Sequence[Phase], period: float, num_cells: int) -> Array:
     """Edges of cells of nearly equal width, of which none lies in two phases."""
-    found = [np.zeros(1)]
+    edges = [np.zeros(1)]
     for phase in phases:
         count = max(1, round(num_cells * (phase.end - phase.start) / period))
-        found.append(np.linspace(phase.start, phase.end, count + 1)[1:])
-    return np.concatenate(found)
+        edges.append(np.linspace(phase.start, phase.end, count + 1)[1:])
+    return np.concatenate(edges)

@@ -19,15 +19,15 @@ def measured_trace(spans: Iterable[Span], name: str) -> dict[str, Any]:
         spans: complete ones, in any order.
         name: of the process.
     """
-    found = sorted(spans, key=lambda span: (span.start_s, span.number))
+    ordered = sorted(spans, key=lambda span: (span.start_s, span.number))
     tracks = {stream: number for number, stream in enumerate(Stream, start=1)}
-    used = {span.stream for span in found}
-    origin_s = found[0].start_s if found else 0.0
+    used = {span.stream for span in ordered}
+    origin_s = ordered[0].start_s if ordered else 0.0
     events = [_label("process_name", 0, name=name)]
     for stream in (s for s in Stream if s in used):
         events.append(_label("thread_name", tracks[stream], name=str(stream)))
         events.append(_label("thread_sort_index", tracks[stream], sort_index=tracks[stream]))
-    events += [_event(span, tracks[span.stream], origin_s) for span in found]
+    events += [_event(span, tracks[span.stream], origin_s) for span in ordered]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

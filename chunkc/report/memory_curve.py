@@ -1,13 +1,11 @@
 """Device bytes through one iteration by holder: exact steps, in milliseconds or in plan order.
 
-What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
-brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
-Remote chunks of gathered groups are buffers. The rest of the arena is allocated and not in use.
+A payload or a triple holds its bytes from the start of the copy that brings it to the end of what takes it away. A
+chunk holds gradients from its first stash until its update is done. The rest of the arena is allocated and not in use.
+Non-model bytes are the plan's peak for a segment, held from its start until the next one starts.
 
 The window joins an iteration to itself. Where iterations only repeat in a cycle of several, a slot may therefore seem
 taken a little before it is left.
-
-Non-model bytes are the plan's figure for a segment, its peak: they are held from its start until the next one starts.
 """
 
 from __future__ import annotations
@@ -113,7 +111,7 @@ class _Replay:
     standing: dict[str, tuple[Kind, int, float | None]] = field(default_factory=dict)
     graded: set[int] = field(default_factory=set)
     since_before: dict[str, tuple[Kind, int, float]] = field(default_factory=dict)
-    found: list[_Held] = field(default_factory=list)
+    ended: list[_Held] = field(default_factory=list)
 
     def intervals(self) -> list[_Held]:
         """Of all targets; one that passes the end of the iteration is one interval."""
@@ -125,10 +123,10 @@ class _Replay:
         for target, (kind, nbytes, since) in self.standing.items():
             before = self.since_before.pop(target, None)
             if since is None:
-                self.found.append(_Held(kind, nbytes, 0.0, self.period))
+                self.ended.append(_Held(kind, nbytes, 0.0, self.period))
             elif before is not None:
-                self.found.append(_Held(kind, nbytes, since, before[2] + self.period))
-        return self.found
+                self.ended.append(_Held(kind, nbytes, since, before[2] + self.period))
+        return self.ended
 
     def _apply(self, action: Action, start: float, end: float) -> None:
         for target in self.occupancy.apply(action):
@@ -151,7 +149,7 @@ class _Replay:
         if since is None:
             self.since_before[target] = (kind, nbytes, end)
         else:
-            self.found.append(_Held(kind, nbytes, since, end))
+            self.ended.append(_Held(kind, nbytes, since, end))
 
     def _turn(self, target: str, now: float) -> None:
         """Record that what stands in a slot becomes something else at ``now``."""
@@ -211,9 +209,9 @@ def _steps(held: list[_Held], period: float) -> tuple[tuple[float, ...], dict[Ki
 
 def _snap(times: Iterable[float], period: float) -> dict[float, float]:
     """Times that differ less than a steady iteration may, as one: slots are left as others enter them."""
-    found: dict[float, float] = {}
+    snapped: dict[float, float] = {}
     slack, anchor = _SLACK * period, 0.0
     for time in sorted({0.0, *times}):
         anchor = time if time - anchor > slack else anchor
-        found[time] = period if period - time <= slack else anchor
-    return found
+        snapped[time] = period if period - time <= slack else anchor
+    return snapped

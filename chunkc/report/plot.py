@@ -151,11 +151,11 @@ class _Drawing:
 
     # --- lanes ------------------------------------------------------------------------------------------------------
     def _lanes(self, axes: Any) -> None:
-        found = [lane_of(self.frame, stream, self.num_columns, _MIN_COLUMNS) for stream in self.frame.streams]
-        for row, lane in enumerate(found):
-            self._lane(axes, lane, len(found) - 1 - row)
-        axes.set_ylim(-0.55, len(found) - 0.45)
-        axes.set_yticks([len(found) - 1 - row for row in range(len(found))], [self._lane_name(lane) for lane in found])
+        lanes = [lane_of(self.frame, stream, self.num_columns, _MIN_COLUMNS) for stream in self.frame.streams]
+        for row, lane in enumerate(lanes):
+            self._lane(axes, lane, len(lanes) - 1 - row)
+        axes.set_ylim(-0.55, len(lanes) - 0.45)
+        axes.set_yticks([len(lanes) - 1 - row for row in range(len(lanes))], [self._lane_name(lane) for lane in lanes])
         _plain(axes, grid="x")
         axes.tick_params(axis="y", length=0, labelsize=10, colors=_INK)
         patch = importlib.import_module("matplotlib.patches").Patch
@@ -165,7 +165,7 @@ class _Drawing:
             handles.append(
                 patch(facecolor="white", edgecolor=_HATCH, hatch="/////", label="compute waits", linewidth=0.4)
             )
-        is_merged = any(lane.shares for lane in found)
+        is_merged = any(lane.shares for lane in lanes)
         self._legend(axes, handles, f"actions{_MERGED if is_merged else ''}")
 
     def _lane(self, axes: Any, lane: Lane, row: int) -> None:
@@ -178,9 +178,9 @@ class _Drawing:
             axes.broken_barh([(0.0, self.frame.period)], (low, _BAR_HEIGHT), zorder=0.8, **style)
         for block in lane.blocks:
             spans.setdefault((block.work, block.width >= least), []).append((block.start, block.width))
-        for (work, is_wide), found in spans.items():
+        for (work, is_wide), extents in spans.items():
             style = {"facecolor": WORK_COLOURS[work], "edgecolor": "white", "linewidth": 0.6 if is_wide else 0.0}
-            axes.broken_barh(found, (low, _BAR_HEIGHT), zorder=2, **style)
+            axes.broken_barh(extents, (low, _BAR_HEIGHT), zorder=2, **style)
         self._density(axes, lane, low)
         self._names(axes, lane, row)
 
@@ -204,8 +204,8 @@ class _Drawing:
                 axes.text((block.start + block.end) / 2, row, name, **style)
 
     def _lane_name(self, lane: Lane) -> str:
-        told = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
-        return f"{lane.stream}\n{told}"
+        load = f"{percent(lane.busy, self.frame.period)} busy" if self.frame.in_ms else plural(lane.num_bars, "action")
+        return f"{lane.stream}\n{load}"
 
     # --- around -----------------------------------------------------------------------------------------------------
     def _phases(self, strip: Any, panels: Sequence[Any]) -> None:
@@ -215,8 +215,8 @@ class _Drawing:
         for phase in self.frame.phases:
             width = phase.end - phase.start
             strip.broken_barh([(phase.start, width)], (0, 1), facecolor="#E4E9EE", edgecolor="white", linewidth=2)
-            told = _duration(width, self.frame.period) if self.frame.in_ms else f"{width:,.0f} actions"
-            text = f"{phase.name}  {told}"
+            length = _duration(width, self.frame.period) if self.frame.in_ms else f"{width:,.0f} actions"
+            text = f"{phase.name}  {length}"
             fits = [name for name in (text, phase.name) if width / self.letter_unit >= 9.5 * len(name) + 10]
             is_last = phase is self.frame.phases[-1]
             style = {"fontsize": 11, "color": _INK, "va": "center", "clip_on": False}

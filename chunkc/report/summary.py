@@ -114,12 +114,9 @@ def _chunks(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
 def _held_numel(layout: Layout) -> list[int]:
     """Elements of parameters (or gradients) in each chunk, alignment and padding not counted."""
     held = [0] * len(layout.chunks)
-    for place in layout.placements:
-        left, offset = layout.params[place.param].numel, place.offset
-        for chunk in place.chunks:
-            part = min(left, layout.chunks[chunk].numel - offset)
+    for param in range(len(layout.params)):
+        for chunk, part in layout.parts_of(param):
             held[chunk] += part
-            left, offset = left - part, 0
     for grad in layout.chunks:
         if grad.partner is not None:
             held[grad.index] = held[grad.partner]

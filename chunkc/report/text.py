@@ -1,9 +1,7 @@
 """Everything a plan holds, readable as a program: what ``plan.text()`` returns.
 
-The text has a header (model, budgets, provenance), the layout (chunks with their parameters, slots), and the programs.
 In a program each action stands on a line of its own behind its label, in the form that `chunkc.ir.actions.parse` reads
 back; all other lines of a program start with ``#``. Before each ``run`` stands its moment: what is resident, and bytes.
-What is longer than a screen is wide goes on in the next line, further to the right.
 """
 
 from __future__ import annotations
@@ -82,14 +80,14 @@ def _chunk(layout: Layout, chunk: Chunk, unit: Unit) -> str:
     return ", ".join(parts)
 
 
-def _parameter(layout: Layout, place: Placement, chunk: int) -> str:
-    info = layout.params[place.param]
-    offset = f"{place.offset:>12,}" if chunk == place.chunk else f"{'continued':>12}"
+def _parameter(layout: Layout, placement: Placement, chunk: int) -> str:
+    info = layout.params[placement.param]
+    offset = f"{placement.offset:>12,}" if chunk == placement.chunk else f"{'continued':>12}"
     text = f"{offset}  {info.name}  {list(info.shape)}"
     if info.aliases:
         text += f", also {', '.join(info.aliases)}"
-    if place.num_chunks > 1 and chunk == place.chunk:
-        text += f", spans c{place.chunk}-{place.chunks[-1]}"
+    if placement.num_chunks > 1 and chunk == placement.chunk:
+        text += f", spans c{placement.chunk}-{placement.chunks[-1]}"
     return text
 
 

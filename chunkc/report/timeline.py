@@ -66,8 +66,8 @@ def _header(timeline: cost.Timeline) -> Iterator[str]:
     ranks = f", {timeline.world_size} ranks" if timeline.world_size > 1 else ""
     yield f"{timeline.model} on {timeline.hw}{ranks}, plan {timeline.plan_digest}: simulated, not measured"
     speeds = [(timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s")]
-    told = [f"{speed:,.4g} {name}" if speed < 1000 else f"{speed:,.0f} {name}" for speed, name in speeds if speed]
-    yield "  step        " + ", ".join([duration(timeline.step_ms), *told])
+    known = [f"{speed:,.4g} {name}" if speed < 1000 else f"{speed:,.0f} {name}" for speed, name in speeds if speed]
+    yield "  step        " + ", ".join([duration(timeline.step_ms), *known])
     rates = [f"{timeline.model_tflops:.4g} TFLOPS", f"{timeline.hardware_tflops:.4g} with what is computed again"]
     if timeline.patrickstar_tflops is not None:
         rates.append(f"{timeline.patrickstar_tflops:.4g} as PatrickStar counts")

@@ -1,7 +1,7 @@
 """A simulated iteration for Perfetto: tracks of the timeline, device memory as counters, arrows.
 
-The trace is the one of `Timeline.trace`, two steady iterations with one track a stream. To it come a counter track of
-device bytes by kind, and for every segment arrows from the copies and collectives that it waits for.
+To `Timeline.trace` come a counter track of device bytes by kind, and for every segment arrows from the copies and
+collectives that it waits for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def trace(plan: Plan, timeline: Timeline) -> dict[str, Any]:
     Raises:
         ChunkcError: when the timeline is one of another plan.
     """
-    found = timeline.trace()
-    found["traceEvents"] += [*_counters(plan, timeline), *_arrows(plan, timeline, found["traceEvents"])]
-    return found
+    events = timeline.trace()
+    events["traceEvents"] += [*_counters(plan, timeline), *_arrows(plan, timeline, events["traceEvents"])]
+    return events
 
 
 def _counters(plan: Plan, timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ model are alike, its schedule follows from captures of few of them (``chunkc.cap
 With ``Recompute.AUTO`` a model is planned without activation checkpointing around every layer, and with it if it does
 not fit. The plan is then that of ``chunkc.plan`` for the same checkpointed model. Of one without checkpoints
 ``chunkc.plan`` may compute some layers again, where that is faster; a scenario keeps all that it was asked to keep. In
-fp16 it has the norms and the decision that loss scaling needs; with ``measures=True`` those that clipping needs.
+fp16 it has the norms and the decision that loss scaling needs; with ``tracks_grad_norm=True`` those of clipping.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Scenario:
         shard: over which ranks model data is divided, ``all`` or those of a ``node``.
         policy: by which to plan; one of `policies`.
         backend: how segments would be compiled.
-        measures: whether gradients are measured as they land, and updates follow a decision, as with clipping; None:
-            where the compute dtype needs loss scaling.
+        tracks_grad_norm: whether gradients are measured as they land, and updates follow a decision, as with clipping;
+            None: where the compute dtype needs loss scaling.
     """
 
     model: Transformer
@@ -80,7 +80,7 @@ class Scenario:
     backend: Backend = "inductor"
     accumulate: int = 1
     shard: str = "all"
-    measures: bool | None = None
+    tracks_grad_norm: bool | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -90,7 +90,13 @@ class Scenario:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
         ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
-        waits = "" if self.measures is None else ", clipped" if self.measures else ", neither clipped nor scaled"
+        waits = (
+            ""
+            if self.tracks_grad_norm is None
+            else ", clipped"
+            if self.tracks_grad_norm
+            else ", neither clipped nor scaled"
+        )
         what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
         return f"{what}, recompute {self.recompute}{waits}"
 
@@ -215,13 +221,16 @@ def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
 
 
 def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) -> Plan:
-    scales = needs_scaling(captured.schedule.params) and scenario.measures is not False
-    measures = scales if scenario.measures is None else scenario.measures
+    scales = needs_scaling(captured.schedule.params) and scenario.tracks_grad_norm is not False
+    tracks_grad_norm = scales if scenario.tracks_grad_norm is None else scenario.tracks_grad_norm
     options = PlanOptions(
-        chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate, measures=measures, scales=scales
+        chunk_numel=scenario.chunk_numel,
+        accumulate=scenario.accumulate,
+        tracks_grad_norm=tracks_grad_norm,
+        scales=scales,
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
-    schedule = with_norms(schedule) if measures else schedule
+    schedule = with_norms(schedule) if tracks_grad_norm else schedule
     return plan_schedule(schedule, target, options, captured.stages, scenario.backend)
 
 

@@ -7,10 +7,9 @@ In the arena payloads come and go, and some triples stand or pass through.
     triple slots    one for each OS triple that stays on the device, behind the static slots
     buffer slots    for triples that pass through in the step, over the bytes of the last payload slots
 
-In the step no payload has to stand on the device but those that are being updated, so that the bytes of all payload
-slots are free for that. A *buffer* is one payload slot (two where gradients have chunks of their own: the second is for
-them) and, right behind, a buffer slot over the bytes of the next ones. Buffers lie at the end of the payload slots,
-which the next forward fills last. What each slot is for follows from its size and offset, so that a layout says it all.
+In the step no payload has to stand on the device but those that are being updated. A *buffer* is one payload slot (two
+with gradient chunks) and, right behind, a buffer slot over the bytes of the next ones. Buffers lie at the end of the
+payload slots, which the next forward fills last. What a slot is for follows from its size and offset.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ MAX_BUFFERS = 3
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Slots of a payload and a triple that are updated together and share no bytes.
-
-    ``gradient``: the slot of the gradient chunk, where there is one.
-    """
+    """Slots of a payload, its gradient chunk (if any) and its triple, which share no bytes."""
 
     payload: int
     triple: int
@@ -51,14 +47,14 @@ def num_payload_slots(layout: Layout) -> int:
 
 
 def _staying(layout: Layout) -> list[int]:
-    """The chunks whose payloads stay on the device, in order."""
+    """The chunks of all ranks whose payloads stay on the device, in order."""
     return [c.index for c in layout.chunks if c.home is Home.DEVICE]
 
 
 def static_payloads(layout: Layout) -> dict[int, int]:
-    """The slot of each payload that stays on the device, by chunk; in a resident plan those of all ranks."""
+    """The slot of each payload of this rank that stays on the device, by chunk."""
     first = num_payload_slots(layout)
-    return {chunk: first + i for i, chunk in enumerate(_staying(layout))}
+    return {c: first + i for i, c in enumerate(_staying(layout)) if layout.owner(c) == layout.rank}
 
 
 def static_triples(layout: Layout) -> dict[int, int]:
@@ -79,19 +75,12 @@ def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
 
 
 def lead_slots(layout: Layout) -> int:
-    """Return how many payload slots one update on the device takes.
-
-    An update takes one slot, and one more where gradients have chunks of their own.
-    """
+    """Payload slots that one update on the device takes: also one for the gradient chunk, if any."""
     return 2 if layout.grad_chunks() else 1
 
 
 def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
-    """Return slots of payload and gradient chunk for updates whose triples stay on the device.
-
-    The gradient chunk's slot is None where the gradient overlays the payload. The slots are the last ones beside the
-    buffers, where there are such slots.
-    """
+    """Slots of payload and gradient chunk (if any) for updates whose triples stay on the device."""
     buffers, count, lead = buffers_of(layout), num_payload_slots(layout), lead_slots(layout)
     end = min((b.payload for b in buffers), default=count)
     end = end if end >= lead else count
@@ -99,15 +88,11 @@ def spare_slots(layout: Layout) -> tuple[tuple[int, int | None], ...]:
     return tuple((first, first + 1 if lead > 1 else None) for first in firsts)
 
 
-def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: int, share: float) -> Layout:
-    """``layout`` with its arena.
+def lay_out(layout: Layout, liveness: Liveness, num_ranges: int, most_ranges: int, share: float) -> Layout:
+    """``layout`` with its arena, where ``share`` of the triples at home on the host are streamed.
 
-    Args:
-        layout: its homes are decided.
-        num_places: places that forward and backward use; a place is ``world_size`` slots.
-        most_places: places for which there is memory. Some more than ``num_places`` are laid out where the step could
-            not copy in and out at the same time without.
-        share: of the triples at home on the host, those to be streamed.
+    Of the ``most_ranges`` slot ranges for which there is memory, forward and backward use ``num_ranges``; more are laid
+    out where the step could not copy in and out at the same time without.
     """
     size, nbytes = layout.world_size, chunk_nbytes(layout)
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
@@ -115,10 +100,10 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     lead = lead_slots(layout)
     num_fetched = sum(1 for c in staying if c.home is Home.HOST)
     width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, num_fetched)
-    most_places = max(num_places, most_places, lead if num_fetched else 0)
-    wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_places * size, width, spare))
-    places = max(num_places, min(most_places, -(-(min(2, wanted) * width + spare) // size)))
-    slots = list(payload_slots(layout, places * size))
+    most_ranges = max(num_ranges, most_ranges, lead if num_fetched else 0)
+    wanted = min(MAX_BUFFERS, len(passing_nbytes), _num_fitting(most_ranges * size, width, spare))
+    num_laid_out = max(num_ranges, min(most_ranges, -(-(min(2, wanted) * width + spare) // size)))
+    slots = list(payload_slots(layout, num_laid_out * size))
     end = arena_nbytes = len(slots) * nbytes
     num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
     for size_nbytes in (*(nbytes for _ in _staying(layout)), *(c.os_nbytes for c in staying)):
@@ -131,20 +116,17 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
 
 
 def _num_fitting(num_slots: int, width: int, spare: int) -> int:
-    """Return how many buffers of ``width`` slots fit beside ``spare`` slots.
-
-    The spare slots share the bytes of the only buffer if they must.
-    """
+    """Buffers of ``width`` slots beside ``spare`` slots, which share an only buffer's bytes."""
     return max((num_slots - spare) // width, min(1, num_slots // width))
 
 
 def shared_bytes(layout: Layout) -> dict[int, tuple[int, ...]]:
     """For every slot that shares bytes with others: they and itself."""
     count, nbytes = num_payload_slots(layout), chunk_nbytes(layout)
-    found: dict[int, set[int]] = {}
+    overlaps: dict[int, set[int]] = {}
     for buffer in buffers_of(layout):
         slot = layout.slots[buffer.triple]
         for other in range(slot.offset // nbytes, min(count, -(-slot.end // nbytes))):
-            found.setdefault(other, {other}).add(slot.index)
-            found.setdefault(slot.index, {slot.index}).add(other)
-    return {slot: tuple(sorted(others)) for slot, others in found.items()}
+            overlaps.setdefault(other, {other}).add(slot.index)
+            overlaps.setdefault(slot.index, {slot.index}).add(other)
+    return {slot: tuple(sorted(others)) for slot, others in overlaps.items()}

@@ -1,16 +1,17 @@
-"""Belady's rule (1966): the unit whose next use lies furthest ahead gives its place to another.
+"""Belady's rule (1966): the chunk block whose next use lies furthest ahead leaves.
 
-The order of uses is static, so the future is known. Each step needs a set of units at once. A clean victim is dropped
-for nothing; a dirty one costs a write. Where dirty units are read again later, choosing well is NP-hard (Beckmann,
+The order of uses is static, so the future is known. Each step needs a set of blocks at once. A clean victim is dropped
+for nothing; a dirty one costs a write. Where dirty blocks are read again later, choosing well is NP-hard (Beckmann,
 Gibbons, Haeupler, McGuffey, "Writeback-aware caching", 2020): there the rule is run with several weights on the
-distance of dirty victims, and the cheapest run wins. When units become dirty in their last use only, as in a
-forward and backward pass with one landing, every write is paid exactly once whatever is chosen, and the plain rule,
-which minimises fetches, is optimal.
+distance of dirty victims, and the cheapest run wins. Where blocks become dirty in their last use only, every write is
+paid exactly once, and the plain rule, which minimises fetches, is optimal.
 
-Units wider than one place are *blocks*, others *singles*. Blocks stand in the first places, as many as their share of
-all units, singles in the others first. Both take what has been free for longest, or idle since, so that a copy into it
-can start as early as possible; for a block the rule is applied to ranges. Where that leaves no range for a block beside
-the units needed with it, every block has one range for good (`_tight_ranges`), which any capacity of `min_places` has.
+    slot ranges   0 1 2 3 4 5 | 6 7 8 9      wide blocks take spans of the first ``room`` slot ranges,
+                  A A A B B B | c d . e      narrow ones (one slot range) stand behind them first
+
+Both take the slot ranges that have been free for longest, or idle since, so that a copy into them can start early. For
+a wide block the rule is applied to spans. Where that leaves no span beside the blocks needed with it, every wide block
+has a reserved span (`_reserved_spans`), for which `min_ranges` slot ranges suffice.
 """
 
 from __future__ import annotations
@@ -27,186 +28,181 @@ DIRTY_WEIGHTS = (1.0, 0.75, 0.5, 0.25, 0.0)
 
 def belady(
     steps: Sequence[Sequence[int]],
-    dirties: Sequence[Sequence[int]],
-    num_places: int,
+    modified: Sequence[Sequence[int]],
+    num_ranges: int,
     *,
     widths: Sequence[int],
     weights: Sequence[int] | None = None,
-    separate: bool = False,
+    isolate_wide: bool = False,
 ) -> tuple[ResidencyInterval, ...]:
-    """The stays of all units with the least known volume.
+    """The residency intervals of all blocks with the least known volume, in order of their first step.
+
+    An interval of a dirty block without a later use ends with its last use.
 
     Args:
-        steps: units needed in each step, all at once.
-        dirties: units that each step leaves dirty (a subset of its units).
-        num_places: capacity, at least ``min_places``.
-        widths: places per unit.
-        weights: bytes of each unit, to compare runs; default one.
-        separate: whether singles keep out of the places of blocks, so that a block never displaces a unit in use.
-
-    Returns:
-        Stays in order of their first step. A dirty unit without a later use ends its stay at its last use.
+        steps: blocks needed in each step, all at once.
+        modified: those of them that each step leaves dirty.
+        num_ranges: slot ranges, at least ``min_ranges``.
+        widths: slot ranges of each block.
+        weights: bytes of each block, to compare runs; default one.
+        isolate_wide: whether narrow blocks keep out of the room of wide ones, which then displace none in use.
 
     Raises:
-        ValueError: when a step needs more places.
+        ValueError: when a step needs more slot ranges.
     """
     cost = [1] * len(widths) if weights is None else weights
-    found = [
-        (stays, shares)
-        for shares in _shares(steps, widths, num_places, separate)
-        for stays in _runs(steps, dirties, shares)
+    candidates = [
+        (intervals, division)
+        for division in _divisions(steps, widths, num_ranges, isolate_wide)
+        for intervals in _runs(steps, modified, division)
     ]
-    if not found:
-        starts = _tight_ranges(steps, widths)
-        shares = _Shares(num_places, widths, _end_of_ranges(starts, widths), separate, starts)
-        found = [(stays, shares) for stays in _runs(steps, dirties, shares)]
-    return _idlest_places(*min(found, key=lambda pair: volume(pair[0], cost)))
+    if not candidates:
+        starts = _reserved_spans(steps, widths)
+        division = _Division(num_ranges, widths, _end_of_spans(starts, widths), isolate_wide, starts)
+        candidates = [(intervals, division) for intervals in _runs(steps, modified, division)]
+    return _idlest_ranges(*min(candidates, key=lambda pair: volume(pair[0], cost)))
 
 
 def _runs(
-    steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares
+    steps: Sequence[Sequence[int]], modified: Sequence[Sequence[int]], division: _Division
 ) -> Iterator[tuple[ResidencyInterval, ...]]:
-    """Yield the stays by the plain rule, and by the other weights.
-
-    The other weights follow while the stays write units back that are needed again.
-    """
+    """Yield the intervals by the plain rule, then by other weights while blocks are written early."""
     for weight in DIRTY_WEIGHTS:
         try:
-            stays = _Places(steps, dirties, shares, weight).run()
-        except _NoRangeError:
+            intervals = _Run(steps, modified, division, weight).run()
+        except _NoSpanError:
             continue
-        yield stays
-        if not _writes_early(stays):
+        yield intervals
+        if not _writes_early(intervals):
             return
 
 
 @dataclass(frozen=True, slots=True)
-class _Shares:
-    """The places of one run, shared between blocks and singles.
+class _Division:
+    """The slot ranges of one run, divided between wide and narrow blocks.
 
-    Blocks stand in the first ``room`` places. Singles stand elsewhere first, or, where they are ``separate``, only
-    elsewhere. ``starts``: the range of each block, where it has one for good.
+    Wide blocks stand in the first ``room`` slot ranges, narrow ones elsewhere first (with ``isolate_wide`` only there).
+    ``reserved``: where each wide block has a reserved span, its start.
     """
 
-    num_places: int
+    num_ranges: int
     widths: Sequence[int]
     room: int
-    separate: bool
-    starts: Sequence[int] | None = None
+    isolate_wide: bool
+    reserved: Sequence[int] | None = None
 
 
-def _shares(
-    steps: Sequence[Sequence[int]], widths: Sequence[int], num_places: int, separate: bool
-) -> tuple[_Shares, ...]:
-    """Return the ways to share the places between blocks and singles.
-
-    One way is in proportion, with at least as many places of each as some step needs. The others give as many as
-    possible to the blocks, or to the singles.
-    """
-    num_singles, most_singles = sum(1 for w in widths if w == 1), _most_singles(steps, widths)
-    least_room = _end_of_ranges(_tight_ranges(steps, widths), widths)
+def _divisions(
+    steps: Sequence[Sequence[int]], widths: Sequence[int], num_ranges: int, isolate_wide: bool
+) -> tuple[_Division, ...]:
+    """Divide in proportion (each kind has what some step needs), or give one kind as much as possible."""
+    num_narrow, most_narrow = sum(1 for w in widths if w == 1), _most_narrow(steps, widths)
+    least_room = _end_of_spans(_reserved_spans(steps, widths), widths)
     if not least_room:
-        return (_Shares(num_places, widths, 0, separate),)
-    most_room = num_places - most_singles if separate else num_places
-    in_proportion = num_places - max(most_singles, round(num_places * num_singles / sum(widths)))
-    rooms = (max(least_room, room) for room in (in_proportion, most_room, num_places - num_singles))
-    return tuple(_Shares(num_places, widths, room, separate) for room in dict.fromkeys(rooms))
+        return (_Division(num_ranges, widths, 0, isolate_wide),)
+    most_room = num_ranges - most_narrow if isolate_wide else num_ranges
+    in_proportion = num_ranges - max(most_narrow, round(num_ranges * num_narrow / sum(widths)))
+    rooms = (max(least_room, room) for room in (in_proportion, most_room, num_ranges - num_narrow))
+    return tuple(_Division(num_ranges, widths, room, isolate_wide) for room in dict.fromkeys(rooms))
 
 
-class _NoRangeError(Exception):
-    """A block finds no range beside the units that are needed with it."""
+class _NoSpanError(Exception):
+    """A wide block finds no span beside the blocks that are needed with it."""
 
 
-def volume(stays: Sequence[ResidencyInterval], weights: Sequence[int]) -> int:
-    """Fetches and write-backs, each weighing as its unit does."""
-    return sum(weights[s.unit] * (2 if s.dirty else 1) for s in stays)
+def volume(intervals: Sequence[ResidencyInterval], weights: Sequence[int]) -> int:
+    """Fetches and write-backs, each weighing as its block does."""
+    return sum(weights[s.block] * (2 if s.dirty else 1) for s in intervals)
 
 
-def _writes_early(stays: Sequence[ResidencyInterval]) -> bool:
-    """Whether a unit is written back although it is needed again."""
-    last = {s.unit: s.begin for s in stays}
-    return any(s.dirty and s.begin < last[s.unit] for s in stays)
+def _writes_early(intervals: Sequence[ResidencyInterval]) -> bool:
+    """Whether a block is written back although it is needed again."""
+    last = {s.block: s.begin for s in intervals}
+    return any(s.dirty and s.begin < last[s.block] for s in intervals)
 
 
-def _idlest_places(stays: Sequence[ResidencyInterval], shares: _Shares) -> tuple[ResidencyInterval, ...]:
-    """Move each stay to the place where nobody has stood for longest.
+def _idlest_ranges(intervals: Sequence[ResidencyInterval], division: _Division) -> tuple[ResidencyInterval, ...]:
+    """Move each interval to the slot range that has been idle for longest.
 
-    Stays remain as they are where a block then finds no range. Which units stay is decided; a unit that does not stay
-    until its next use may leave right after its last.
+    Intervals remain as they are where a wide block then finds no span. A block that does not stay until its next use
+    may leave right after its last.
     """
-    until = [-1] * shares.num_places
-    found = list[ResidencyInterval]()
-    for stay in stays:  # in order of their first step
-        width = shares.widths[stay.unit]
-        starts = range(shares.room - width + 1) if width > 1 else _single_places(shares)
-        free = [s for s in starts if all(until[p] < stay.begin for p in range(s, s + width))]
+    until = [-1] * division.num_ranges
+    moved = list[ResidencyInterval]()
+    for interval in intervals:  # in order of their first step
+        width = division.widths[interval.block]
+        starts = range(division.room - width + 1) if width > 1 else _narrow_ranges(division)
+        free = [s for s in starts if all(until[p] < interval.begin for p in range(s, s + width))]
         if not free:
-            return tuple(stays)
-        start = min(free, key=lambda s: (width == 1 and s < shares.room, max(until[s : s + width]), s))
-        until[start : start + width] = [stay.end] * width
-        found.append(replace(stay, place=start))
-    return tuple(sorted(found, key=lambda s: (s.begin, s.place)))
+            return tuple(intervals)
+        start = min(free, key=lambda s: (width == 1 and s < division.room, max(until[s : s + width]), s))
+        until[start : start + width] = [interval.end] * width
+        moved.append(replace(interval, slot_range=start))
+    return tuple(sorted(moved, key=lambda s: (s.begin, s.slot_range)))
 
 
-def _single_places(shares: _Shares) -> range:
-    return range(shares.room if shares.separate else 0, shares.num_places)
+def _narrow_ranges(division: _Division) -> range:
+    return range(division.room if division.isolate_wide else 0, division.num_ranges)
 
 
-class _Places:
-    """The state of one run: who stands where, until when, and who would leave next."""
+class _Run:
+    """One run of the rule: the blocks in all slot ranges, their next uses, and who would leave next."""
 
     def __init__(
-        self, steps: Sequence[Sequence[int]], dirties: Sequence[Sequence[int]], shares: _Shares, dirty_weight: float
+        self,
+        steps: Sequence[Sequence[int]],
+        modified: Sequence[Sequence[int]],
+        division: _Division,
+        dirty_weight: float,
     ) -> None:
-        widths, num_places = shares.widths, shares.num_places
-        self.steps, self.dirties, self.widths, self.starts = steps, dirties, widths, shares.starts
-        self.dirty_weight, self.separate, self.room = dirty_weight, shares.separate, shares.room
+        widths, num_ranges = division.widths, division.num_ranges
+        self.steps, self.modified, self.widths, self.reserved = steps, modified, widths, division.reserved
+        self.dirty_weight, self.isolate_wide, self.room = dirty_weight, division.isolate_wide, division.room
         self.uses: list[list[int]] = [[] for _ in widths]
-        for step, units in enumerate(steps):
-            for unit in units:
-                self.uses[unit].append(step)
+        for step, blocks in enumerate(steps):
+            for block in blocks:
+                self.uses[block].append(step)
         for uses in self.uses:
             uses.append(NEVER)
             uses.reverse()
-        self.occupant = [-1] * num_places
-        self.place: list[int] = [-1] * len(widths)
+        self.occupant = [-1] * num_ranges
+        self.slot_range: list[int] = [-1] * len(widths)
         self.begin: list[int] = [0] * len(widths)
         self.last: list[int] = [0] * len(widths)
         self.dirty: list[bool] = [False] * len(widths)
-        self.idle_since = [-1] * num_places
+        self.idle_since = [-1] * num_ranges
         self.num_freed = 0
-        self.free = sorted((p < self.room, 0, p) for p in range(self.room if self.separate else 0, num_places))
+        self.free = sorted((p < self.room, 0, p) for p in range(self.room if self.isolate_wide else 0, num_ranges))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        self.stays: list[ResidencyInterval] = []
+        self.intervals: list[ResidencyInterval] = []
 
     def run(self) -> tuple[ResidencyInterval, ...]:
-        for step, units in enumerate(self.steps):
-            self._make_resident(step, units)
-            self._use(step, units, self.dirties[step])
-        for unit, place in enumerate(self.place):
-            if place >= 0:
-                self._end(unit)
-        return tuple(sorted(self.stays, key=lambda s: (s.begin, s.place)))
+        for step, blocks in enumerate(self.steps):
+            self._make_resident(step, blocks)
+            self._use(step, blocks, self.modified[step])
+        for block, slot_range in enumerate(self.slot_range):
+            if slot_range >= 0:
+                self._end(block)
+        return tuple(sorted(self.intervals, key=lambda s: (s.begin, s.slot_range)))
 
-    def _make_resident(self, step: int, units: Sequence[int]) -> None:
-        for unit in units:
-            if self.widths[unit] > 1 and self.place[unit] < 0:
-                start = self._range(step, unit, set(units)) if self.starts is None else self.starts[unit]
-                for place in range(start, start + self.widths[unit]):
-                    if self.occupant[place] >= 0:
-                        self._end(self.occupant[place])
-                self._enter(unit, start, step)
-        for unit in units:
-            if self.place[unit] < 0:
-                self._enter(unit, self._take_place(step), step)
+    def _make_resident(self, step: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if self.widths[block] > 1 and self.slot_range[block] < 0:
+                start = self._span(step, block, set(blocks)) if self.reserved is None else self.reserved[block]
+                for slot_range in range(start, start + self.widths[block]):
+                    if self.occupant[slot_range] >= 0:
+                        self._end(self.occupant[slot_range])
+                self._enter(block, start, step)
+        for block in blocks:
+            if self.slot_range[block] < 0:
+                self._enter(block, self._take_range(step), step)
 
-    def _range(self, step: int, unit: int, needed: Collection[int]) -> int:
-        """Return the start of the range whose units are needed last.
+    def _span(self, step: int, block: int, needed: Collection[int]) -> int:
+        """Start of the span whose blocks are needed last; of those never needed again, of the longest idle.
 
-        Of the ranges that nobody needs any more, the longest idle is taken. Ranges start or end where another unit
-        does: between them, room for one more is lost.
+        Spans start or end where another block does: else room for one more would be lost in between.
         """
-        width, best = self.widths[unit], None
+        width, best = self.widths[block], None
         for start in self._edges(width):
             occupants = {o for o in self.occupant[start : start + width] if o >= 0}
             if occupants.isdisjoint(needed):
@@ -214,50 +210,50 @@ class _Places:
                 idle = max(self._idle_since(p) for p in range(start, start + width))
                 best = max(best or (-1.0, 0, 0), (ahead, -idle, -start))
         if best is None:
-            raise _NoRangeError
+            raise _NoSpanError
         return -best[2]
 
     def _edges(self, width: int) -> Iterator[int]:
-        """Starts of ranges of ``width`` beside another unit, a free place or the end of the room of blocks."""
+        """Starts of spans of ``width`` that touch another block, a free slot range or the end of the room."""
         before = -2
-        for place, occupant in enumerate(self.occupant[: self.room]):
+        for slot_range, occupant in enumerate(self.occupant[: self.room]):
             if occupant != before or occupant == -1:
                 before = occupant
-                if place + width <= self.room:
-                    yield place
-                if place >= width:
-                    yield place - width
+                if slot_range + width <= self.room:
+                    yield slot_range
+                if slot_range >= width:
+                    yield slot_range - width
         yield self.room - width
 
-    def _distance(self, step: int, unit: int) -> float:
-        """Steps to the next use of a unit; fewer of a dirty one, which costs a write."""
-        next_use = self.uses[unit][-1]
+    def _distance(self, step: int, block: int) -> float:
+        """Steps to the next use of a block; fewer of a dirty one, which costs a write."""
+        next_use = self.uses[block][-1]
         if next_use == NEVER:
             return float(NEVER)
-        return (next_use - step) * (self.dirty_weight if self.dirty[unit] else 1.0)
+        return (next_use - step) * (self.dirty_weight if self.dirty[block] else 1.0)
 
-    def _idle_since(self, place: int) -> int:
-        """The last step that used what stands, or stood last, at ``place``."""
-        occupant = self.occupant[place]
-        return self.idle_since[place] if occupant < 0 else self.last[occupant]
+    def _idle_since(self, slot_range: int) -> int:
+        """The last step that used what stands, or stood last, at ``slot_range``."""
+        occupant = self.occupant[slot_range]
+        return self.idle_since[slot_range] if occupant < 0 else self.last[occupant]
 
-    def _use(self, step: int, units: Sequence[int], dirtied: Sequence[int]) -> None:
-        for unit in dirtied:
-            self.dirty[unit] = True
-        for unit in units:
-            self.last[unit] = step
-            self.uses[unit].pop()
-            if self.uses[unit][-1] == NEVER and self.dirty[unit]:
-                self._end(unit)
-            elif self.widths[unit] == 1 or not self.separate:
-                heapq.heappush(self.leaving[self.dirty[unit]], (-self.uses[unit][-1], unit))
+    def _use(self, step: int, blocks: Sequence[int], newly_dirty: Sequence[int]) -> None:
+        for block in newly_dirty:
+            self.dirty[block] = True
+        for block in blocks:
+            self.last[block] = step
+            self.uses[block].pop()
+            if self.uses[block][-1] == NEVER and self.dirty[block]:
+                self._end(block)
+            elif self.widths[block] == 1 or not self.isolate_wide:
+                heapq.heappush(self.leaving[self.dirty[block]], (-self.uses[block][-1], block))
 
-    def _take_place(self, step: int) -> int:
+    def _take_range(self, step: int) -> int:
         while True:
             while self.free:
-                place = heapq.heappop(self.free)[2]
-                if self.occupant[place] < 0:
-                    return place
+                slot_range = heapq.heappop(self.free)[2]
+                if self.occupant[slot_range] < 0:
+                    return slot_range
             self._end(self._victim(step))
 
     def _victim(self, step: int) -> int:
@@ -269,75 +265,73 @@ class _Places:
         if chosen is not None and chosen[0] <= step:
             chosen, which = (clean, 0) if which else (dirty, 1)
         if chosen is None or chosen[0] <= step:
-            raise ValueError(f"step {step} needs more than {len(self.occupant)} places")
+            raise ValueError(f"step {step} needs more than {len(self.occupant)} slot ranges")
         heapq.heappop(self.leaving[which])
         return chosen[1]
 
     def _furthest(self, which: int) -> tuple[int, int] | None:
-        """``(next use, unit)`` of the resident clean (0) or dirty (1) unit whose next use is furthest."""
+        """``(next use, block)`` of the resident clean (0) or dirty (1) block whose next use is furthest."""
         heap = self.leaving[which]
         while heap:
-            next_use, unit = -heap[0][0], heap[0][1]
-            if self.place[unit] >= 0 and self.dirty[unit] == bool(which) and self.uses[unit][-1] == next_use:
-                return next_use, unit
+            next_use, block = -heap[0][0], heap[0][1]
+            if self.slot_range[block] >= 0 and self.dirty[block] == bool(which) and self.uses[block][-1] == next_use:
+                return next_use, block
             heapq.heappop(heap)
         return None
 
-    def _enter(self, unit: int, place: int, step: int) -> None:
-        self.place[unit], self.begin[unit], self.dirty[unit] = place, step, False
-        for p in range(place, place + self.widths[unit]):
-            self.occupant[p] = unit
+    def _enter(self, block: int, slot_range: int, step: int) -> None:
+        self.slot_range[block], self.begin[block], self.dirty[block] = slot_range, step, False
+        for p in range(slot_range, slot_range + self.widths[block]):
+            self.occupant[p] = block
 
-    def _end(self, unit: int) -> None:
-        place = self.place[unit]
-        self.stays.append(ResidencyInterval(unit, place, self.begin[unit], self.last[unit], self.dirty[unit]))
-        self.place[unit] = -1
-        for p in range(place, place + self.widths[unit]):
-            self.occupant[p], self.idle_since[p] = -1, self.last[unit]
-            if not (self.separate and p < self.room):
+    def _end(self, block: int) -> None:
+        slot_range = self.slot_range[block]
+        begin, end = self.begin[block], self.last[block]
+        self.intervals.append(ResidencyInterval(block, slot_range, begin, end, self.dirty[block]))
+        self.slot_range[block] = -1
+        for p in range(slot_range, slot_range + self.widths[block]):
+            self.occupant[p], self.idle_since[p] = -1, self.last[block]
+            if not (self.isolate_wide and p < self.room):
                 self.num_freed += 1
                 heapq.heappush(self.free, (p < self.room, self.num_freed, p))
 
 
-def min_places(steps: Sequence[Sequence[int]], widths: Sequence[int], separate: bool = False) -> int:
-    """The smallest capacity with which every step's units fit, blocks in designated ranges."""
-    ranges_end = _end_of_ranges(_tight_ranges(steps, widths), widths)
-    if separate:
-        return ranges_end + _most_singles(steps, widths)
-    return max((ranges_end, *(sum(widths[u] for u in step) for step in steps)))
+def min_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int], isolate_wide: bool = False) -> int:
+    """The fewest slot ranges with which every step's blocks fit, wide ones in reserved spans."""
+    spans_end = _end_of_spans(_reserved_spans(steps, widths), widths)
+    if isolate_wide:
+        return spans_end + _most_narrow(steps, widths)
+    return max((spans_end, *(sum(widths[b] for b in step) for step in steps)))
 
 
-def _most_singles(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
-    """The most units of one place that a step needs."""
-    return max((sum(1 for u in step if widths[u] == 1) for step in steps), default=0)
+def _most_narrow(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
+    """The most narrow blocks that a step needs."""
+    return max((sum(1 for b in step if widths[b] == 1) for step in steps), default=0)
 
 
-def _end_of_ranges(starts: Sequence[int], widths: Sequence[int]) -> int:
-    """The end of the last range of a block; 0 where there is none."""
-    return max((starts[u] + w for u, w in enumerate(widths) if w > 1), default=0)
+def _end_of_spans(starts: Sequence[int], widths: Sequence[int]) -> int:
+    """The end of the last span of a wide block; 0 where there is none."""
+    return max((starts[b] + w for b, w in enumerate(widths) if w > 1), default=0)
 
 
-def _tight_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
-    """Return the first place of each block (0 for singles).
-
-    Ranges of blocks needed together are disjoint, others may overlap.
-    """
-    blocks = [u for u, w in enumerate(widths) if w > 1]
+def _reserved_spans(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> list[int]:
+    """Start of a span for each wide block (0: narrow), disjoint for blocks needed together."""
+    wide = [b for b, w in enumerate(widths) if w > 1]
     conflicts = _conflicts(steps, widths)
     starts = [0] * len(widths)
-    for position, block in enumerate(blocks):
-        starts[block] = _first_fit(block, [b for b in blocks[:position] if b in conflicts[block]], starts, widths)
+    for position, block in enumerate(wide):
+        starts[block] = _first_fit(block, [b for b in wide[:position] if b in conflicts[block]], starts, widths)
     return starts
 
 
 def _conflicts(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> dict[int, set[int]]:
-    found: dict[int, set[int]] = {u: set() for u, w in enumerate(widths) if w > 1}
+    """For each wide block, the wide blocks that some step needs together with it."""
+    conflicts: dict[int, set[int]] = {b: set() for b, w in enumerate(widths) if w > 1}
     for step in steps:
-        together = [u for u in step if widths[u] > 1]
-        if len(together) > 1:
-            for unit in together:
-                found[unit].update(together)
-    return found
+        together = [b for b in step if widths[b] > 1]
+        for block in together:
+            conflicts[block].update(together)
+    return conflicts
 
 
 def _first_fit(block: int, others: list[int], starts: list[int], widths: Sequence[int]) -> int:

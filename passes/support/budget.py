@@ -1,11 +1,9 @@
 """Does a mapping fit, what would fit, and the message when nothing does.
 
-Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs (also
-over several ranks, whose plans cut graphs and take less).
-*Evicted*: an arena of places that holds what single operators need, beside the peak of non-model bytes of the base
-segments; everything has a home on the host, except for OS triples that the caller wants on the device or that host
-memory does not hold. The smallest arena that works is known exactly, so the budgets that a ``BudgetError`` names really
-work, and one byte less does not.
+Two ways to stand on the device. *Resident*: all payloads, all OS triples and the non-model bytes of whole graphs.
+*Evicted*: an arena that holds what single operators need, beside the peak of non-model bytes of the base segments;
+everything has a home on the host, except for OS triples that the caller wants on the device or that host memory does
+not hold. The smallest arena is known exactly: budgets that a ``BudgetError`` names work, one byte less does not.
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from dataclasses import dataclass, replace
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule
-from chunkc.passes.chunk_mapping import commonest_dtype, units_of
+from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import blocks_of
 from chunkc.passes.segments import base_segments, segment_costs
-from chunkc.passes.support.belady import min_places
-from chunkc.passes.support.draft import BaseSegment, Demand, Liveness, PlanOptions, Target, Units
+from chunkc.passes.support.belady import min_ranges
+from chunkc.passes.support.draft import BaseSegment, ChunkBlocks, Demand, Liveness, PlanOptions, Target
 from chunkc.passes.support.triples import residence_order, triples_nbytes
 
 Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
@@ -32,16 +30,16 @@ class Sizes:
     """Bytes that one mapping takes.
 
     Attributes:
-        place_nbytes: of one place (``world_size`` slots).
-        num_places: places that would hold every unit at once.
+        range_nbytes: of one slot range.
+        num_ranges: slot ranges that would hold every block at once.
         resident_nbytes: device bytes with everything resident.
         evicted_nbytes: least device bytes with all homes on the host.
         resident_host_nbytes, evicted_host_nbytes: host bytes of homes in both cases.
         triples_nbytes: what the first k triples that stay on the device move there from the host, for k from 0 to all.
     """
 
-    place_nbytes: int
-    num_places: int
+    range_nbytes: int
+    num_ranges: int
     resident_nbytes: int
     evicted_nbytes: int
     resident_host_nbytes: int
@@ -50,32 +48,34 @@ class Sizes:
 
 
 def demand_of(layout: Layout, liveness: Liveness, cuts: Cuts) -> Demand:
-    """Units, base segments and the least arena of ``layout``."""
-    units = units_of(layout)
-    steps = base_segments(liveness, units, cuts, keep_open=layout.world_size > 1 and not liveness.beside)
-    homes = [layout.chunks[first * layout.world_size].home for first in units.first_group]
+    """Chunk blocks, base segments and the least arena of ``layout``."""
+    blocks = blocks_of(layout)
+    steps = base_segments(liveness, blocks, cuts, keep_open=layout.world_size > 1 and not liveness.has_grad_chunks)
+    homes = [layout.chunks[first * layout.world_size].home for first in blocks.first_group]
     if layout.world_size == 1 and Home.DEVICE in homes:
-        units, steps = _moving(units, steps, [unit for unit, home in enumerate(homes) if home is Home.HOST])
-    least = min_places([s.units for s in steps], units.num_groups, separate=layout.world_size > 1)
-    if layout.grad_chunks() and units.first_group:
+        blocks, steps = _moving(blocks, steps, [block for block, home in enumerate(homes) if home is Home.HOST])
+    least = min_ranges([s.blocks for s in steps], blocks.num_groups, isolate_wide=layout.world_size > 1)
+    if layout.grad_chunks() and blocks.first_group:
         least = max(least, 2)  # an update on the device has gradients beside the payload
-    return Demand(units, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
+    return Demand(blocks, steps, least, max((s.nonmodel_nbytes for s in steps), default=0))
 
 
-def _moving(units: Units, steps: Sequence[BaseSegment], kept: Sequence[int]) -> tuple[Units, tuple[BaseSegment, ...]]:
-    """Reduce ``units`` and ``steps`` to the units ``kept``, the only ones that ever move."""
-    number = {unit: new for new, unit in enumerate(kept)}
+def _moving(
+    blocks: ChunkBlocks, steps: Sequence[BaseSegment], kept: Sequence[int]
+) -> tuple[ChunkBlocks, tuple[BaseSegment, ...]]:
+    """Reduce ``blocks`` and ``steps`` to the blocks ``kept``, the only ones that ever move."""
+    number = {block: new for new, block in enumerate(kept)}
 
-    def left(found: Sequence[int]) -> tuple[int, ...]:
-        return tuple(number[unit] for unit in found if unit in number)
+    def left(members: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number[block] for block in members if block in number)
 
-    moving = Units(
-        tuple(units.first_group[unit] for unit in kept),
-        tuple(units.num_groups[unit] for unit in kept),
-        tuple(number.get(unit, -1) for unit in units.of_param),
-        tuple(map(left, units.of_grad)),
+    moving = ChunkBlocks(
+        tuple(blocks.first_group[block] for block in kept),
+        tuple(blocks.num_groups[block] for block in kept),
+        tuple(number.get(block, -1) for block in blocks.of_param),
+        tuple(map(left, blocks.of_grad)),
     )
-    return moving, tuple(replace(step, units=left(step.units)) for step in steps)
+    return moving, tuple(replace(step, blocks=left(step.blocks)) for step in steps)
 
 
 def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
@@ -93,10 +93,7 @@ def chunk_nbytes(layout: Layout) -> int:
 
 
 def with_homes(layout: Layout, home: Home) -> Layout:
-    """Set the homes of payloads and triples of ``layout`` to ``home``.
-
-    Unused parameters always stay on the host.
-    """
+    """``layout`` with its payloads and triples at ``home``; unused parameters always stay on the host."""
     chunks = tuple(
         replace(
             c,
@@ -109,10 +106,7 @@ def with_homes(layout: Layout, home: Home) -> Layout:
 
 
 def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layout:
-    """Place ``num`` of this rank's triples of ``layout`` on the device.
-
-    Triples of the same groups on other ranks are placed there too.
-    """
+    """``layout`` with ``num`` of this rank's triples, and their groups' others, on the device."""
     groups = {layout.group_of(c).index for c in residence_order(layout, liveness)[:num]}
     chunks = (replace(c, os_home=Home.DEVICE) if layout.group_of(c.index).index in groups else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
@@ -121,47 +115,41 @@ def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layou
 def with_residents(
     layout: Layout, demand: Demand, liveness: Liveness, target: Target, options: PlanOptions, num: int
 ) -> tuple[Layout, Demand]:
-    """Place ``num`` triples of ``layout`` on the device, and return what then asks for places.
-
-    Their payloads stay there too as ``options`` wish and room allows.
-    """
+    """``layout`` and its demand with ``num`` triples on the device, their payloads too if wished."""
     layout = with_resident_triples(layout, liveness, num)
     if not options.keeps_payloads or layout.world_size > 1:
         return layout, demand
     kept = _with_resident_payloads(layout, demand)
     remaining = demand_of(kept, liveness, options.cuts)
-    fits = remaining.min_places <= most_places(kept, remaining, target, options)
+    fits = remaining.min_ranges <= most_ranges(kept, remaining, target, options)
     return (kept, remaining) if fits else (layout, demand)
 
 
 def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
-    """One rank's ``layout`` with the payloads, and the gradient chunks, of resident triples on the device.
-
-    What a tensor larger than a chunk spans stays adjacent, and so on the host.
-    """
-    widths = zip(demand.units.first_group, demand.units.num_groups, strict=True)
+    """``layout`` with the payloads of resident triples on the device, if no larger tensor spans them."""
+    widths = zip(demand.blocks.first_group, demand.blocks.num_groups, strict=True)
     movable = {first for first, num in widths if num == 1}
-    beside = layout.grad_chunks()
-    found = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
-    whole = {c for c in found if {c, beside.get(c, c)} <= movable}
-    whole |= {beside[c] for c in whole if c in beside}
+    grad_chunks = layout.grad_chunks()
+    resident = [c.index for c in layout.chunks if c.os_home is Home.DEVICE]
+    whole = {c for c in resident if {c, grad_chunks.get(c, c)} <= movable}
+    whole |= {grad_chunks[c] for c in whole if c in grad_chunks}
     chunks = (replace(c, home=Home.DEVICE) if c.index in whole else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
 
 
 def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
     """Bytes that ``layout`` takes, resident and evicted."""
-    place_nbytes = chunk_nbytes(layout) * layout.world_size
-    num_places = sum(demand.units.num_groups)
+    range_nbytes = chunk_nbytes(layout) * layout.world_size
+    num_ranges = sum(demand.blocks.num_groups)
     os_nbytes = layout.os_nbytes()
     owned = layout.owned()
     unused_nbytes = sum(c.nbytes for c in owned if c.list is ChunkList.UNUSED)
     static_nbytes = sum(c.nbytes for c in owned if c.home is Home.DEVICE)
     return Sizes(
-        place_nbytes=place_nbytes,
-        num_places=num_places,
-        resident_nbytes=num_places * place_nbytes + static_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
-        evicted_nbytes=demand.peak_nbytes + demand.min_places * place_nbytes + static_nbytes,
+        range_nbytes=range_nbytes,
+        num_ranges=num_ranges,
+        resident_nbytes=num_ranges * range_nbytes + static_nbytes + os_nbytes + whole_graph_nbytes(liveness, cuts),
+        evicted_nbytes=demand.peak_nbytes + demand.min_ranges * range_nbytes + static_nbytes,
         resident_host_nbytes=unused_nbytes,
         evicted_host_nbytes=sum(c.nbytes for c in owned) - static_nbytes + os_nbytes,
         triples_nbytes=triples_nbytes(layout, liveness),
@@ -169,21 +157,17 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
 
 
 def resident_triples(sizes: Sizes, target: Target, options: PlanOptions) -> int | None:
-    """Return how many triples stand on the device when payloads are at home on the host.
+    """How many triples stand on the device when payloads are at home on the host.
 
-    The number is the one that ``options`` wish, or the least that leaves the host enough room, whichever is larger. The
-    result is None where no number leaves the host enough room.
+    As many as ``options`` wish, or more so that the host has room for the others; None where it never has.
     """
     missing_nbytes = sizes.evicted_host_nbytes - target.host_budget_nbytes
-    found = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
-    return found if found < len(sizes.triples_nbytes) else None
+    count = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
+    return count if count < len(sizes.triples_nbytes) else None
 
 
 def most_within(sizes_nbytes: Sequence[int], margin_nbytes: int) -> int:
-    """Return how many triples fit into ``margin_nbytes``; 0 for a negative margin.
-
-    ``sizes_nbytes``: the bytes of the first k triples.
-    """
+    """How many triples fit into ``margin_nbytes``, where the first k take ``sizes_nbytes[k]`` bytes."""
     return max(0, bisect_right(sizes_nbytes, margin_nbytes) - 1)
 
 
@@ -193,7 +177,7 @@ def _wished(sizes: Sizes, options: PlanOptions) -> int:
 
 def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | None:
     """The home that ``options`` wish for or that moves least among those that fit; None where none fits."""
-    slots = sizes.num_places * target.world_size
+    slots = sizes.num_ranges * target.world_size
     unlimited = options.max_slots is None or options.max_slots >= slots
     fits = sizes.resident_nbytes <= target.device_budget_nbytes
     fits = fits and sizes.resident_host_nbytes <= target.host_budget_nbytes
@@ -207,21 +191,18 @@ def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | No
     return Home.HOST if sizes.evicted_nbytes + sizes.triples_nbytes[triples] <= target.device_budget_nbytes else None
 
 
-def most_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
-    """Return the number of places of the largest arena that the budget allows.
-
-    The arena stands beside the peak of non-model bytes and resident triples.
-    """
+def most_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
+    """Slot ranges of the largest arena beside non-model bytes and what stays on the device."""
     static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
-    places = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
-    return places if options.max_slots is None else min(places, options.max_slots // target.world_size)
+    num_ranges = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)
+    return num_ranges if options.max_slots is None else min(num_ranges, options.max_slots // target.world_size)
 
 
-def available_places(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
-    """As ``most_places``, but no more than every unit at once would take."""
-    return min(most_places(layout, demand, target, options), sum(demand.units.num_groups))
+def available_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
+    """As ``most_ranges``, but no more than all blocks at once would take."""
+    return min(most_ranges(layout, demand, target, options), sum(demand.blocks.num_groups))
 
 
 def needed_nbytes(sizes: Sizes, target: Target, options: PlanOptions) -> tuple[int, int]:
@@ -261,10 +242,7 @@ def refuse(
 
 
 def too_small(plan: Plan, target: Target, options: PlanOptions) -> BudgetError:
-    """Make the error for a plan that takes more device memory than ``target`` has.
-
-    Other plans that are known take more.
-    """
+    """The error for the plan that takes least device memory, and still more than ``target`` has."""
     memory, layout = plan.memory, plan.layout
     missing_nbytes = memory.device_peak_nbytes - target.device_budget_nbytes
     worst = plan.segment(memory.nonmodel_segment)
@@ -324,11 +302,11 @@ def _device_moment(
     demand: Demand, sizes: Sizes, options: PlanOptions, triples_nbytes: int
 ) -> tuple[str, tuple[int, ...], str]:
     """``(segment name, parameters, reason)`` of the segment that needs most device memory."""
-    widths = demand.units.num_groups
+    widths = demand.blocks.num_groups
 
     def need(index: int) -> int:
         step = demand.steps[index]
-        return step.nonmodel_nbytes + sum(widths[u] for u in step.units) * sizes.place_nbytes
+        return step.nonmodel_nbytes + sum(widths[b] for b in step.blocks) * sizes.range_nbytes
 
     if not demand.steps:
         return "fwd.0", (), "all parameters must be resident"
@@ -337,13 +315,13 @@ def _device_moment(
     number = worst - next(i for i, s in enumerate(demand.steps) if s.graph == step.graph)
     moment = f"{SEGMENT_PREFIX[step.graph]}.{number}"
     if options.os_home == "device":
-        params = tuple(p for p, u in enumerate(demand.units.of_param) if u >= 0)
+        params = tuple(p for p, block in enumerate(demand.blocks.of_param) if block >= 0)
         return moment, params, f"all payloads and optimizer states, and {step.nonmodel_nbytes} bytes of activations"
-    units = zip(demand.units.of_param, demand.units.of_grad, strict=True)
-    params = tuple(p for p, (own, of_grad) in enumerate(units) if not {own, *of_grad}.isdisjoint(step.units))
+    landings = zip(demand.blocks.of_param, demand.blocks.of_grad, strict=True)
+    params = tuple(p for p, (block, of_grad) in enumerate(landings) if not {block, *of_grad}.isdisjoint(step.blocks))
     states = f", optimizer states that stay on the device {triples_nbytes}" if triples_nbytes else ""
     reason = (
-        f"the arena takes {demand.min_places * sizes.place_nbytes} bytes{states} and activations up to "
+        f"the arena takes {demand.min_ranges * sizes.range_nbytes} bytes{states} and activations up to "
         f"{demand.peak_nbytes} bytes; resident together must be the chunks with"
     )
     return moment, params, reason

@@ -2,11 +2,11 @@
 
 Words used by all passes:
 
-* A *unit* is what residency moves as a whole: a communication group of chunks (one chunk where one rank trains), or all
-  groups that a tensor larger than a chunk spans (a *block*), because such a tensor must be contiguous on the device.
+* A *chunk block* is what residency moves as a whole: a communication group of chunks (one chunk where one rank trains),
+  or all groups that a tensor larger than a chunk spans, because such a tensor must be contiguous on the device.
+* A *slot range* is ``world_size`` consecutive slots: what one group occupies. A block takes as many as it has groups.
 * A *step* of residency is a base segment: the forward ones, then the backward ones, in one numbering.
-* A *stay* is one residence of a unit in its slots: fetched before step ``begin``, last used in step ``end``.
-* A *place* is ``world_size`` consecutive slots: what one group occupies. Units stand in places.
+* A *residency interval* of a block: fetched before step ``begin``, last used in step ``end``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ T = TypeVar("T")
 class Target:
     """The model, the hardware and the ranks that the plan is made for.
 
-    Budgets are bytes of one rank. Of the device's memory ``reserved_nbytes`` are not in its budget (``reserve=``, other
-    models, CUDA's context), nor is a GPU's slack where ``leaves_slack``; of the host's, ``reserved_host_nbytes`` are
-    not. ``rates`` are the machine's where they are known; without them decisions go by bytes. ``world_size`` ranks
-    divide the model data, and ``num_replicas`` times as many train it, as in a `Layout`. ``runs_inline``: the device
-    computes on the thread that launches, which launches nothing of a step before backward has ended.
+    Budgets are bytes of one rank. A device's memory is larger by ``reserved_nbytes`` (``reserve=``, other models,
+    CUDA's context), and by a GPU's slack where ``leaves_slack``; the host's by ``reserved_host_nbytes``. Without
+    ``rates`` decisions go by bytes. ``world_size``, ``rank`` and ``num_replicas`` are those of a `Layout`.
+    ``runs_inline``: the device computes on the thread that launches, which launches nothing of a step before backward
+    has ended.
     """
 
     model: str
@@ -67,20 +67,19 @@ class PlanOptions:
     """Wishes of the caller.
 
     Attributes:
-        chunk_numel: elements per chunk; rounded up so that chunks are multiples of 256 bytes, because every tensor and
-            slot starts on such a boundary (Inductor clones less aligned inputs). None: search.
+        chunk_numel: elements per chunk, rounded up to multiples of 256 bytes (Inductor clones less aligned inputs);
+            None: search.
         os_home: where optimizer states live; ``auto``: on the device where everything fits.
         cuts: operator indexes at which a segment must start, for forward and backward.
         max_slots: use no more payload slots than this.
-        num_resident_triples: how many of this rank's OS triples stand on the device for good although the others are at
-            home on the host; more do where the host has no room for the others, and all where there are fewer.
-        keeps_payloads: whether chunks whose triples stand on the device for good stand there whole, so that nothing of
-            them ever moves: where one rank trains, for chunks that no larger tensor spans, and if all of them fit.
-        streamed_share: of the triples at home on the host, the share that each step copies to the device and updates
-            there, in [0, 1].
+        num_resident_triples: OS triples of this rank that stand on the device for good although others are at home on
+            the host; more do where the host has no room for the others.
+        keeps_payloads: whether their payloads stand there too: where one rank trains, for chunks that no larger tensor
+            spans, and if all of them fit.
+        streamed_share: of the triples at home on the host, the share in [0, 1] that each step updates on the device.
         accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
             their own, since the next micro-batch reads the parameters again.
-        measures: whether gradients are measured as they land, and updates follow a decision on what was found.
+        tracks_grad_norm: whether norms of gradients are taken as they land, and updates follow a decision on them.
         scales: whether backward multiplies its tangents by a loss scale.
     """
 
@@ -92,7 +91,7 @@ class PlanOptions:
     keeps_payloads: bool = False
     streamed_share: float = 0.0
     accumulate: int = 1
-    measures: bool = False
+    tracks_grad_norm: bool = False
     scales: bool = False
 
     def __post_init__(self) -> None:
@@ -130,10 +129,10 @@ class Liveness:
         trained: parameters for which backward makes a gradient, ascending.
         last_read_op: last operator of backward that reads the parameter.
         final_op: operator of backward after which its gradient is final.
-        landing_op: operator of backward at whose segment's end the gradient lands in the payload, or beside it.
+        landing_op: operator of backward at whose segment's end the gradient lands in the payload or gradient chunk.
         needs: per graph, per operator: the parameters that it reads or whose gradient lands over them there.
         costs: per graph.
-        beside: whether gradients land in chunks of their own, as soon as they are final.
+        has_grad_chunks: whether gradients land in chunks of their own, as soon as they are final.
     """
 
     use_order: tuple[int, ...]
@@ -143,17 +142,17 @@ class Liveness:
     landing_op: tuple[int, ...]
     needs: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
     costs: tuple[GraphCosts, GraphCosts]
-    beside: bool = False
+    has_grad_chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Units:
-    """The units of a layout.
+class ChunkBlocks:
+    """The chunk blocks of a layout.
 
     Attributes:
-        first_group, num_groups: per unit.
-        of_param: unit of each parameter; -1 where it takes no bytes or no graph uses it.
-        of_grad: units in which the gradient of each parameter lands: its own, or those of gradient chunks.
+        first_group, num_groups: per block.
+        of_param: block of each parameter; -1 where it takes no bytes or no graph uses it.
+        of_grad: blocks in which the gradient of each parameter lands.
     """
 
     first_group: tuple[int, ...]
@@ -164,15 +163,12 @@ class Units:
 
 @dataclass(frozen=True, slots=True)
 class BaseSegment:
-    """Operators ``first_op:end_op`` of a graph that need the same ``units``.
-
-    ``lands``: parameters landing in the segment, of ``landed_nbytes`` bytes together.
-    """
+    """Operators ``first_op:end_op`` of a graph that need the same ``blocks``."""
 
     graph: GraphKind
     first_op: int
     end_op: int
-    units: tuple[int, ...]
+    blocks: tuple[int, ...]
     lands: tuple[int, ...]
     landed_nbytes: int
     live_nbytes: int
@@ -185,13 +181,10 @@ class BaseSegment:
 
 @dataclass(frozen=True, slots=True)
 class ResidencyInterval:
-    """One residence of ``unit`` from place ``place`` on.
+    """Steps ``begin`` to ``end`` of ``block``; ``dirty``: gradients landed, it ends with a write-back."""
 
-    ``dirty``: gradients landed, so the stay ends with a write-back.
-    """
-
-    unit: int
-    place: int
+    block: int
+    slot_range: int
     begin: int
     end: int
     dirty: bool
@@ -199,17 +192,17 @@ class ResidencyInterval:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The demand of a layout: its units and the base segments of forward and backward."""
+    """The demand of a layout: its chunk blocks and the base segments of forward and backward."""
 
-    units: Units
+    blocks: ChunkBlocks
     steps: tuple[BaseSegment, ...]
-    min_places: int
+    min_ranges: int
     peak_nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One graph's merged segments with the stays fetched before each and freed after each."""
+    """One graph's merged segments with the intervals fetched before each and freed after each."""
 
     graph: GraphKind
     segments: tuple[Segment, ...]
@@ -219,10 +212,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ActionAccess:
-    """An action without waits, and the resources that it reads and writes.
-
-    Names of resources: ``d3`` slot, ``h7`` home, ``o7`` triple.
-    """
+    """An action without waits, and resources that it uses: ``d3`` slot, ``h7`` home, ``o7`` triple."""
 
     action: Action
     reads: tuple[str, ...]
@@ -247,9 +237,9 @@ class Draft:
     os_home: Home | None = None
     demand: Demand | None = None
     overlays: tuple[Overlay, ...] | None = None
-    stays: tuple[ResidencyInterval, ...] | None = None
+    intervals: tuple[ResidencyInterval, ...] | None = None
     timelines: tuple[Timeline, Timeline] | None = None
-    items: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
+    accesses: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
     programs: tuple[Program, ...] | None = None
 
     def with_stage(self, record: StageRecord) -> Draft:
@@ -259,11 +249,7 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """The proof that grad16 of ``param`` may take the bytes of param16.
-
-    The gradient lands at ``landing_op`` of backward, when its only producer ``final_op`` and the parameter's last
-    reader ``last_read_op`` have run.
-    """
+    """The proof that grad16 may take the bytes of param16 once its producer and last reader have run."""
 
     param: int
     final_op: int

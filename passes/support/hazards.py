@@ -1,19 +1,14 @@
 """Waits: which earlier actions must be complete before an action starts, on streams that are queues.
 
 Every action reads and writes resources (slots, homes, triples). It must wait for the last writer of what it reads, and
-for the last writer and the readers since of what it writes (read after write, write after write, write after read).
-Slots may share bytes: what touches one of them touches the others in this respect, but does not replace its last users,
-since bytes are left that only they used. A
-vector clock per action (Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these
-the queue or another wait already implies; only the rest become waits.
+for the last writer and the readers since of what it writes. Slots may share bytes: what touches one of them touches the
+others, but does not replace their last users, since bytes are left that only they used. A vector clock per action
+(Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these the queue or another
+wait already implies; only the rest become waits.
 
 Programs repeat without joining, so the analysis runs over several iterations in a row and keeps the waits of the
-second, in which hazards against the iteration before show. They are those of all later iterations (tests look at the
-third). In the first iteration labels of programs that never ran are void, and what they would order does not exist.
-
-Where a step takes several micro-batches, a program follows different ones: a forward a step or a backward, a backward
-the first forward of a step or a later one. It then waits for what any of these asks for; a label that another order
-needs names something that is complete by then.
+second, in which hazards against the iteration before show. In the first iteration labels of programs that never ran are
+void. Where a step takes several micro-batches, a program follows different ones, and waits for what any of them asks.
 """
 
 from __future__ import annotations
@@ -44,10 +39,7 @@ class Done:
 
 @dataclass(slots=True)
 class Analysis:
-    """Actions analysed so far, and who touched each resource last.
-
-    ``overlaps``: for a resource that shares bytes with others, all of them and itself.
-    """
+    """Actions analysed so far, and who touched each resource last."""
 
     overlaps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     done: list[Done] = field(default_factory=list)
@@ -57,17 +49,17 @@ class Analysis:
     latest: dict[Role, int] = field(default_factory=dict)
     num_instances: int = 0
 
-    def run(self, role: Role, items: Sequence[ActionAccess]) -> tuple[Action, ...]:
+    def run(self, role: Role, accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
         """Analyse one run of a program; its actions with their waits."""
         instance, self.num_instances = self.num_instances, self.num_instances + 1
         self.latest[role] = instance
-        return tuple(self._action(role, instance, position, item) for position, item in enumerate(items))
+        return tuple(self._action(role, instance, position, access) for position, access in enumerate(accesses))
 
-    def _action(self, role: Role, instance: int, position: int, item: ActionAccess) -> Action:
-        stream = _NUMBER[item.action.stream]
+    def _action(self, role: Role, instance: int, position: int, access: ActionAccess) -> Action:
+        stream = _NUMBER[access.action.stream]
         clock = self.tails[stream]
         waits: list[int] = []
-        for index in sorted(self._hazards(item), reverse=True):
+        for index in sorted(self._hazards(access), reverse=True):
             before = self.done[index]
             if clock[before.stream] < before.number:
                 wait = self._expressible(index, instance)
@@ -76,38 +68,35 @@ class Analysis:
         number = self.tails[stream][stream] + 1
         clock = (*clock[:stream], number, *clock[stream + 1 :])
         self.tails[stream] = clock
-        self._touch(item, stream, len(self.done))
+        self._touch(access, stream, len(self.done))
         self.done.append(Done(stream, number, clock, instance, role, position))
         labels = tuple(f"{ROLE_LETTER[self.done[w].role]}{self.done[w].position}" for w in sorted(waits))
-        return replace(item.action, waits=labels)
+        return replace(access.action, waits=labels)
 
-    def _hazards(self, item: ActionAccess) -> set[int]:
-        found = {self.writers[r] for r in self._same_bytes((*item.reads, *item.writes)) if r in self.writers}
-        for resource in self._same_bytes(item.writes):
-            found.update(self.readers.get(resource, {}).values())
-        return found
+    def _hazards(self, access: ActionAccess) -> set[int]:
+        hazards = {self.writers[r] for r in self._same_bytes((*access.reads, *access.writes)) if r in self.writers}
+        for resource in self._same_bytes(access.writes):
+            hazards.update(self.readers.get(resource, {}).values())
+        return hazards
 
     def _same_bytes(self, resources: Sequence[str]) -> Iterable[str]:
         return (name for r in resources for name in self.overlaps.get(r, (r,)))
 
-    def _touch(self, item: ActionAccess, stream: int, index: int) -> None:
-        for resource in item.reads:
+    def _touch(self, access: ActionAccess, stream: int, index: int) -> None:
+        for resource in access.reads:
             self.readers.setdefault(resource, {})[stream] = index
-        for resource in item.writes:
+        for resource in access.writes:
             self.writers[resource] = index
             self.readers[resource] = {}
 
     def _expressible(self, index: int, instance: int) -> int:
-        """``index``, or the first action after it that a label can name and whose completion implies it.
-
-        A label of the own program means this run of it; of another program, its latest run.
-        """
+        """``index``, or the first action behind it that a label can name and whose completion implies it."""
         wanted = self.done[index]
-        for candidate in range(index, len(self.done)):
-            found = self.done[candidate]
-            named = found.instance == (instance if found.role == self._role(instance) else self.latest[found.role])
-            if named and found.clock[wanted.stream] >= wanted.number:
-                return candidate
+        for position in range(index, len(self.done)):
+            later = self.done[position]
+            named = later.instance == (instance if later.role == self._role(instance) else self.latest[later.role])
+            if named and later.clock[wanted.stream] >= wanted.number:
+                return position
         raise PlanError(f"no label can order an action after {wanted.role} {wanted.position} of an earlier run")
 
     def _role(self, instance: int) -> Role:
@@ -123,25 +112,24 @@ def synchronise(
     *,
     accumulates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """Add waits to the actions of ``forward``, ``backward``, ``step`` and ``abandon``.
+    """The actions of the four programs with the waits of a repeated iteration.
 
-    The waits are those of a repeated iteration. ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one
-    micro-batch or more.
+    ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one micro-batch or more.
     """
     analysis = Analysis(overlaps)
-    items: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
+    accesses: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
     graphs: tuple[Role, ...] = ("forward", "backward")
     order: tuple[Role, ...] = (*graphs, "step")
     for role in order:
-        analysis.run(role, items[role])
+        analysis.run(role, accesses[role])
     if accumulates:
         order = (*graphs, *graphs, *graphs, *order, *order)
-    found: dict[Role, tuple[Action, ...]] = {}
+    waiting: dict[Role, tuple[Action, ...]] = {}
     for role in order:
-        actions = analysis.run(role, items[role])
-        found[role] = tuple(_both(*pair) for pair in zip(actions, found.get(role, actions), strict=True))
+        actions = analysis.run(role, accesses[role])
+        waiting[role] = tuple(_both(*pair) for pair in zip(actions, waiting.get(role, actions), strict=True))
     analysis.run("forward", forward)
-    return (*(found[role] for role in items), analysis.run("transition", abandon))
+    return (*(waiting[role] for role in accesses), analysis.run("transition", abandon))
 
 
 def _both(action: Action, same: Action) -> Action:
@@ -152,6 +140,6 @@ def _both(action: Action, same: Action) -> Action:
     return replace(action, waits=tuple(sorted(waits, key=lambda label: (label[0], int(label[1:])))))
 
 
-def joined(items: Sequence[ActionAccess]) -> tuple[Action, ...]:
+def joined(accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
     """The actions of a transition that begins when all streams are idle, with their waits for each other."""
-    return Analysis().run("transition", items)
+    return Analysis().run("transition", accesses)

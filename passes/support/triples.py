@@ -1,6 +1,6 @@
 """Choice of OS triples that stay on the device, and of those that pass through it in the step.
 
-Both stand in order of update, evenly spread. A triple that fits in the device's margin beside payload slots and
+Both are evenly spread in order of update. A triple that fits in the device's margin beside payload slots and
 activations never moves (*resident*: PatrickStar, Fang et al. 2021, section 8.2, device-aware operator placement). Of
 the others a share is *streamed*: copied to the device in the step, updated there and copied home, while the host
 updates the rest (Deep Optimizer States, Maurya et al. 2024, who stream every n-th for a whole n; the share is any
@@ -18,25 +18,20 @@ from chunkc.passes.support.draft import Liveness
 
 
 def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Return this rank's chunk of every group that has triples, in order of first use.
-
-    The order is that in which forward first uses the groups. Groups that only other graphs use come last. A chunk of
-    padding alone stands for its group too.
-    """
+    """This rank's chunk (or padding) of every group with triples, in order of first use."""
     size = layout.world_size
     used: dict[int, None] = {}
     for param in liveness.use_order:
         used.update(dict.fromkeys(c // size for c in layout.placements[param].chunks))
-    own = {c.index // size: c.index for c in layout.owned() if c.list is ChunkList.TRAINED}
-    return (*(own[g] for g in used if g in own), *(chunk for g, chunk in own.items() if g not in used))
+    chunk_of = {c.index // size: c.index for c in layout.owned() if c.list is ChunkList.TRAINED}
+    return (*(chunk_of[g] for g in used if g in chunk_of), *(c for g, c in chunk_of.items() if g not in used))
 
 
 def residence_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Order the chunks of `triple_order` as their triples become resident.
+    """The chunks of `triple_order` in the order in which their triples become resident as there is room.
 
-    Triples become resident in this order as there is room for more. Positions come by their reversed bits (the sequence
-    of van der Corput, 1935): the first of them, however many, are spread evenly over the step, and room for one more
-    moves none of the others.
+    Positions come by their reversed bits (the sequence of van der Corput, 1935): however many are spread evenly over
+    the step, and room for one more moves none of the others.
     """
     order = triple_order(layout, liveness)
     num_bits = max(1, (len(order) - 1).bit_length())
@@ -49,17 +44,11 @@ def triples_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def spread(count: int, chosen: int) -> tuple[int, ...]:
-    """Choose ``chosen`` of ``count`` positions, each in the middle of its part.
-
-    The stride is ``count / chosen``, fractional.
-    """
+    """``chosen`` of ``count`` positions, each in the middle of its part."""
     return tuple((2 * i + 1) * count // (2 * chosen) for i in range(chosen))
 
 
 def streamed_chunks(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """Return the chunks whose triples are streamed, in order of update.
-
-    Their number is the nearest whole number to ``share`` of the chunks whose triples are at home on the host.
-    """
+    """Chunks whose triples are streamed, in order of update: ``share`` of those at home on the host."""
     at_home = [c for c in triple_order(layout, liveness) if layout.chunks[c].os_home is Home.HOST]
     return tuple(at_home[i] for i in spread(len(at_home), int(share * len(at_home) + 0.5)))

@@ -1,14 +1,13 @@
 """Order in which the host updates chunks: the earliest deadline first among those released.
 
 An update is *released* when its gradient is at home, and it is *due* when the next forward fetches the chunk. Backward
-lands gradients in about the opposite order of the next forward's uses. A worker that updates in the order of the
-deadlines would wait for the end of backward; one that updates in the order of the landings would let forward wait for
-the chunk that forward uses first. The rule here never waits while an update is released, and takes of those released
-the one that is due first (Schrage's schedule for one machine with release times). The largest delay behind a deadline
-is less than one update longer than in the best of all orders (Kise, Ibaraki and Mine, 1979); a test compares both.
+lands gradients in about the opposite order of the next forward's uses. The rule never waits while an update is
+released, and takes of those released the one that is due first (Schrage's schedule for one machine with release times).
+The largest delay behind a deadline is less than one update longer than in the best of all orders (Kise, Ibaraki and
+Mine, 1979).
 
 Where updates follow a decision, or the device computes on the thread that launches, none is released before backward
-has ended, and the order is that of the deadlines. The order is static: the worker keeps to it whatever comes late.
+has ended, and the order is that of the deadlines.
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ def by_first_use(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
     order: dict[int, None] = {}
     for param in liveness.use_order:
         order.update(dict.fromkeys(layout.placements[param].chunks))
-    own = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
-    return (*(c for c in order if c in own), *(c for c in own if c not in order))
+    trained = dict.fromkeys(c.index for c in layout.owned() if c.os_home is not None and c.used_numel)
+    return (*(c for c in order if c in trained), *(c for c in trained if c not in order))
 
 
 def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
     """Put ``chunks``, given in order of their deadlines, in the order in which the host updates them."""
     layout, target = decided(draft.layout, "layout"), draft.target
-    if draft.options.measures or target.runs_inline:
+    if draft.options.tracks_grad_norm or target.runs_inline:
         return tuple(chunks)
     segments = tuple(s for line in decided(draft.timelines, "segments") for s in line.segments)
     pace = _Positions(segments, layout, chunks) if target.rates is None else _Milliseconds(segments, target.rates)
-    at_home = _released(decided(draft.items, "actions")[1], layout, pace)
+    at_home = _released(decided(draft.accesses, "actions")[1], layout, pace)
     numels = {c: layout.chunks[c].used_numel for c in chunks}
     jobs = [Job(c, at_home.get(c, 0.0), pace.update(numels[c], layout.chunks[c].dtype)) for c in chunks]
     return earliest_deadline_first(jobs)
@@ -91,11 +90,7 @@ class _Milliseconds:
 
 
 class _Positions:
-    """Durations of actions where the rates are not known.
-
-    An operator takes one unit, a copy takes nothing, and all updates together take as many units as there are
-    operators.
-    """
+    """Durations without rates: an operator takes 1, a copy 0, all updates as much as all operators."""
 
     def __init__(self, segments: Sequence[Segment], layout: Layout, chunks: Sequence[int]) -> None:
         self._segments = {s.name: float(s.end_op - s.first_op) for s in segments}
@@ -113,17 +108,14 @@ class _Positions:
 
 
 def _released(backward: Sequence[ActionAccess], layout: Layout, pace: _Milliseconds | _Positions) -> dict[int, float]:
-    """Return when the gradient of each chunk is at home, from the begin of backward.
-
-    Computing and copies never wait for what comes to the device.
-    """
+    """When the gradient of each chunk is at home, if computing and copies never wait for fetches."""
     computed = copied = 0.0
-    found: dict[int, float] = {}
-    for action in (item.action for item in backward):
+    released: dict[int, float] = {}
+    for action in (access.action for access in backward):
         if action.op is Op.RUN:
             computed += pace.run(action.target)
         elif action.op is Op.EVICT:
             chunk = layout.chunks[action.index]
             copied = max(computed, copied) + pace.copy_home(chunk.used_nbytes)
-            found[chunk.index if chunk.partner is None else chunk.partner] = copied
-    return found
+            released[chunk.index if chunk.partner is None else chunk.partner] = copied
+    return released

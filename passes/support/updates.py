@@ -1,15 +1,14 @@
 """Actions of a step: the updates of chunks, and the copies around updates on the device.
 
-The module says which chunk is updated where, and in which order. Updates on the device come in the order in which the
-next forward first uses the chunks, so that it can start before the last update has ended; those on the host as
-`update_order` says. A chunk is updated where its triple is: on the host at home, on the device in its static slot or,
-if the triple is streamed, in a buffer. On the device the payload, which holds the gradient, is fetched and goes home
-again. Where gradients have chunks of their own, that one is fetched, and the payload's slot is opened: the update
-writes it whole.
+Updates on the device come in the order in which the next forward first uses the chunks, so that it can start before
+the last update has ended; those on the host as `update_order` says. A chunk is updated where its triple is: on the host
+at home, on the device in its static slot or, if the triple is streamed, in a buffer. On the device the payload, which
+holds the gradient, is fetched and goes home again. A gradient chunk is fetched instead where there is one, and the
+payload's slot is opened: the update writes it whole.
 
-Every stream has a queue of its own, so only the order within each matters to a GPU. But where the thread that launches
-also computes, what stands behind an update is not launched until that is done: so the copies for an update are written
-as soon as its slots are free, and the update not before they are wanted for another.
+Only the order within each stream matters to a GPU. But where the thread that launches also computes, what stands behind
+an update is not launched until that is done: so the copies for an update are written as soon as its slots are free, and
+the update not before they are wanted for another.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ from chunkc.passes.support.update_order import by_first_use
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An update on the device whose copies in are written.
-
-    ``payload``, ``triple`` and ``gradient`` are slots. ``gradient`` is None where the gradient overlays the payload.
-    ``moves``: the triple goes home afterwards.
-    """
+    """An update on the device whose copies in are written; a triple that ``moves`` goes home behind it."""
 
     chunk: int
     payload: int
@@ -50,10 +45,10 @@ class Started:
 
 
 @dataclass(slots=True)
-class StepWriter:
+class StepEmitter:
     """Writes updates on the device with their copies, as many under way as have slots of their own."""
 
-    writer: ActionEmitter
+    emitter: ActionEmitter
     shared: Mapping[int, tuple[int, ...]]
     started: deque[Started] = field(default_factory=deque)
 
@@ -63,12 +58,12 @@ class StepWriter:
         while any(wanted & other.taken for other in self.started):
             self.finish()
         if update.moves:
-            self.writer.load(update.chunk, update.triple)
+            self.emitter.load(update.chunk, update.triple)
         if update.gradient is None:
-            self.writer.fetch(update.chunk, update.payload)
+            self.emitter.fetch(update.chunk, update.payload)
         else:
-            self.writer.fetch(self.writer.beside[update.chunk], update.gradient)
-            self.writer.open(update.chunk, update.payload)
+            self.emitter.fetch(self.emitter.grad_chunks[update.chunk], update.gradient)
+            self.emitter.open(update.chunk, update.payload)
         self.started.append(update)
 
     def finish(self) -> None:
@@ -76,41 +71,38 @@ class StepWriter:
         update = self.started.popleft()
         touched = [slot_name(update.payload), slot_name(update.triple)]
         read = [] if update.gradient is None else [slot_name(update.gradient)]
-        self.writer.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, read, touched)
+        self.emitter.add(Op.UPDATE, f"c{update.chunk}", Stream.COMPUTE, read, touched)
         if update.gradient is not None:
-            self.writer.drop(self.writer.beside[update.chunk])
-        self.writer.evict(update.chunk)
+            self.emitter.drop(self.emitter.grad_chunks[update.chunk])
+        self.emitter.evict(update.chunk)
         if update.moves:
-            self.writer.store(update.chunk, update.triple)
+            self.emitter.store(update.chunk, update.triple)
 
 
 def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """Return the chunks that the host updates, in the order in which the next forward first uses them.
-
-    ``share`` of the triples at home on the host is streamed, if the arena has buffers.
-    """
+    """Chunks that the host updates, in order of first use, where ``share`` of the triples is streamed."""
     elsewhere = {*static_triples(layout), *_streamed(layout, liveness, share)}
     return tuple(c for c in by_first_use(layout, liveness) if c not in elsewhere)
 
 
-def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
+def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
     """Write the updates of one step in a layout with its arena.
 
-    The chunks ``host`` are updated on the host, in this order, and all others on the device. On a device that computes
-    on the launching thread, the host has its work first.
+    The chunks ``host`` are updated on the host, in this order and first, so that the host has its work before a device
+    that computes on the launching thread; all others on the device.
     """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
-    step = StepWriter(ActionEmitter(layout), shared_bytes(layout))
-    beside = step.writer.beside
+    step = StepEmitter(ActionEmitter(layout), shared_bytes(layout))
+    grad_chunks = step.emitter.grad_chunks
     for chunk in host:
-        read = [home_name(beside[chunk])] if chunk in beside else []
-        step.writer.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
+        read = [home_name(grad_chunks[chunk])] if chunk in grad_chunks else []
+        step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.CPU, read, [home_name(chunk), triple_name(chunk)])
     for chunk in by_first_use(layout, liveness):
         if layout.chunks[chunk].home is Home.DEVICE:
             touched = [slot_name(payloads[chunk]), slot_name(static[chunk])]
-            read = [slot_name(payloads[beside[chunk]])] if chunk in beside else []
-            step.writer.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
+            read = [slot_name(payloads[grad_chunks[chunk]])] if chunk in grad_chunks else []
+            step.emitter.add(Op.UPDATE, f"c{chunk}", Stream.COMPUTE, read, touched)
         elif chunk in static:
             payload, gradient = next(next_slot)
             step.begin(Started(chunk, payload, static[chunk], moves=False, gradient=gradient))
@@ -119,7 +111,7 @@ def step_items(layout: Layout, liveness: Liveness, share: float, host: Sequence[
             step.begin(Started(chunk, buffer.payload, buffer.triple, moves=True, gradient=buffer.gradient))
     while step.started:
         step.finish()
-    return step.writer.take()
+    return step.emitter.take()
 
 
 def _streamed(layout: Layout, liveness: Liveness, share: float) -> frozenset[int]:

@@ -30,7 +30,7 @@ NUM = 3
 PLACES = {
     "resident": ("emulated-64m-1g", {}),
     "moving": ("emulated-640k-16m", {}),
-    "mixed": ("emulated-645k-16m", {**MIXED, "measures": True}),
+    "mixed": ("emulated-645k-16m", {**MIXED, "tracks_grad_norm": True}),
 }
 MIXED_OFTEN = [*(pytest.param(p, marks=pytest.mark.slow) for p in ("resident", "moving")), "mixed"]
 """The mixed one updates in all three places."""
@@ -65,7 +65,7 @@ def captured(request: pytest.FixtureRequest) -> Pair:
     clip_sums(found, 0.1)
     step(found)
     add(found, 2)
-    assert chunkc.plan_of(found.model).measures
+    assert chunkc.plan_of(found.model).tracks_grad_norm
     assert (chunkc.stats(found.model)["planned_h2d_nbytes"] > 0) == (request.param != "resident")
     assert all(count > 0 for count in found.kinds().values()) or request.param != "mixed"
     step(found)

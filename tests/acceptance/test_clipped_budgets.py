@@ -46,7 +46,7 @@ def test_what_an_error_names_works(max_grad_norm: float | None, options: dict[st
         optimizer.step()
         optimizer.zero_grad()
     stats, device = chunkc.stats(model), model._compiled_call_impl.runtime.device
-    assert chunkc.plan_of(model).measures
+    assert chunkc.plan_of(model).tracks_grad_norm
     assert stats["planned_peak_nbytes"] <= stats["budget_nbytes"] == device_nbytes
     assert stats["planned_peak_nbytes"] == device.device_budget_nbytes - device.free_device_nbytes()
     assert stats["host_nbytes"] == device.host_budget_nbytes - device.free_host_nbytes() <= host_nbytes
@@ -71,5 +71,5 @@ def test_without_room_for_norms_a_run_clips_all_the_same(caplog: pytest.LogCaptu
             clip(pair, 0.1)
             step(pair)
             plan = chunkc.plan_of(pair.model)
-            assert not plan.measures and plan.memory.device_peak_nbytes <= error.min_device_nbytes
+            assert not plan.tracks_grad_norm and plan.memory.device_peak_nbytes <= error.min_device_nbytes
     assert sum("max_grad_norm=" in message for message in caplog.messages) == 2, "once for each shape"

@@ -94,7 +94,7 @@ def test_a_dropped_factor_is_noticed(runner_of: GetRunner, max_norm: float) -> N
 def captured(request: pytest.FixtureRequest) -> Pair:
     """A model that clipped once, so that its plan measures, in three places."""
     hw = {"resident": "emulated-64m-1g", "moving": "emulated-448k-16m", "mixed": "emulated-645k-16m"}[request.param]
-    wishes = {"mixed": {**MIXED, "measures": True}, "moving": {"max_slots": 64}}  # which leave room for norms
+    wishes = {"mixed": {**MIXED, "tracks_grad_norm": True}, "moving": {"max_slots": 64}}  # which leave room for norms
     found = Pair(hw, wishes=wishes.get(request.param))
     backward(found)
     clip(found, 0.1)
@@ -259,7 +259,7 @@ def test_frozen_unused_tied_and_empty_parameters(norm_type: float) -> None:
     wanted = torch.nn.utils.clip_grad_norm_([p for p in other.parameters() if p.numel()], 0.2, norm_type)
     assert wanted > 0.4
     torch.testing.assert_close(chunkc.clip_grad_norm_(compiled, 0.2, norm_type), wanted, rtol=2e-6, atol=0)
-    assert chunkc.plan_of(compiled).measures, "an optimizer that clips is known before the first plan"
+    assert chunkc.plan_of(compiled).tracks_grad_norm, "an optimizer that clips is known before the first plan"
     check_shown(compiled, other)
     optimizer.max_grad_norm = None
     optimizer.step()
@@ -279,7 +279,7 @@ def exp_avg_by_place(optimizer: torch.optim.Optimizer, model: nn.Module) -> list
 @pytest.mark.parametrize("kind", [0, 1], ids=["nan", "inf"])
 def test_what_is_not_finite_is_clipped_as_torch_clips_it(kind: int) -> None:
     """Without a loss scale nothing is skipped: an infinite norm makes zeros, and NaN of what was infinite."""
-    pair = Pair("emulated-645k-16m", Poisoned(), {**MIXED, "measures": True})
+    pair = Pair("emulated-645k-16m", Poisoned(), {**MIXED, "tracks_grad_norm": True})
     data = (*batch(0), poisonous(kind))
     for model in (pair.model, pair.plain):
         model(*data).backward()

@@ -126,7 +126,7 @@ def test_the_plan_is_known_ahead(pair: Pair) -> None:
     for place, found, asked in (("moving", pair, {"dtype": torch.float16}), ("resident", static, options)):
         found.model(*inputs(0)).backward()
         ahead = chunkc.plan(Poisoned(), PLACES[place], example_inputs=inputs(0), backend="eager", **asked)
-        assert ahead.measures and ahead.digest() == chunkc.plan_of(found.model).digest()
+        assert ahead.tracks_grad_norm and ahead.digest() == chunkc.plan_of(found.model).digest()
 
 
 def test_fp16_trains_as_fp32_does(pair: Pair) -> None:

@@ -222,7 +222,7 @@ def test_clipping_makes_updates_wait(tiny: str, capsys: pytest.CaptureFixture[st
             main(["plan", tiny, "--hw", hw, "--recompute", "none", "--no-advice", "--save", "plan.json", *extra]) == 0
         )
         out_of(capsys)
-        assert Plan.load("plan.json").measures == waits, (hw, extra)
+        assert Plan.load("plan.json").tracks_grad_norm == waits, (hw, extra)
     assert main(["plan", "plan:function", "--clip"]) == 2
     assert "--clip is for built-in models and config.json" in capsys.readouterr().err
 

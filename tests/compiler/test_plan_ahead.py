@@ -159,7 +159,7 @@ def test_plans_with_a_loss_scale_measure_gradients_over_any_number_of_ranks(num_
     hw = f"{num_ranks}xemulated-1m-64m"
     plan = chunkc.plan(Small(), hw, example_inputs=(torch.randn(4, 8),), dtype=torch.float16, backend="eager")
     sums = [a for a in plan.program("backward").actions if a.op is Op.SUM]
-    assert plan.measures and len(sums) == num_ranks - 1
+    assert plan.tracks_grad_norm and len(sums) == num_ranks - 1
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

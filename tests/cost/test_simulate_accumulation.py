@@ -69,7 +69,7 @@ def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: Plan
 @pytest.mark.parametrize("options", [replace(HOST, max_slots=4), RESIDENT], ids=["moving", "resident"])
 def test_micro_batches_of_several_ranks_are_simulated(options: PlanOptions, rank: int) -> None:
     """The sums are reduced in every one of them, or in the last; the link moves what the plan says."""
-    options = replace(options, accumulate=3, measures=True)
+    options = replace(options, accumulate=3, tracks_grad_norm=True)
     plan = with_work(planned(chain(3), target(world_size=2, rank=rank), options).plan, 3)
     timeline = simulate_with(plan, rates(links=LINKS))
     reduces = [a for _, _, a in plan.labelled() if a.op is Op.REDUCE]

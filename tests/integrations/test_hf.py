@@ -50,7 +50,7 @@ def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
     assert min(logged(plain, "grad_norm")) > 0.5, "clipping changes nothing, so nothing is shown"
     assert logged(ours, "learning_rate") == logged(plain, "learning_rate")
     assert_close_elements(values(model), values(plain_model), UPDATE_TOLERANCE * measured.largest, "parameters")
-    assert chunkc.plan_of(model).measures, "norms are measured as gradients land"
+    assert chunkc.plan_of(model).tracks_grad_norm, "norms are measured as gradients land"
     stats = chunkc.stats(model)
     assert stats["h2d_nbytes"] > 0 and stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
 
@@ -96,7 +96,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     """The scheduler asks: of a script that scales, and a plan without norms."""
     pair, scaler = Pair(), chunkc.GradScaler()
     scaler.scale(pair.model(*batch(0)) * torch.inf).backward()
-    assert not chunkc.plan_of(pair.model).measures
+    assert not chunkc.plan_of(pair.model).tracks_grad_norm
     scaler.step(pair.optimizer)
     assert pair.model._compiled_call_impl.runtime.steps.decision.is_skipped()
 

@@ -11,13 +11,13 @@ from schedules import chain, mixed, planned_somewhere
 
 from chunkc.cost.read import peaks_of
 from chunkc.ir.actions import Op, parse
-from chunkc.ir.happens_before import HappensBefore
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
-from chunkc.ir.replay import Facts, Machine
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.training import EFFECTS, begin, finish
 from chunkc.ir.verify import replayed_programs
+from chunkc.ir.verify.happens_before import HappensBefore
+from chunkc.ir.verify.replay import Facts, Machine
+from chunkc.ir.verify.training import EFFECTS, begin, finish
 from chunkc.passes import PlanOptions, Target
 from chunkc.report.memory_curve import Kind, memory_curve
 from chunkc.report.moments import moments

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from schedules import gpt_like, op, param, schedule, schedules
 
 from chunkc.ir.layout import ChunkList, Layout, Placement
-from chunkc.ir.schedule import DTYPE_NBYTES, Schedule
-from chunkc.passes.chunk_mapping import aligned_numel, commonest_dtype, least_groups, pack, units_of
+from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.passes.chunk_mapping import aligned_numel, blocks_of, least_groups, pack
 from chunkc.passes.chunk_size import candidates
 from chunkc.passes.liveness import analyse
 
@@ -43,8 +43,8 @@ def test_a_large_tensor_starts_a_chunk_and_leaves_its_tail_to_the_next() -> None
     layout = packed(trained(10, 600, 64), 256)
     assert layout.placements == (Placement(0, 0, 0), Placement(1, 1, 0, 3), Placement(2, 3, 128))
     assert [c.used_numel for c in layout.chunks] == [10, 256, 256, 192]
-    units = units_of(layout)
-    assert (units.first_group, units.num_groups, units.of_param) == ((0, 1), (1, 3), (0, 1, 1))
+    blocks = blocks_of(layout)
+    assert (blocks.first_group, blocks.num_groups, blocks.of_param) == ((0, 1), (1, 3), (0, 1, 1))
 
 
 def test_tensors_in_a_group_that_ranks_share_may_reach_over_its_chunks() -> None:
@@ -54,29 +54,29 @@ def test_tensors_in_a_group_that_ranks_share_may_reach_over_its_chunks() -> None
         *(Placement(2, 2, 192, 2), Placement(3, 4, 0)),
     )
     assert [c.used_numel for c in layout.chunks] == [256, 256, 256, 236, 100, 0, 0, 0]
-    assert units_of(layout).num_groups == (1, 1)
+    assert blocks_of(layout).num_groups == (1, 1)
 
 
 def test_a_tensor_larger_than_a_group_starts_one() -> None:
     layout = packed(trained(10, 600, 64), 256, world_size=2)
     assert layout.placements == (Placement(0, 0, 0), Placement(1, 2, 0, 3), Placement(2, 4, 128))
     assert [c.used_numel for c in layout.chunks] == [10, 0, 256, 256, 192, 0]
-    assert units_of(layout).num_groups == (1, 2)
+    assert blocks_of(layout).num_groups == (1, 2)
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=7), st.sampled_from([1, 2, 4]), st.integers(0, 3))
-def test_no_packing_needs_fewer_groups_than_the_bound(units: list[int], world_size: int, lookback: int) -> None:
+def test_no_packing_needs_fewer_groups_than_the_bound(blocks: list[int], world_size: int, lookback: int) -> None:
     """Against every assignment of seven tensors to groups; the bound is never above the best, which is never above
     what is packed. Sizes are multiples of the alignment, so that order within a group does not matter."""
     room = 16
-    found = trained(*(64 * n for n in units))
+    found = trained(*(64 * n for n in blocks))
     numel = 64 * room // world_size
     layout = pack(found, analyse(found), numel, world_size, lookback=lookback)
-    rests = [n % room for n in units if n % room]
-    best = sum(n // room for n in units) + fewest_bins(tuple(sorted(rests, reverse=True)), room)
+    rests = [n % room for n in blocks if n % room]
+    best = sum(n // room for n in blocks) + fewest_bins(tuple(sorted(rests, reverse=True)), room)
     least = least_groups(found, analyse(found), numel, world_size)
     assert least <= best <= len(layout.groups)
-    assert least >= -(-sum(units) // room)
+    assert least >= -(-sum(blocks) // room)
 
 
 def fewest_bins(sizes: tuple[int, ...], room: int) -> int:

@@ -14,8 +14,8 @@ from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
-from chunkc.ir.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify import verify
+from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
 from chunkc.passes import PlanOptions, Target, make_plan
 
 RESIDENT = PlanOptions(chunk_numel=64, os_home="device", accumulate=3)
@@ -86,11 +86,11 @@ def test_a_graph_that_trains_less_than_others_does_not_defer() -> None:
 
 @given(requests(), st.integers(2, 4), st.booleans())
 def test_resident_plans_of_ranks_defer_and_verify(
-    request: tuple[Schedule, Target, PlanOptions], accumulate: int, measures: bool
+    request: tuple[Schedule, Target, PlanOptions], accumulate: int, tracks_grad_norm: bool
 ) -> None:
     """Whatever the schedule: `planned_somewhere` verifies, and the programs take no memory that others do not."""
     found, where, options = request
-    options = replace(options, accumulate=accumulate, measures=measures)
+    options = replace(options, accumulate=accumulate, tracks_grad_norm=tracks_grad_norm)
     plan = planned_somewhere(found, where, options).plan
     layout = plan.layout
     trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
@@ -103,7 +103,7 @@ def test_resident_plans_of_ranks_defer_and_verify(
             for n, (twin, _) in WITHOUT_EXCHANGES.items()
         )
         norms = [a for p in plan.programs if p.role == "backward" for a in p.actions if a.op in (Op.NORM, Op.SUM)]
-        assert measures or not norms
+        assert tracks_grad_norm or not norms
     assert Plan.from_json(plan.to_json()) == plan
 
 

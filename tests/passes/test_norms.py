@@ -28,7 +28,7 @@ from chunkc.ir.verify import verify
 from chunkc.passes import Planned, PlanOptions, Target, measuring_plan
 
 Request = tuple[Schedule, Target, PlanOptions]
-MEASURES = PlanOptions(chunk_numel=4096, os_home="host", measures=True)
+MEASURES = PlanOptions(chunk_numel=4096, os_home="host", tracks_grad_norm=True)
 
 
 def gpt(options: PlanOptions = MEASURES, device_nbytes: int = 200_000) -> Planned:
@@ -38,7 +38,7 @@ def gpt(options: PlanOptions = MEASURES, device_nbytes: int = 200_000) -> Planne
 @given(requests())
 def test_every_measuring_plan_is_accepted_by_the_verifier(request: Request) -> None:
     found, where, options = request
-    plan = planned_somewhere(found, where, replace(options, measures=True)).plan
+    plan = planned_somewhere(found, where, replace(options, tracks_grad_norm=True)).plan
     backward, step = plan.program("backward").actions, plan.program("step").actions
     normed = [a.index for a in backward if a.op is Op.NORM]
     assert sorted(normed) == sorted({a.index for a in step if a.op is Op.UPDATE})
@@ -50,7 +50,7 @@ def test_every_measuring_plan_is_accepted_by_the_verifier(request: Request) -> N
 def test_ranks_add_up_their_norms_behind_whatever_else_they_exchange(request: Request) -> None:
     """All ranks carry out the same collectives in the same order, those that own nothing but padding too."""
     found, where, options = request
-    options = replace(options, measures=True)
+    options = replace(options, tracks_grad_norm=True)
     mine = planned_somewhere(found, where, options).plan
     budgets = (mine.memory.device_budget_nbytes, mine.memory.host_budget_nbytes)
     for rank in range(where.world_size):
@@ -69,7 +69,9 @@ def test_ranks_add_up_their_norms_behind_whatever_else_they_exchange(request: Re
 def test_the_decision_of_several_ranks_waits_for_their_sum(rank: int) -> None:
     """Four chunks in groups of three: rank 0 owns two of them, rank 1 and 2 one and padding."""
     where = target(world_size=3, rank=rank)
-    plan = planned(chain(4), where, PlanOptions(chunk_numel=64, os_home="host", max_slots=3, measures=True)).plan
+    plan = planned(
+        chain(4), where, PlanOptions(chunk_numel=64, os_home="host", max_slots=3, tracks_grad_norm=True)
+    ).plan
     backward = plan.program("backward")
     norms = {f"b{i}": a.index for i, a in enumerate(backward.actions) if a.op is Op.NORM}
     assert sorted(norms.values()) == [[0, 3], [1], [2]][rank]
@@ -86,7 +88,7 @@ def test_the_decision_of_several_ranks_waits_for_their_sum(rank: int) -> None:
 
 def test_a_rank_without_norms_takes_part() -> None:
     """Two chunks in one group of three: rank 2 owns padding alone."""
-    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=3, measures=True)
+    options = PlanOptions(chunk_numel=64, os_home="host", max_slots=3, tracks_grad_norm=True)
     plan = planned(chain(2), target(world_size=3, rank=2), options).plan
     backward, step = plan.program("backward").actions, plan.program("step").actions
     assert not [a for a in backward if a.op is Op.NORM] and backward[-1].op is Op.SUM
@@ -97,7 +99,7 @@ def test_a_rank_without_norms_takes_part() -> None:
 def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
     """In gradient chunks, each once and behind the last gradient that lands there; the step measures nothing."""
     found, where, options = request
-    plan = planned_somewhere(found, where, replace(options, measures=True)).plan
+    plan = planned_somewhere(found, where, replace(options, tracks_grad_norm=True)).plan
     beside = plan.layout.grad_chunks()
     updated = sorted({a.index for a in plan.program("step").actions if a.op is Op.UPDATE})
     for name in ("backward", "accumulate"):
@@ -112,7 +114,9 @@ def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
 
 def test_a_sum_that_is_measured_too_early_is_refused() -> None:
     """In both backwards, whose actions are the same."""
-    plan = planned(chain(3), target(), PlanOptions(chunk_numel=64, os_home="host", accumulate=3, measures=True)).plan
+    plan = planned(
+        chain(3), target(), PlanOptions(chunk_numel=64, os_home="host", accumulate=3, tracks_grad_norm=True)
+    ).plan
     position = next(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.NORM)
 
     def swapped(program: Program) -> Program:
@@ -134,7 +138,7 @@ def test_a_plan_measures_later_with_nothing_else_changed(request: Request) -> No
     result = planned_somewhere(*request)
     plan = measuring_plan(result)
     verify(plan)
-    assert plan.measures and not result.plan.measures
+    assert plan.tracks_grad_norm and not result.plan.tracks_grad_norm
     assert (plan.layout, plan.segments, plan.memory) == (
         result.plan.layout,
         result.plan.segments,
@@ -211,6 +215,6 @@ def test_a_decision_follows_updates_of_what_no_graph_touches() -> None:
 
 def test_resident_plans_measure_too() -> None:
     """Nothing moves; norms, the decision and updates follow each other on one stream, without a wait."""
-    plan = planned(gpt_like(1, 64, 500), target(), PlanOptions(measures=True)).plan
+    plan = planned(gpt_like(1, 64, 500), target(), PlanOptions(tracks_grad_norm=True)).plan
     assert not [a for p in plan.programs for a in p.actions if a.waits]
-    assert plan.measures
+    assert plan.tracks_grad_norm

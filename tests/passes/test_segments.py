@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from schedules import op, param, planned_somewhere, requests, schedule, schedules
 
 from chunkc.ir.schedule import Schedule
-from chunkc.passes.chunk_mapping import pack, units_of
+from chunkc.passes.chunk_mapping import blocks_of, pack
 from chunkc.passes.liveness import analyse
 from chunkc.passes.segments import base_segments, segment_costs
 
@@ -16,8 +16,8 @@ PARAMS = [param(name, 64) for name in "abc"]
 
 def bounds(found: Schedule, cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None) -> list[tuple[str, int, int]]:
     liveness = analyse(found)
-    units = units_of(pack(found, liveness, 64))
-    return [(s.graph, s.first_op, s.end_op) for s in base_segments(liveness, units, cuts, keep_open=False)]
+    blocks = blocks_of(pack(found, liveness, 64))
+    return [(s.graph, s.first_op, s.end_op) for s in base_segments(liveness, blocks, cuts, keep_open=False)]
 
 
 def test_a_segment_starts_where_another_unit_is_needed() -> None:

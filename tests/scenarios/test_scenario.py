@@ -36,17 +36,20 @@ def test_in_fp16_a_scenario_is_planned_with_its_loss_scaling() -> None:
     scenario = replace(SCENARIO, recompute=Recompute.FULL)
     scaled = Scenarios().answer(scenario).plan
     direct = chunkc.plan(TINY_GPT.build(recompute=True), HW, example_inputs=TINY_GPT.inputs(2, 16))
-    assert scaled is not None and scaled.measures and direct.measures
+    assert scaled is not None and scaled.tracks_grad_norm and direct.tracks_grad_norm
     assert scaled.programs == direct.programs and scaled.layout == direct.layout and scaled.memory == direct.memory
-    without = Scenarios().answer(replace(scenario, measures=False)).plan
-    assert without is not None and not without.measures
+    without = Scenarios().answer(replace(scenario, tracks_grad_norm=False)).plan
+    assert without is not None and not without.tracks_grad_norm
     assert without.memory.nonmodel_nbytes < scaled.memory.nonmodel_nbytes
 
 
 def test_a_scenario_that_clips_measures_gradients() -> None:
     scenario = replace(SCENARIO, recompute=Recompute.FULL, dtype=torch.float32)
-    found = [Scenarios().answer(replace(scenario, measures=measures)).plan for measures in (None, True)]
-    assert [plan is not None and plan.measures for plan in found] == [False, True]
+    found = [
+        Scenarios().answer(replace(scenario, tracks_grad_norm=tracks_grad_norm)).plan
+        for tracks_grad_norm in (None, True)
+    ]
+    assert [plan is not None and plan.tracks_grad_norm for plan in found] == [False, True]
 
 
 def test_layers_are_computed_again_only_where_memory_is_short() -> None:

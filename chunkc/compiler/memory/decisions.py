@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chunkc.capture.graphs import Captured
-from chunkc.capture.joined import beside
+from chunkc.capture.joined import concurrent
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo, Schedule
 
@@ -39,7 +39,7 @@ def norms_nbytes(params: Sequence[ParamInfo]) -> int:
 
 def with_norms(schedule: Schedule) -> Schedule:
     """``schedule`` with what norms take, alive all the while."""
-    return beside(schedule, norms_nbytes(schedule.params), schedule.also_trained)
+    return concurrent(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
 def with_scaled_tangents(schedule: Schedule) -> Schedule:
@@ -53,11 +53,11 @@ def with_scaled_tangents(schedule: Schedule) -> Schedule:
     return replace(schedule, backward=replace(schedule.backward, operators=scaled))
 
 
-def with_decisions(captured: Captured, *, measures: bool, scales: bool) -> Captured:
+def with_decisions(captured: Captured, *, tracks_grad_norm: bool, scales: bool) -> Captured:
     """``captured`` with what measuring and a loss scale of its own take, alive all the while."""
     if scales:
         captured = replace(captured, schedule=with_scaled_tangents(captured.schedule), scales=True)
-    if not measures:
+    if not tracks_grad_norm:
         return captured
     nbytes = norms_nbytes(captured.schedule.params)
     return replace(captured, schedule=with_norms(captured.schedule), beside_nbytes=captured.beside_nbytes + nbytes)

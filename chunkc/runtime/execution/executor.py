@@ -58,7 +58,7 @@ class Executor:
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
         self.used_params = frozenset(p for s in plan.graph_segments("backward") for p in (*s.reads, *s.lands))
         self.norm_table: GradNormTable | None = None
-        if plan.measures:
+        if plan.tracks_grad_norm:
             self.norm_table = GradNormTable(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
         self._decide = _label_of(plan, "step", Op.DECIDE)
         self._device = device

@@ -89,10 +89,10 @@ def test_norms_count_all_the_while_and_scaled_tangents_as_long_as_tangents_live(
     last = max(i for i, node in enumerate(operators) if node.tangents_nbytes)
     assert [op.tangents_nbytes for op in operators] == [6000] * (last + 1) + [0] * (len(operators) - last - 1)
     assert last < len(operators) - 1, "the tangent is not needed to the end"
-    assert with_decisions(found, measures=False, scales=False) is found
-    for measures, scales in ((True, False), (False, True), (True, True)):
-        beside = with_decisions(found, measures=measures, scales=scales)
-        norms = norms_nbytes(found.schedule.params) if measures else 0
+    assert with_decisions(found, tracks_grad_norm=False, scales=False) is found
+    for tracks_grad_norm, scales in ((True, False), (False, True), (True, True)):
+        beside = with_decisions(found, tracks_grad_norm=tracks_grad_norm, scales=scales)
+        norms = norms_nbytes(found.schedule.params) if tracks_grad_norm else 0
         assert (beside.beside_nbytes, beside.scales) == (found.beside_nbytes + norms, scales)
         for graph, before in zip(beside.schedule.graphs, found.schedule.graphs, strict=True):
             for index, (old, new) in enumerate(zip(before.operators, graph.operators, strict=True)):

@@ -14,7 +14,7 @@ from chunkc.ir.verify import verify
 from chunkc.passes import PlanOptions, Target
 from chunkc.passes.support.draft import ActionAccess, decided
 from chunkc.passes.support.hazards import Analysis, synchronise
-from chunkc.passes.support.updates import on_host, step_items
+from chunkc.passes.support.updates import on_host, step_accesses
 
 
 def item(text: str, reads: str = "", writes: str = "") -> ActionAccess:
@@ -24,9 +24,9 @@ def item(text: str, reads: str = "", writes: str = "") -> ActionAccess:
 @given(requests())
 def test_third_and_later_iterations_wait_as_the_second(request: tuple[Schedule, Target, PlanOptions]) -> None:
     draft = planned_somewhere(*request).drafts[-1][1]
-    forward, backward = decided(draft.items, "items")
+    forward, backward = decided(draft.accesses, "actions")
     layout, liveness = decided(draft.layout, "layout"), decided(draft.liveness, "liveness")
-    step = step_items(layout, liveness, 0.0, on_host(layout, liveness, 0.0))
+    step = step_accesses(layout, liveness, 0.0, on_host(layout, liveness, 0.0))
     cycle: tuple[tuple[Role, tuple[ActionAccess, ...]], ...] = (
         ("forward", forward),
         ("backward", backward),

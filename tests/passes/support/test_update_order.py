@@ -121,7 +121,10 @@ def test_no_order_of_a_plan_is_faster_by_a_whole_update(
 
 
 def test_nothing_is_released_before_backward_has_ended_behind_a_decision_or_on_the_launching_thread() -> None:
-    for where, options in ((target(), replace(ON_HOST, measures=True)), (replace(target(), runs_inline=True), ON_HOST)):
+    for where, options in (
+        (target(), replace(ON_HOST, tracks_grad_norm=True)),
+        (replace(target(), runs_inline=True), ON_HOST),
+    ):
         assert updated(planned(chain(6), where, options).plan) == [0, 1, 2, 3, 4, 5]
 
 

@@ -27,7 +27,7 @@ Clip = Callable[[nn.Module, float], torch.Tensor]
 
 def smallest(runner: PlanRunner) -> Setup:
     """The least device and host memory that works for a run that clips."""
-    options = replace(options_of(runner), measures=True)
+    options = replace(options_of(runner), tracks_grad_norm=True)
     device_nbytes, host_nbytes = runner.smallest(options)
     return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
 
@@ -78,7 +78,7 @@ def check_clipping(runner: PlanRunner, place: str, max_norm: float) -> None:
     norms: list[torch.Tensor] = []
     setup = replace(PLACES[place](runner), settings=DELAYED)
     found = runner.train(setup, RECIPE, clipping(max_norm, norms, chunkc.AdamW, chunkc.clip_grad_norm_))
-    assert runner.plan.measures
+    assert runner.plan.tracks_grad_norm
     assert_same_semantics(found, wanted)
     torch.testing.assert_close(torch.stack(norms).cpu(), torch.tensor(wanted_norms), rtol=1e-5, atol=0)
     inside = runner.train(

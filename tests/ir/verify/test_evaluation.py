@@ -11,8 +11,8 @@ from plans import SPECS
 from chunkc.errors import PlanError
 from chunkc.ir.actions import parse
 from chunkc.ir.plan import Plan, Program, State
-from chunkc.ir.states import TensorState, payload_states
 from chunkc.ir.verify import verify, verify_beside
+from chunkc.ir.verify.states import TensorState, payload_states
 
 ACTIONS = (
     "fetch c0 -> d0 @h2d",

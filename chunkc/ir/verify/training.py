@@ -1,9 +1,8 @@
 """Effects of the actions that compute, from run and stash to update and restore.
 
-Gradients land right after the segment that finishes them, each exactly once, and from then on the payload that they
-overlay is no parameter any more. Where micro-batches add to gradient chunks, each lands once in every micro-batch, and
-an update finds the contributions of all of them. An update runs where gradients and triple stand: on ``cpu`` at their
-homes, on ``compute`` in their slots.
+Gradients land right after the segment that finishes them, each once (in every micro-batch), and from then on the
+payload that they overlay is no parameter. An update runs where gradients and triple stand: on ``cpu`` at their homes,
+on ``compute`` in their slots.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.happens_before import Event
-from chunkc.ir.moves import MOVES
 from chunkc.ir.plan import FIRST_BACKWARDS, ROLE_GRAPH, Program
-from chunkc.ir.replay import Machine, Payload
+from chunkc.ir.verify.happens_before import Event
+from chunkc.ir.verify.moves import MOVES
+from chunkc.ir.verify.replay import Machine, Payload
 
 
 def _run(machine: Machine, event: Event) -> None:
@@ -132,14 +131,14 @@ def _refuse_lost(machine: Machine, event: Event, chunk: int, held: Payload) -> N
 def _gradients(machine: Machine, event: Event, chunk: int) -> None:
     """Check that all gradients of ``chunk`` have landed before ``event``, and record its reads."""
     missing = machine.facts.due[chunk]
-    beside = machine.facts.grad_chunk.get(chunk)
-    for source in (chunk,) if beside is None else (chunk, beside):
-        if not machine.truth[source].grads and not (machine.facts.accumulates and source == beside):
+    grad_chunk = machine.facts.grad_chunk.get(chunk)
+    for source in (chunk,) if grad_chunk is None else (chunk, grad_chunk):
+        if not machine.truth[source].grads and not (machine.facts.accumulates and source == grad_chunk):
             continue
         held = _here(machine, event, source)
         if machine.layout.world_size > 1 and held.is_partial:
             machine.refuse(event, f"the gradients in c{source} are not reduced")
-        if source == beside:
+        if source == grad_chunk:
             _refuse_lost(machine, event, source, held)
         missing -= held.grads
     if missing:
@@ -247,9 +246,9 @@ def _step(machine: Machine, event: Event, chunk: int) -> None:
     (machine.home if on_cpu else machine.device)[chunk] = written
     for other in machine.layout.group_of(chunk).chunks:
         machine.truth[other] = written
-    beside = machine.facts.grad_chunk.get(chunk)
-    if beside is not None:
-        _discard(machine, beside)
+    grad_chunk = machine.facts.grad_chunk.get(chunk)
+    if grad_chunk is not None:
+        _discard(machine, grad_chunk)
 
 
 def _discard(machine: Machine, grad_chunk: int) -> None:
@@ -260,10 +259,7 @@ def _discard(machine: Machine, grad_chunk: int) -> None:
 
 
 def finish(machine: Machine, program: Program) -> str | None:
-    """Return what ``program`` has left undone at its end, if anything.
-
-    The call also starts the bookkeeping of the next program.
-    """
+    """Start the bookkeeping of the next program; return what ``program`` has left undone, if anything."""
     iteration, facts = machine.iteration, machine.facts
     refuse_unlanded(machine)
     graph = ROLE_GRAPH.get(program.role)
@@ -300,8 +296,8 @@ def begin(machine: Machine, program: Program) -> None:
 def _renew_remote(machine: Machine) -> None:
     """Remote chunks beside an own chunk without parameters are updated by their owners all the same."""
     for chunk, due in enumerate(machine.facts.due):
-        own = machine.layout.group_of(chunk).first_chunk + machine.layout.rank
-        if due and own not in machine.facts.to_update:
+        own_chunk = machine.layout.group_of(chunk).first_chunk + machine.layout.rank
+        if due and own_chunk not in machine.facts.to_update:
             machine.truth[chunk] = Payload(machine.truth[chunk].version + 1)
 
 

@@ -9,7 +9,7 @@ from plans import SPECS, distributed, evicting, grad_chunk, spanning
 from spec import PlanSpec
 
 from chunkc.errors import PlanError
-from chunkc.ir.states import LEGAL_TRANSITIONS, TensorState, payload_states
+from chunkc.ir.verify.states import LEGAL_TRANSITIONS, TensorState, payload_states
 
 F, C, H = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
 AF, AB = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from chunkc.ir.actions import parse
-from chunkc.ir.happens_before import Accesses, Event, HappensBefore
 from chunkc.ir.plan import Program, Role, State
+from chunkc.ir.verify.happens_before import Accesses, Event, HappensBefore
 
 
 def issue(order: HappensBefore, role: Role, *texts: str) -> list[Event]:

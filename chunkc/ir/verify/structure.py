@@ -122,8 +122,8 @@ def _check_layout(layout: Layout) -> None:
         "group": [g.index for g in layout.groups],
         "placement": [p.param for p in layout.placements],
     }
-    for word, found in indexes.items():
-        for position, index in enumerate(found):
+    for word, indexes_found in indexes.items():
+        for position, index in enumerate(indexes_found):
             if index != position:
                 raise PlanError(f"the {word} at position {position} has index {index}")
     _check_groups(layout)
@@ -134,9 +134,9 @@ def _check_layout(layout: Layout) -> None:
             )
     if len(layout.placements) != len(layout.params):
         raise PlanError(f"{len(layout.placements)} placements for {len(layout.params)} parameters")
-    for place in layout.placements:
-        if place.chunk < 0 or place.chunk + place.num_chunks > len(layout.chunks):
-            raise PlanError(f"parameter {layout.params[place.param].name!r} is placed outside the chunks")
+    for placement in layout.placements:
+        if placement.chunk < 0 or placement.chunk + placement.num_chunks > len(layout.chunks):
+            raise PlanError(f"parameter {layout.params[placement.param].name!r} is placed outside the chunks")
     _check_overlap(layout)
 
 
@@ -152,16 +152,16 @@ def _check_groups(layout: Layout) -> None:
 def _check_overlap(layout: Layout) -> None:
     """Refuse two parameters that share elements of a chunk, or reach past its end."""
     ends = [0] * len(layout.chunks)
-    for place in sorted(layout.placements, key=lambda p: (p.chunk, p.offset)):
-        info = layout.params[place.param]
-        offset, left = place.offset, info.numel
-        for chunk in place.chunks:
+    for placement in sorted(layout.placements, key=lambda p: (p.chunk, p.offset)):
+        info = layout.params[placement.param]
+        offset, left = placement.offset, info.numel
+        for chunk in placement.chunks:
             taken = min(left, layout.chunks[chunk].numel - offset)
             if left and (offset < ends[chunk] or taken <= 0):
                 raise PlanError(f"parameter {info.name!r} does not fit at element {offset} of c{chunk}")
             ends[chunk], offset, left = max(ends[chunk], offset + taken), 0, left - taken
         if left > 0:
-            raise PlanError(f"parameter {info.name!r} reaches {left} elements past its {place.num_chunks} chunks")
+            raise PlanError(f"parameter {info.name!r} reaches {left} elements past its {placement.num_chunks} chunks")
 
 
 def _check_gradients(plan: Plan) -> None:
@@ -174,16 +174,16 @@ def _check_gradients(plan: Plan) -> None:
             f"the gradient of {layout.params[min(twice)].name!r} lands, but is declared to come from elsewhere"
         )
     due = landed.union(plan.trained_elsewhere)
-    for place in layout.placements:
-        info = layout.params[place.param]
-        for chunk in place.chunks:
+    for placement in layout.placements:
+        info = layout.params[placement.param]
+        for chunk in placement.chunks:
             kind = layout.chunks[chunk].list
-            if (kind is ChunkList.TRAINED) != (place.param in due) and info.numel:
+            if (kind is ChunkList.TRAINED) != (placement.param in due) and info.numel:
                 raise PlanError(
                     f"parameter {info.name!r} is in c{chunk} of list {kind}, and its gradient "
-                    f"{'lands' if place.param in landed else 'never lands'}"
+                    f"{'lands' if placement.param in landed else 'never lands'}"
                 )
-            if place.param in due and layout.chunks[chunk].os_home is None:
+            if placement.param in due and layout.chunks[chunk].os_home is None:
                 raise PlanError(f"c{chunk} is trained but has no optimizer state")
     for item in layout.chunks:
         if (item.list is ChunkList.GRAD) != (item.partner is not None):
@@ -201,9 +201,9 @@ def _check_gradients(plan: Plan) -> None:
 
 def _check_accumulation(layout: Layout) -> None:
     """Every trained chunk has a gradient chunk: the next micro-batch reads the parameters again."""
-    beside = layout.grad_chunks()
+    grad_chunks = layout.grad_chunks()
     for chunk in layout.chunks:
-        if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in beside:
+        if chunk.list is ChunkList.TRAINED and chunk.used_numel and chunk.index not in grad_chunks:
             raise PlanError(f"c{chunk.index} has no gradient chunk, but its parameters are read by later micro-batches")
 
 
@@ -261,13 +261,13 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
     return None
 
 
-def _num_labels(plan: Plan, own: Program) -> dict[str, int]:
-    """Number of labels that all programs of a role have; of the role of ``own``, those of ``own`` itself."""
-    found: dict[str, int] = {}
+def _num_labels(plan: Plan, waiting: Program) -> dict[str, int]:
+    """Labels that every program of a role has; of the role of ``waiting``, those that it has itself."""
+    lengths: dict[str, int] = {}
     for program in plan.programs:
         letter = ROLE_LETTER[program.role]
-        found[letter] = min(found.get(letter, len(program.actions)), len(program.actions))
-    return found | {ROLE_LETTER[own.role]: len(own.actions)}
+        lengths[letter] = min(lengths.get(letter, len(program.actions)), len(program.actions))
+    return lengths | {ROLE_LETTER[waiting.role]: len(waiting.actions)}
 
 
 def _wait_problem(program: Program, position: int, action: Action, lengths: dict[str, int]) -> str | None:

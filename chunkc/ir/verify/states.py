@@ -6,9 +6,9 @@ HOLD            payload kept, on the device or at home
 HOLD_AFTER_FWD  payload kept, already used in this forward
 HOLD_AFTER_BWD  the payload is grad16
 
-The states are those of PatrickStar (Fang et al. 2021, Table 1). They are facts of the plan: ``payload_states`` derives
-them from the actions alone and refuses an illegal change, so that nothing has to track them at run time. Leaving
-HOLD_AFTER_FWD when the forward ends tells a read in backward apart from a repeated one in forward.
+The states are those of PatrickStar (Fang et al. 2021, Table 1). ``payload_states`` derives them from the actions alone,
+so that nothing has to track them at run time. Leaving HOLD_AFTER_FWD when the forward ends tells a read in backward
+apart from a repeated one in forward.
 
 A payload is one parameter in one chunk: a spanning parameter has one in each of its chunks, and one more in the
 gradient chunk where its gradient does not overlay it.
@@ -69,9 +69,7 @@ class StateChange:
 def payload_states(
     plan: Plan, programs: Iterable[str] = ("forward", "backward", "step")
 ) -> dict[Payload, tuple[StateChange, ...]]:
-    """The states that every payload goes through while ``programs`` run one after the other from cold.
-
-    The first entry of each sequence is its state at the start.
+    """The states of every payload, the one at the start first, while ``programs`` run from cold.
 
     Raises:
         PlanError: on an illegal change; the message names action, chunk, program and both states.
@@ -90,9 +88,9 @@ class _Walk:
         self._segments = {s.name: s for s in plan.segments}
         self._grad_chunk = plan.layout.grad_chunks()
         self._params: list[list[int]] = [[] for _ in plan.layout.chunks]
-        for place in plan.layout.placements:
-            for chunk in place.chunks:
-                self._params[chunk].append(place.param)
+        for placement in plan.layout.placements:
+            for chunk in placement.chunks:
+                self._params[chunk].append(placement.param)
         self._landed = {p for s in plan.segments for p in s.lands}
         self._reduced: set[int] = set()
         self._program = ""
@@ -169,9 +167,9 @@ class _Walk:
     def _on_update(self, action: Action) -> None:
         grad_chunk = self._grad_chunk.get(action.index)
         for param in self._params[action.index]:
-            beside = None if grad_chunk is None else (param, grad_chunk)
-            if beside is not None and self._state(beside) is TensorState.HOLD_AFTER_BWD:
-                self._move(beside, TensorState.FREE)
+            grad_payload = None if grad_chunk is None else (param, grad_chunk)
+            if grad_payload is not None and self._state(grad_payload) is TensorState.HOLD_AFTER_BWD:
+                self._move(grad_payload, TensorState.FREE)
             elif param in self._landed:
                 self._move((param, action.index), TensorState.HOLD)
 

@@ -2,13 +2,11 @@
 
 A stream carries out its own actions in the order in which they were issued, program after program; a wait orders an
 action after another one, on any stream; the end of a transition orders everything issued later after everything issued
-before. Nothing else orders anything. The order is kept as vector clocks (Fidge 1988, Mattern 1989): the clock of an
-action holds, for each stream, the number of actions of that stream that are complete before it starts.
+before. The order is kept as vector clocks (Fidge 1988, Mattern 1989): the clock of an action holds, for each stream,
+the number of actions of that stream that are complete before it starts.
 
-On top of the order stands a race detector in the manner of FastTrack (Flanagan and Freund, PLDI 2009): every resource
-remembers its last writer and the last reader on each stream, and an access that is not ordered after a conflicting one
-is a race. A plan without races gives the same result in every legal interleaving as in program order, so that replaying
-it in program order proves it for all of them.
+On top stands a race detector in the manner of FastTrack (Flanagan and Freund, PLDI 2009): every resource remembers its
+last writer and the last reader on each stream, and an access that is not ordered after a conflicting one is a race.
 """
 
 from __future__ import annotations

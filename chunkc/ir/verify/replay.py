@@ -5,8 +5,8 @@ gradients have overlaid, and whether these gradients are reduced. For every chun
 newest content, beside the copies in the slot and at home; a copy that differs from the truth is stale. An OS triple is
 the number of updates it has seen, with the same distinction.
 
-Every access goes through ``read`` and ``write``, which also ask the race detector whether the access is ordered after
-those that it conflicts with. ``moves`` and ``training`` say what each action does to the machine.
+Every access goes through ``read`` and ``write``, which also ask the race detector. ``moves`` and ``training`` say what
+each action does to the machine.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NoReturn
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import Accesses, Event
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan, Segment, State
+from chunkc.ir.verify.happens_before import Accesses, Event
 
 NOTHING = -1
 
@@ -72,9 +72,9 @@ class Facts:
         self.segments: dict[str, Segment] = {s.name: s for s in plan.segments}
         self.owned = [layout.owner(c.index) == layout.rank for c in layout.chunks]
         params: list[list[int]] = [[] for _ in layout.chunks]
-        for place in layout.placements:
-            for chunk in place.chunks:
-                params[chunk].append(place.param)
+        for placement in layout.placements:
+            for chunk in placement.chunks:
+                params[chunk].append(placement.param)
         self.grad_chunk = layout.grad_chunks()
         self.accumulates = plan.accumulate > 1
         self.params = [params[c.index if c.partner is None else c.partner] for c in layout.chunks]
@@ -93,11 +93,11 @@ class Facts:
         return self.due[chunk if partner is None else partner]
 
     def _by_chunk(self, params: tuple[int, ...]) -> dict[int, frozenset[int]]:
-        found: dict[int, set[int]] = defaultdict(set)
+        by_chunk: dict[int, set[int]] = defaultdict(set)
         for param in params:
             for chunk in self.layout.placements[param].chunks:
-                found[chunk].add(param)
-        return {chunk: frozenset(found[chunk]) for chunk in sorted(found)}
+                by_chunk[chunk].add(param)
+        return {chunk: frozenset(by_chunk[chunk]) for chunk in sorted(by_chunk)}
 
     def name(self, param: int) -> str:
         return repr(self.layout.params[param].name)
@@ -105,15 +105,15 @@ class Facts:
 
 def _overlaps(layout: Layout) -> dict[int, tuple[int, ...]]:
     """Slots that share bytes, by a sweep over their offsets; every slot overlaps itself."""
-    found: dict[int, set[int]] = {s.index: {s.index} for s in layout.slots}
+    overlaps: dict[int, set[int]] = {s.index: {s.index} for s in layout.slots}
     open_slots: list[tuple[int, int]] = []
     for slot in sorted(layout.slots, key=lambda s: s.offset):
         open_slots = [(index, end) for index, end in open_slots if end > slot.offset]
         for index, _ in open_slots:
-            found[index].add(slot.index)
-            found[slot.index].add(index)
+            overlaps[index].add(slot.index)
+            overlaps[slot.index].add(index)
         open_slots.append((slot.index, slot.end))
-    return {index: tuple(sorted(others)) for index, others in found.items()}
+    return {index: tuple(sorted(others)) for index, others in overlaps.items()}
 
 
 @dataclass(slots=True)
@@ -227,11 +227,11 @@ class Machine:
 
     def vacate(self, event: Event, target: str, slot: int | None = None) -> None:
         """``target`` leaves its slot, which must be ``slot`` where that is given."""
-        found = self.slot(event, target)
-        if slot is not None and slot != found:
-            self.refuse(event, f"{target} stands in slot d{found}, not in slot d{slot}")
-        del self.slot_of[target], self.occupant[found]
-        self.write(event, f"slot d{found}")
+        occupied = self.slot(event, target)
+        if slot is not None and slot != occupied:
+            self.refuse(event, f"{target} stands in slot d{occupied}, not in slot d{slot}")
+        del self.slot_of[target], self.occupant[occupied]
+        self.write(event, f"slot d{occupied}")
 
     def slot(self, event: Event, target: str) -> int:
         """The slot in which ``target`` stands."""

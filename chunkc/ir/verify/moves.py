@@ -1,8 +1,7 @@
 """Effects of the actions that move chunks and triples, from fetch and evict to gather and reduce.
 
-A remote chunk has no home on this rank. The slots of a gathered group follow from the slot of the rank's own chunk:
-``world_size`` adjacent slots, the own one at position ``rank``. All ranks carry out the same collectives on the same
-chunks, so that a remote chunk is as new as the own chunk of its group.
+A gathered group stands in ``world_size`` adjacent slots, the own chunk at position ``rank``. All ranks carry out the
+same collectives on the same chunks, so that a remote chunk is as new as the own chunk of its group.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import Event
 from chunkc.ir.layout import ChunkList, Home
-from chunkc.ir.replay import NOTHING, Machine, Payload
+from chunkc.ir.verify.happens_before import Event
+from chunkc.ir.verify.replay import NOTHING, Machine, Payload
 
 
 def _fetch(machine: Machine, event: Event) -> None:
@@ -28,10 +27,7 @@ def _fetch(machine: Machine, event: Event) -> None:
 
 
 def _open(machine: Machine, event: Event) -> None:
-    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it.
-
-    A gradient chunk of another rank is opened, not fetched: what lands in it goes to its owner by a reduction.
-    """
+    """The slot is the chunk's, and holds nothing: gradients that land, or an update, fill it."""
     chunk = machine.layout.chunks[event.action.index]
     if not (machine.is_grad(chunk.index) and machine.facts.accumulates):
         chunk = machine.chunk(event)
@@ -114,19 +110,19 @@ def _gather(machine: Machine, event: Event) -> None:
     layout = machine.layout
     targets = _targets(machine, event)
     group = layout.group_of(targets[0])
-    own = group.first_chunk + layout.rank
-    own_slot = machine.slot(event, f"c{own}")
+    own_chunk = group.first_chunk + layout.rank
+    own_slot = machine.slot(event, f"c{own_chunk}")
     for chunk in targets:
-        if chunk == own:
-            if machine.resident(event, own).grads:
-                machine.refuse(event, f"c{own} holds gradients, not parameters")
+        if chunk == own_chunk:
+            if machine.resident(event, own_chunk).grads:
+                machine.refuse(event, f"c{own_chunk} holds gradients, not parameters")
             machine.read(event, f"slot d{own_slot}")
         else:
             slot = own_slot - layout.rank + layout.owner(chunk)
             if slot < 0:
                 machine.refuse(event, f"the group needs {layout.world_size} slots around slot d{own_slot}")
             machine.occupy(event, f"c{chunk}", slot, layout.chunks[chunk].nbytes)
-            machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own].version)
+            machine.device[chunk] = machine.truth[chunk] = Payload(version=machine.truth[own_chunk].version)
         machine.gathered.add(chunk)
     _refuse_gaps(machine, event, targets)
 
@@ -175,10 +171,7 @@ def _reduce(machine: Machine, event: Event) -> None:
 
 
 def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...]) -> None:
-    """Refuse a reduction of gradient chunks in which nothing has landed since the last one or opening.
-
-    It adds what other ranks hold of a chunk to what its owner has: once for each time that they were opened.
-    """
+    """Refuse a reduction of gradient chunks in which nothing has landed since the last one or opening."""
     if not any(machine.resident(event, chunk).is_partial for chunk in chunks):
         machine.refuse(event, "nothing has landed in its chunks since they were opened or reduced")
 

@@ -1,11 +1,13 @@
-"""The verifier: proves a plan safe, from nothing but the plan.
+"""Proof of a plan: static checks, a replay in program order, and a race detector over the streams.
 
-It knows no pass. It replays programs in the orders in which a run can carry them out, and at every action proves two
-things: that it is right in program order (contents, places, budgets: ``replay``, ``moves``, ``training``), and that
-each of its accesses is ordered after those it conflicts with (``happens_before``). Without races every legal
-interleaving of the streams equals program order, so the first proof holds for all of them. Everything that needs no
-replay (``structure``) comes before; the state changes of all payloads (``states``), derived from the actions in another
-way, come after.
+The verifier knows no pass.
+
+    structure                  all that needs no replay
+    replay, moves, training    in program order every action is right: contents, places, budgets
+    happens_before             every access is ordered after those that it conflicts with
+    states                     the state changes of all payloads, derived in another way
+
+Without races every legal interleaving of the streams equals program order, so the replay proves all of them.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
 is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
@@ -15,16 +17,14 @@ evaluation also begin so.
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.happens_before import HappensBefore
 from chunkc.ir.plan import Plan, Program
-from chunkc.ir.replay import Facts, Machine
-from chunkc.ir.states import payload_states
-from chunkc.ir.structure import check_structure
-from chunkc.ir.training import EFFECTS, begin, finish
+from chunkc.ir.verify.happens_before import HappensBefore
+from chunkc.ir.verify.replay import Facts, Machine
+from chunkc.ir.verify.states import payload_states
+from chunkc.ir.verify.structure import check_structure
+from chunkc.ir.verify.training import EFFECTS, begin, finish
 
 _PROGRAMS = {
     "F": "forward",
@@ -85,19 +85,17 @@ def verify(plan: Plan) -> None:
 def verify_beside(evaluation: Plan, training: Plan) -> None:
     """Prove that two verified plans of one model may run by turns.
 
-    The first leaves the cold state as the second found it, and the second begins in it.
-
-    An evaluation writes to no home and to no static resident (``verify`` allows it neither), and both its ends are
-    joined. So equal layouts and equal cold states suffice, for every program of the other that begins or ends cold.
+    An evaluation writes to no home and to no static resident, and both its ends are joined. So equal layouts and equal
+    cold states suffice.
 
     Raises:
         PlanError: naming what differs.
     """
     if evaluation.layout != training.layout:
         raise PlanError("the evaluation was planned for another layout than the training programs")
-    found, wanted = (set(p.cold.resident) for p in (evaluation, training))
-    if found != wanted:
-        differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(found ^ wanted))
+    left, needed = (set(p.cold.resident) for p in (evaluation, training))
+    if left != needed:
+        differing = ", ".join(f"{target} in d{slot}" for target, slot in sorted(left ^ needed))
         raise PlanError(f"the cold states of evaluation and training differ: {differing}")
 
 
@@ -117,10 +115,10 @@ def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order:
 
 
 def _check_exit(program: Program, machine: Machine) -> None:
-    declared, found = frozenset(program.exit.resident), machine.resident_pairs()
-    if declared != found:
-        extra = ", ".join(f"{target} in d{slot}" for target, slot in sorted(found - declared)) or "nothing"
-        absent = ", ".join(f"{target} in d{slot}" for target, slot in sorted(declared - found)) or "nothing"
+    declared, resident = frozenset(program.exit.resident), machine.resident_pairs()
+    if declared != resident:
+        extra = ", ".join(f"{target} in d{slot}" for target, slot in sorted(resident - declared)) or "nothing"
+        absent = ", ".join(f"{target} in d{slot}" for target, slot in sorted(declared - resident)) or "nothing"
         raise PlanError(
             f"{program.name}, at its end: the device holds {extra} beyond the declared exit state and lacks {absent}"
         )
@@ -128,13 +126,13 @@ def _check_exit(program: Program, machine: Machine) -> None:
 
 def _moments(program: Program) -> tuple[str, ...]:
     """For every action, the boundary at which it stands: before the next segment, or after the last one."""
-    found: list[str] = []
+    names: list[str] = []
     moment = f"at the end of {program.name}"
     for action in reversed(program.actions):
         if action.op is Op.RUN:
             moment = f"before {action.target}"
-        found.append(moment)
-    return tuple(reversed(found))
+        names.append(moment)
+    return tuple(reversed(names))
 
 
 def replayed_programs(plan: Plan) -> tuple[Program, ...]:
@@ -142,8 +140,3 @@ def replayed_programs(plan: Plan) -> tuple[Program, ...]:
     letters = EVALUATIONS if plan.is_evaluation else ACCUMULATING if plan.accumulate > 1 else SEQUENCE
     letters = DEFERRING if plan.defers_reduction else letters
     return tuple(plan.program(_PROGRAMS[letter]) for letter in letters)
-
-
-def replayed_pairs(sequence: str = SEQUENCE) -> frozenset[str]:
-    """The pairs of programs that are replayed in ``sequence``, as two of the letters of `_PROGRAMS`."""
-    return frozenset(a + b for a, b in pairwise(sequence))
