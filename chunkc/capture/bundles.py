@@ -7,12 +7,14 @@ only it reads (``sink_cone`` put them in front of it) and the ``getitem`` nodes 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from chunkc.capture.partition import param_cone
+from chunkc._torch_compat.core import pytree
+from chunkc.capture.partition import param_cone, sink_cone
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,46 @@ class Bundle:
     nodes: tuple[Node, ...]
     main: Node
     reads: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """One graph in the form that lowering needs.
+
+    Attributes:
+        module: the graph; views and casts of parameters stand directly in front of their consumers.
+        bundles: its operators; positions are the operator indexes of the schedule.
+        params: parameter index by the name of the placeholder that stands for it.
+        gradients: for backward, parameter index by the name of the node that makes its gradient.
+    """
+
+    module: GraphModule
+    bundles: tuple[Bundle, ...]
+    params: Mapping[str, int]
+    gradients: Mapping[str, int]
+
+    @staticmethod
+    def of(module: GraphModule, params: Mapping[str, int], gradients: Mapping[str, int]) -> CapturedGraph:
+        """Bundle a graph, which is changed in place (``sink_cone``); ``params`` may name more than its own."""
+        present = [n for n in module.graph.find_nodes(op="placeholder") if n.name in params]
+        sink_cone(module.graph, present)
+        bundles = bundle_operators(module.graph, present)
+        module.recompile()
+        return CapturedGraph(module, bundles, {n.name: params[n.name] for n in present}, gradients)
+
+    def param_inputs(self) -> list[Node]:
+        """Placeholders of parameters."""
+        return [n for n in self.module.graph.find_nodes(op="placeholder") if n.name in self.params]
+
+    def other_inputs(self) -> list[Node]:
+        """The other placeholders, and constants."""
+        graph = self.module.graph
+        nodes = (*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"))
+        return [n for n in nodes if n.name not in self.params]
+
+    def outputs(self) -> list[Any]:
+        """All outputs: nodes, and values that are none."""
+        return list(pytree.tree_leaves(self.module.graph.find_nodes(op="output")[0].args[0]))
 
 
 def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:

@@ -14,10 +14,10 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def saved_nbytes(schedule: Schedule) -> int:
-    """Non-model bytes that are alive when the forward graph has ended."""
+def saved_nbytes(schedule: Schedule, beside_nbytes: int = 0) -> int:
+    """Non-model bytes that are alive when the forward graph has ended, but for ``beside_nbytes`` of other graphs."""
     operators = schedule.forward.operators
-    return operators[-1].live_after_nbytes if operators else 0
+    return operators[-1].live_after_nbytes - beside_nbytes if operators else 0
 
 
 def beside(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:

@@ -12,14 +12,14 @@ in the storage of an input of its operator, if it has the same, and otherwise in
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
-from chunkc.capture.bundles import Bundle
+from chunkc.capture.bundles import Bundle, CapturedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,6 @@ class LiveBytes:
     tangents_nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GraphValues:
-    """The values of one graph that liveness needs.
-
-    The values are operators, inputs that are no parameters, outputs that the user gets, and the other outputs.
-    """
-
-    bundles: Sequence[Bundle]
-    inputs: Sequence[Node]
-    user_outputs: Sequence[Node]
-    saved_outputs: Sequence[Node]
-
-
 def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
     """(identity, bytes) of every storage behind the values of ``nodes``."""
     for node in nodes:
@@ -53,7 +40,7 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
                 yield storage._cdata, int(storage.nbytes())
 
 
-def _backward_storages(backward: GraphValues) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
+def _backward_storages(backward: CapturedGraph) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
     """Storages of all values that backward computes; those of its inputs keep their identity."""
     found: dict[Node, list[tuple[Hashable, int]]] = {}
     for node in (n for bundle in backward.bundles for n in bundle.nodes):
@@ -75,27 +62,26 @@ def _elements_nbytes(node: Node) -> int:
 class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
-    def __init__(self, forward: GraphValues, backward: GraphValues, params: Collection[int]) -> None:
-        """``params`` are storage identities of parameter payloads: model data, not counted here."""
+    def __init__(self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]) -> None:
+        """``user_outputs``: the outputs of ``forward`` that the user gets. Payloads of parameters are not counted."""
+        inputs = forward.other_inputs()
         self._sizes: dict[Hashable, int] = {}
         self._birth: dict[Hashable, int] = {}
         self._death: dict[Hashable, int] = {}
-        self._ignored = set(params)
+        self._ignored = {key for key, _ in storages((*forward.param_inputs(), *backward.param_inputs()))}
         self._renamed = _backward_storages(backward)
         self._num_forward = len(forward.bundles)
         self._num_operators = end = self._num_forward + len(backward.bundles)
-        held = (*forward.inputs, *forward.user_outputs)
+        held = (*inputs, *user_outputs)
         self.held_nbytes = self._total(held)
-        self.previous_output_nbytes = self._total(forward.user_outputs) - self._total(
-            n for n in forward.user_outputs if n in set(forward.inputs)
-        )
-        self._touch(forward.inputs, -1)
+        self._previous_output_nbytes = self._total(user_outputs) - self._total(set(user_outputs) & set(inputs))
+        self._touch(inputs, -1)
         self._walk(forward.bundles, 0)
-        self._tangents = [n for n in backward.inputs if n.name.startswith("tangents")]
-        self._touch(backward.inputs, self._num_forward)
+        self._tangents = [n for n in backward.other_inputs() if n.name.startswith("tangents")]
+        self._touch(backward.other_inputs(), self._num_forward)
         self._walk(backward.bundles, self._num_forward)
         self._touch(held, end)
-        self._touch(forward.saved_outputs, self._num_forward)
+        self._touch((n for n in forward.outputs() if isinstance(n, Node)), self._num_forward)
 
     def _storages(self, node: Node) -> Iterable[tuple[Hashable, int]]:
         return self._renamed[node] if node in self._renamed else storages((node,))
@@ -127,7 +113,7 @@ class Timeline:
         alive = births[-1]
         for position in range(self._num_operators):
             alive += births[position]
-            extra = self.previous_output_nbytes if position < self._num_forward else 0
+            extra = self._previous_output_nbytes if position < self._num_forward else 0
             is_backward = position >= self._num_forward
             given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
             found.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))

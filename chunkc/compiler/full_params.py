@@ -57,7 +57,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     held: set[torch.Tensor] = set()
     compiled.is_open = True
     try:
-        with compiled.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
+        with compiled.settings.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
             try:
                 yield model
             finally:

@@ -18,6 +18,7 @@ from chunkc._torch_compat.inductor import (
     inductor_decompositions,
     inductor_joint_passes,
 )
+from chunkc.capture.backend import TracingOptions
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
@@ -62,17 +63,11 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
     return graph_footprint(segment.module)
 
 
-def backend_options(backend: str) -> dict[str, Any]:
-    """Options of the capture backend that segments of ``backend`` need."""
-    if backend == "inductor":
-        return {"decompositions": inductor_decompositions(), "prepare_joint": inductor_joint_passes, "fuses": True}
-    return {}
-
-
 class SegmentCompiler:
     """Compiles the segments of one model; equal segments once.
 
     Attributes:
+        tracing: how graphs are to be traced for it.
         fuses: whether compiled segments take other bytes than their operators one by one, which ``footprints`` says.
     """
 
@@ -80,7 +75,9 @@ class SegmentCompiler:
         self,
         compile_one: Callable[[LoweredSegment], SegmentCallable],
         read_footprint: Callable[[LoweredSegment, SegmentCallable], Footprint] | None = None,
+        tracing: TracingOptions = TracingOptions(),  # noqa: B008 - frozen
     ) -> None:
+        self.tracing = tracing
         self.fuses = read_footprint is not None
         self._compile_one = compile_one
         self._read_footprint = read_footprint
@@ -96,7 +93,10 @@ class SegmentCompiler:
         """
         if backend not in ("inductor", "eager"):
             raise ChunkcError(f"backend={backend!r} is unknown; choose inductor or eager")
-        return SegmentCompiler(compile_eager) if backend == "eager" else SegmentCompiler(compile_inductor, footprint_of)
+        if backend == "eager":
+            return SegmentCompiler(compile_eager)
+        tracing = TracingOptions(inductor_decompositions(), inductor_joint_passes, fuses=True)
+        return SegmentCompiler(compile_inductor, footprint_of, tracing)
 
     @property
     def num_compiles(self) -> int:

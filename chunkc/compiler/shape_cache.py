@@ -11,17 +11,18 @@ of it: a graph that changes an input in place is made for inputs that lie so.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from chunkc._torch_compat.core import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
 from chunkc._torch_compat.release import ReleasableBackend
-from chunkc.errors import ShapeLimitError
+from chunkc.errors import ChunkcError, ShapeLimitError
 
 MAX_PROGRAMS = 64
 """Programs that one model may have for training, and as many for evaluation: ``ShapeTable.max_programs``."""
@@ -32,6 +33,8 @@ _SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 Shape = tuple[int, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,28 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
 
 
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """``method`` without holding on to its object."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        found = reference()
+        if found is None:
+            raise ChunkcError("the compiled model was deleted while its forward was captured")
+        return found(*args, **kwargs)
+
+    return call
+
+
 def entry_maker(
-    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True
+    model: nn.Module, compile_graph: Callable[..., Any], *, fullgraph: bool = True
 ) -> Callable[[], Callable[..., Any]]:
     """Return a function that makes entries to ``model``'s forward by torch.compile.
 
-    Each entry is over a code object of its own. What was compiled for the entries goes when that function does.
+    Each entry is over a code object of its own. What was compiled for the entries goes when that function does. Dynamo
+    keeps backends until then, and what it compiled keeps them alive; so ``compile_graph``, a method, is held weakly.
     """
-    releasable = ReleasableBackend(backend)
+    releasable = ReleasableBackend(weakly(compile_graph))
 
     def make_run() -> Callable[..., Any]:
         def enter(*args: Any, **kwargs: Any) -> Any:

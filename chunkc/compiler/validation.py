@@ -5,8 +5,7 @@ Everything here is checked before anything changes.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -21,20 +20,6 @@ from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
-
-
-def buffer_test(model: nn.Module) -> Callable[[Any], bool]:
-    """Return a test of whether a tensor is a buffer of ``model`` now.
-
-    The test does not keep the model alive, as Dynamo keeps backends.
-    """
-    reference = weakref.ref(model)
-
-    def is_buffer(value: Any) -> bool:
-        found = reference()
-        return found is not None and any(value is buffer for buffer in found.buffers())
-
-    return is_buffer
 
 
 def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -271,7 +271,7 @@ def test_its_plan_is_verified_beside_every_shape_of_training() -> None:
     pair.evaluate(tokens(50)), pair.evaluate(tokens(50))
     plan = pair.evaluator.planned[0].plan
     verify(plan)
-    trainings = [p.plan for p in pair.compiled.planned]
+    trainings = [p.plan for p in pair.compiled.session.planned]
     assert len(trainings) == 2
     for training in trainings:
         verify_beside(plan, training)

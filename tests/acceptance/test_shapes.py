@@ -65,7 +65,7 @@ def twins() -> Twins:
 
 
 def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = twins.model._compiled_call_impl.session.shapes
     layouts = []
     for length in range(NUM_LENGTHS + 1, 1, -1):
         twins.train(length)
@@ -82,7 +82,7 @@ def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
 
 
 def test_training_past_the_bound_is_refused_before_anything_changes(twins: Twins) -> None:
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = twins.model._compiled_call_impl.session.shapes
     assert shapes.max_programs == MAX_PROGRAMS == 64
     shapes.max_programs = 3
     for length in (12, 8, 10):
@@ -98,7 +98,7 @@ def test_training_past_the_bound_is_refused_before_anything_changes(twins: Twins
 
 def test_a_refused_shape_does_not_count(twins: Twins) -> None:
     """Activations that do not fit beside the arena: numbers, nothing changed, and room for shapes that do."""
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = twins.model._compiled_call_impl.session.shapes
     shapes.max_programs = 2
     twins.train(12)
     executor = twins.model._compiled_call_impl.runtime.executor

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from chunkc.capture.graphs import CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
 from chunkc.compiler.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
