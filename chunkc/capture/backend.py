@@ -50,10 +50,7 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 class TracingOptions:
     """How graphs are traced for the compiler of their segments.
 
-    Attributes:
-        decompositions: of operators, or None.
-        prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
-        fuses: whether segments will be compiled by something that fuses operators.
+    ``prepare_joint`` are passes over the joint graph, in place. ``fuses``: neighbouring operators will be one kernel.
     """
 
     decompositions: Mapping[Any, Any] | None = None
@@ -64,24 +61,18 @@ class TracingOptions:
 class ModelTensors:
     """Tensors that the graphs of one model take, told apart by identity.
 
-    Attributes:
-        infos: all parameters by index.
-        casts: ids of inputs that are copies in compute dtype of what the caller handed in.
+    ``index`` is of parameters by id; ``casts`` are ids of inputs that are copies in compute dtype of the caller's.
     """
 
     def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], infos: Sequence[ParamInfo]) -> None:
         self.infos = infos
         self.casts = set[int]()
         self._model = model
-        self._index = {id(p): i for i, p in enumerate(params)}
-
-    def index_of(self, value: Any) -> int | None:
-        """Index of a parameter, or None for anything else."""
-        return self._index.get(id(value))
+        self.index = {id(p): i for i, p in enumerate(params)}
 
     def handed_in(self, values: Iterable[Any]) -> list[Any]:
         """Those of ``values`` that are neither parameters nor buffers."""
-        own = {*self._index, *map(id, self._model.buffers())}
+        own = {*self.index, *map(id, self._model.buffers())}
         return [value for value in values if id(value) not in own]
 
 
@@ -114,7 +105,7 @@ def capture_graph(
     handed_in = tensors.handed_in(examples)
     capture = _GraphCapture(
         tensors.infos,
-        [tensors.index_of(e) for e in examples],
+        [tensors.index.get(id(e)) for e in examples],
         [i for i, e in enumerate(examples) if id(e) in tensors.casts],
         batch_size(handed_in),
         *(tracing, forward, backward, choose, evaluates),
@@ -145,7 +136,7 @@ def capture_graph(
 
 @dataclass(slots=True, eq=False, repr=False)
 class _GraphCapture:
-    """One graph on its way through AOTAutograd, which keeps this object for the backward: it holds no tensor."""
+    """One graph on its way through AOTAutograd, which keeps this object: it holds no tensor."""
 
     infos: Sequence[ParamInfo]
     params: Sequence[int | None]
@@ -205,8 +196,8 @@ class _GraphCapture:
 
     def _build(self, forward: GraphModule, backward: GraphModule | None, num_user_outputs: int | None) -> Captured:
         reached = self._reached if backward is not None else None
-        shown = (num_user_outputs, reached, self.batch_size)
-        return build(forward, backward, self._names, self.params, self.infos, *shown, fuses=self.tracing.fuses)
+        facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.batch_size)
+        return build(forward, backward, *facts, fuses=self.tracing.fuses)
 
     def _params_by_name(self, graph: GraphModule) -> dict[str, int]:
         """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""

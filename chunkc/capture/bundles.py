@@ -19,9 +19,9 @@ from chunkc.capture.partition import param_cone, sink_cone
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An operator as an indivisible bundle of FX nodes.
+    """An operator as an indivisible bundle: ``nodes`` in execution order.
 
-    ``nodes`` are in execution order; ``main`` is the one that computes; ``reads`` are parameter placeholders.
+    ``main`` computes; ``reads`` are parameter placeholders.
     """
 
     nodes: tuple[Node, ...]
@@ -31,13 +31,10 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """One graph in the form that lowering needs.
+    """One graph in the form that lowering needs: views and casts of parameters before their consumers.
 
-    Attributes:
-        module: the graph; views and casts of parameters stand directly in front of their consumers.
-        bundles: its operators; positions are the operator indexes of the schedule.
-        params: parameter index by the name of the placeholder that stands for it.
-        gradients: for backward, parameter index by the name of the node that makes its gradient.
+    ``bundles`` are its operators, as in the schedule; ``params`` and ``gradients`` are parameter indexes by the names
+    of placeholders and, for backward, of the nodes that make gradients.
     """
 
     module: GraphModule
@@ -70,10 +67,7 @@ class CapturedGraph:
 
 
 def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:
-    """Return the operators of ``graph`` in execution order.
-
-    Call ``sink_cone`` first. Unpacking nodes move to their source.
-    """
+    """Return the operators of ``graph``, sunk by `sink_cone`; unpacking nodes move to their source."""
     params, cone = set(params), param_cone(graph, params)
     bundles: list[Bundle] = []
     chain: list[Node] = []

@@ -73,29 +73,29 @@ def build(
     *,
     fuses: bool,
 ) -> Captured:
-    """The captured iteration of partitioned graphs.
+    """Build the captured iteration of partitioned graphs, in place; an evaluation has no ``backward``.
 
     Args:
-        forward, backward: the graphs, which are changed in place; an evaluation has no backward.
         names: parameter index by placeholder name, in both graphs.
         input_params: for every input of the joint graph but tangents, the parameter that it is, or None.
-        infos: all parameters of the model.
         num_user_outputs: how many of forward's outputs are not merely saved for backward; None: all.
         reached: as `find_reached` of the joint graph; None for an evaluation.
-        fuses: whether neighbouring operators without a matrix product will be one kernel.
+        fuses: as `TracingOptions`.
     """
     fwd = CapturedGraph.of(forward, names, {})
     backward = backward or _empty_graph()
     num_outputs = len(backward.graph.find_nodes(op="output")[0].args[0])
     gradients = [*input_params, *([None] * num_outputs)][:num_outputs]
     separate_gradients(backward, gradients)
-    bwd = CapturedGraph.of(backward, names, _gradient_nodes(backward, gradients))
+    pairs = zip(backward.graph.find_nodes(op="output")[0].args[0], gradients, strict=True)
+    made = {node.name: param for node, param in pairs if param is not None and isinstance(node, Node)}
+    bwd = CapturedGraph.of(backward, names, made)
     user = [n for n in fwd.outputs()[:num_user_outputs] if isinstance(n, Node)]
     timeline = Timeline(fwd, bwd, user)
     live = timeline.live_bytes()
     split = len(fwd.bundles)
     computed = {n.name for b in bwd.bundles for n in b.nodes}
-    dropped = [infos[param].name for name, param in bwd.gradients.items() if name not in computed]
+    dropped = [infos[param].name for name, param in made.items() if name not in computed]
     if dropped:
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
@@ -120,8 +120,8 @@ def _empty_graph() -> GraphModule:
 def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -> None:
     """Give every gradient of a parameter a node of its own, that computes and that nothing else needs.
 
-    Autograd may hand out a tangent itself, or one tensor as the gradient of several inputs. Each such output becomes a
-    clone, so that a gradient can land in its chunk and leave, whatever the others do.
+    Autograd may hand out a tangent itself, or one tensor as several gradients. Each such output becomes a clone, so
+    that a gradient can land in its chunk and leave.
     """
     output = backward.graph.find_nodes(op="output")[0]
     entries = list(output.args[0])
@@ -136,12 +136,6 @@ def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -
                 entries[position] = backward.graph.call_function(torch.ops.aten.clone.default, (node,))
             entries[position].meta = {**node.meta, "val": node.meta["val"].clone()}
     output.args = (type(output.args[0])(entries),)
-
-
-def _gradient_nodes(backward: GraphModule, gradients: Sequence[int | None]) -> dict[str, int]:
-    outputs = backward.graph.find_nodes(op="output")[0].args[0]
-    pairs = zip(outputs, gradients, strict=True)
-    return {node.name: param for node, param in pairs if param is not None and isinstance(node, Node)}
 
 
 def _operators(graph: CapturedGraph, live: Sequence[LiveBytes], fuses: bool) -> tuple[Operator, ...]:

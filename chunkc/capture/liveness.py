@@ -1,12 +1,11 @@
-"""Non-model bytes over one iteration: which storages are alive while each operator runs.
+"""Non-model bytes over one iteration: the storages that are alive while each operator runs.
 
-Storages are counted once, whatever views they have; sizes come from the fake tensors of the graphs. Both graphs are
-one timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs,
-buffers, outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final
-gradient is counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
+Storages count once, whatever views they have, by the fake tensors of the graphs. Both graphs are one timeline: saved
+activations live until their last use in backward, what the user holds (inputs, buffers, outputs) throughout, and the
+outputs of the iteration before until forward ends. A final gradient counts with the operator that makes it.
 
-What backward computes again has the fake tensor that it had in forward, but memory of its own: in backward a value is
-in the storage of an input of its operator, if it has the same, and otherwise in a new one.
+A value that backward computes again has the fake tensor that it had in forward, but memory of its own: it is in the
+storage of an input of its operator, if it has the same, and otherwise in a new one.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
     def __init__(self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]) -> None:
-        """``user_outputs``: the outputs of ``forward`` that the user gets. Payloads of parameters are not counted."""
+        """``user_outputs``: outputs of ``forward`` that the user gets. Payloads of parameters do not count."""
         inputs = forward.other_inputs()
         self._sizes: dict[Hashable, int] = {}
         self._birth: dict[Hashable, int] = {}

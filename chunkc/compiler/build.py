@@ -1,15 +1,10 @@
 """The way from a captured iteration to a verified plan and compiled segments.
 
-Everything between capture and the first call is here. Nothing here touches a device or a model: what was captured, the
-target and an earlier layout go in; the plan, its compiled graphs and their readable code come out, or an error before
-anything has changed.
-
-Operators that run one by one take the bytes that capture counted, and their plan is final. A compiler that fuses
-operators takes fewer, but which is known only once there are segments to compile. So the first plan is made with the
-counted bytes as a bound (or, where that does not fit, for the least budget that the bound allows); its segments are
-compiled; and when things still move, the iteration is planned again with the operators' bytes corrected, which allows a
-larger arena. What such a plan takes is known when its segments are compiled too: it is kept if it fits and moves
-fewer bytes, else the one before it stands. All of this is decided by the schedule, so the same call decides the same.
+No device and no model is touched. The plan of operators that run one by one takes the bytes that capture counted, and
+is final. Fused operators take fewer, known only once segments are compiled. So the first plan takes the counted bytes
+as a bound (or, where that does not fit, the least budget that the bound allows), and is compiled. While things still
+move, the iteration is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept
+if it fits and moves fewer bytes. The schedule decides all of this, so the same call decides the same.
 """
 
 from __future__ import annotations
@@ -62,9 +57,8 @@ class PlanRequest:
 
     Attributes:
         target: hardware and budgets in bytes of one rank.
-        options: wishes.
         passes: the pipeline, or None for the default one.
-        layout: the model's layout once there is one; it is kept as it is. An evaluation needs one.
+        layout: the model's layout once there is one, which is kept. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
         ranks_per_node: ranks of the job on this machine.
@@ -83,11 +77,7 @@ class PlanRequest:
 class CompiledPlan:
     """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take.
 
-    Attributes:
-        passes: the pipeline that made it, or None for the default one.
-        lowered: the segments by graph kind.
-        graphs: the same, ready for the executor.
-        segment_bytes: of each segment, where the compiler fuses.
+    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor.
     """
 
     planned: Planned
@@ -137,8 +127,6 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
     Raises:
         ChunkcError: when the layout has no room for what the graphs train or read.
         BudgetError: when the budgets do not suffice; the ones that it names do.
-        HardwareError: when this machine's free memory does not.
-        PlanError: when the verifier refuses the plan.
     """
     if request.layout is not None:
         check_layout(captured.schedule, request.layout)
@@ -242,11 +230,7 @@ class _Search:
     compiling_s: float = 0.0
 
     def plan(self, schedule: Schedule, device_nbytes: int | None = None) -> Planned:
-        """A verified plan for the target, or for another device budget.
-
-        Raises:
-            BudgetError: when it does not suffice.
-        """
+        """A verified plan for the target, or another device budget; BudgetError when it does not suffice."""
         started = time.perf_counter()
         request = self.request
         target = request.target
@@ -289,11 +273,7 @@ class _Search:
         return replace(built, planned=replace(built.planned, plan=true), segment_bytes=segment_bytes)
 
     def best(self) -> CompiledPlan:
-        """The plan that moves fewest bytes among those tried that fit.
-
-        Raises:
-            BudgetError: when none fits.
-        """
+        """The plan that moves fewest bytes among those tried that fit; BudgetError when none does."""
         schedule, refusal = self.captured.schedule, None
         try:
             best = self.attempt(self.plan(schedule))
@@ -326,10 +306,9 @@ class _Search:
         return self.attempt(planned) if _moved_nbytes(planned.plan) < moved_nbytes else None
 
     def _least(self, refusal: BudgetError | None) -> tuple[CompiledPlan, Schedule]:
-        """Return the plan that needs least device memory among those tried, and the corrected schedule.
+        """Return the plan that needs least device memory of those tried, and the schedule corrected by them.
 
-        All plans tried correct the schedule. The budget has no say in which plans are tried, so what the error names
-        works when it is given.
+        The budget has no say in which plans are tried, so what the error names works when it is given.
 
         Raises:
             BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.

@@ -1,4 +1,4 @@
-"""The capture session of one compiled model: from a graph that Dynamo hands over to the executor that runs it.
+"""The capture session of one model: the way of each graph from Dynamo to its executor.
 
     Dynamo ─ capture (choose what is kept) ─ plan ─ compile ─ entry ─ executor, made at the first call
 
@@ -39,10 +39,7 @@ logger = logging.getLogger("chunkc")
 class Settings:
     """The resolved settings of one call of ``compile``.
 
-    Attributes:
-        ranks_per_node: ranks of the job on each node.
-        cast_inputs: dtype that floating-point inputs are cast to, or None.
-        in_fp32: modules that compute in fp32 while others do not; they cast their inputs and outputs.
+    ``cast_inputs``: dtype that floating-point inputs are cast to. ``in_fp32``: modules that cast theirs.
     """
 
     target: Target
@@ -59,8 +56,8 @@ class CaptureSession:
     """Captures, plans and compiles the graphs of one model.
 
     Attributes:
-        tensors: the model's, told apart by identity; whoever casts inputs notes the copies there.
-        shapes: training programs by the signature of a call; ``shapes.max_programs`` bounds them.
+        tensors: the model's; whoever casts inputs notes the copies there.
+        shapes: training programs by the signature of a call.
         planned: the plans of training, in order.
         started_s: when the call under way began to be captured.
     """
@@ -94,11 +91,7 @@ class CaptureSession:
         return code
 
     def plan(self, captured: Captured, entry: GraphEntry) -> None:
-        """Plan and compile a whole iteration, and let ``entry`` run it.
-
-        Raises:
-            ChunkcError: as `build`.
-        """
+        """Plan and compile a whole iteration, and let ``entry`` run it; errors as `build`."""
         request = self.request()
         decided = with_decisions(captured, measures=request.options.measures, scales=request.options.scales)
         self.install(build(decided, request, self.settings.compiler), entry)
@@ -115,10 +108,10 @@ class CaptureSession:
         logger.info("captured %d operators%s in %.1f s", num_ops, kind, time.perf_counter() - self.started_s)
 
     def request(self) -> PlanRequest:
-        """Return the request for a plan made now.
+        """Return the request for a plan made now, with the budgets that other models leave.
 
-        The budgets are those that other models leave. The layout is the model's once there is one. A layout that was
-        made without norms may leave no room for them: then a plan goes over to them later, or not.
+        The layout is the model's once there is one. One that was made without norms may leave no room for them: then a
+        plan goes over to them later, or not.
         """
         settings, runtime = self.settings, self.runtime
         accounting, layout = runtime.accounting, runtime.layout

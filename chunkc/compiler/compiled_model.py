@@ -1,13 +1,11 @@
-"""A compiled model: ties capture, passes and runtime together behind the user's own module object.
+"""A compiled model: what the user's own module object calls in place of its forward.
 
-Calls enter through ``CompiledModel.__call__``, which the module's ``__call__`` reaches as its compiled implementation.
-Training forwards go through torch.compile into our backend; forwards without gradients are those of `evaluation`.
+Training forwards go through torch.compile into the capture session; those without gradients are those of `evaluation`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -31,33 +29,10 @@ from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
 
 
-@dataclass(frozen=True, slots=True)
-class Counts:
-    """Counts of work that a steady state no longer does.
-
-    Attributes:
-        num_compiles: captures of the forward, and segments compiled.
-        num_slot_allocations: arenas and homes taken on the model's device (models that share one count together).
-        num_unasked_syncs: how often the host waited for the device although nobody asked to see a value.
-    """
-
-    num_compiles: int
-    num_slot_allocations: int
-    num_unasked_syncs: int
-
-    def since(self, earlier: Counts) -> dict[str, int]:
-        """The differences by name."""
-        return {f.name: getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)}
-
-
 class CompiledModel:
     """The implementation behind a compiled module's ``__call__``.
 
-    Attributes:
-        session: captures and plans; the others share it.
-        breaks: forwards that are several graphs.
-        evaluator: forwards without gradients.
-        is_open: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
+    ``is_open``: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
     """
 
     def __init__(
@@ -68,7 +43,7 @@ class CompiledModel:
         self.evaluator = Evaluator(self.session)
         self.is_open = False
         self._model = model
-        self._warm: Counts | None = None
+        self._warm: dict[str, int] | None = None
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -124,16 +99,18 @@ class CompiledModel:
         return outputs
 
     def counts_since_warm_up(self) -> dict[str, int]:
-        """``Counts`` by name since the second training forward began; zeros before."""
+        """Count work that a steady state no longer does, since the second training forward began."""
         now = self._counts()
-        return now.since(self._warm or now)
+        return {name: count - (self._warm or now)[name] for name, count in now.items()}
 
-    def _counts(self) -> Counts:
-        return Counts(
-            num_compiles=len(self.session.planned) + len(self.evaluator.planned) + self.settings.compiler.num_compiles,
-            num_slot_allocations=self.runtime.device.num_allocations(),
-            num_unasked_syncs=self.runtime.accounting.num_unasked_syncs(),
-        )
+    def _counts(self) -> dict[str, int]:
+        """Captures and compiled segments; arenas and homes, also of models on the same device; unasked waits."""
+        num_plans = len(self.session.planned) + len(self.evaluator.planned)
+        return {
+            "num_compiles": num_plans + self.settings.compiler.num_compiles,
+            "num_slot_allocations": self.runtime.device.num_allocations(),
+            "num_unasked_syncs": self.runtime.accounting.num_unasked_syncs(),
+        }
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.session.started_s = time.perf_counter()
@@ -186,15 +163,11 @@ class CompiledModel:
         """After a capture that failed: were inputs on another device? Some models take such; this one did not."""
         device = self.runtime.device.torch_device
         named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
-        found = [
-            f"{name} on {leaf.device}"
-            for name, value in named
-            for leaf in pytree.tree_leaves(value)
-            if isinstance(leaf, torch.Tensor) and leaf.device != device
-        ]
-        if found:
+        leaves = [(name, leaf) for name, value in named for leaf in pytree.tree_leaves(value)]
+        strange = [f"{n} on {t.device}" for n, t in leaves if isinstance(t, torch.Tensor) and t.device != device]
+        if strange:
             raise ChunkcError(
-                f"the compiled model runs on {device}, but was called with {', '.join(found[:5])}: move the inputs "
+                f"the compiled model runs on {device}, but was called with {', '.join(strange[:5])}: move the inputs "
                 f"there (`tensor.to({str(device)!r})`). torch says: {error}"
             ) from error
 
@@ -216,11 +189,7 @@ class CompiledModel:
 
 
 def compiled_of(model: nn.Module) -> CompiledModel:
-    """Return the compiled model behind a module that ``chunkc.compile`` gave back.
-
-    Raises:
-        ChunkcError: for any other module.
-    """
+    """Return the compiled model behind a module from ``chunkc.compile``; ChunkcError for any other."""
     compiled = getattr(model, "_compiled_call_impl", None)
     if not isinstance(compiled, CompiledModel):
         raise ChunkcError(f"this {type(model).__name__} was not compiled by chunkc.compile")

@@ -9,10 +9,9 @@
     while gradients lie over parameters (no step yet)         gathered, the gradients stay
     not captured as one graph, or too large for the budget    gathered, with the reason
 
-Programs stand in the layout of training. On the gathered path the plain forward runs and every parameter gathers itself
-for the operator that reads it: exact, slow, outside of the plan. Both paths leave parameters, gradients and optimizer
-states as they were. A program that runs between a forward and its backward takes its memory beside the activations that
-wait.
+Programs stand in the layout of training, beside activations that wait for a backward. On the gathered path the plain
+forward runs and every parameter gathers itself for the operator that reads it: exact, slow, outside of the plan. Both
+leave parameters, gradients and optimizer states as they were.
 """
 
 from __future__ import annotations
@@ -55,12 +54,7 @@ _LIMIT = "as many programs are made as a model may have"
 
 
 class Evaluator:
-    """All calls without gradients of one compiled model.
-
-    Attributes:
-        shapes: programs by the signature of a call; past ``shapes.max_programs`` calls are gathered.
-        planned: the plans made, in order.
-    """
+    """All calls without gradients of one compiled model; ``planned``: the plans made, in order."""
 
     def __init__(self, session: CaptureSession) -> None:
         self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph))
@@ -163,7 +157,7 @@ class Evaluator:
 
 
 class _Entry(RuntimeReference):
-    """What compiled code calls for one graph without gradients."""
+    """The functions behind compiled code of one graph without gradients."""
 
     def attach(self, runtime: ModelRuntime, built: CompiledPlan, held_nbytes: int) -> None:
         """Run as ``built`` says; ``held_nbytes`` are alive before the program begins."""
@@ -216,10 +210,7 @@ class _Memory:
 
 
 def _cause(error: Exception) -> str:
-    """Return the cause of ``error`` as one text.
-
-    Of a graph break, the text says what breaks the graph, and the source line.
-    """
+    """Return the cause of ``error`` as one text; of a graph break, with the source line."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, ChunkcError) or isinstance(error, ChunkcError):
         return str(inner or error)

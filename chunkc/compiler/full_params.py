@@ -18,10 +18,7 @@ from chunkc.runtime.model.model import ModelRuntime
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A plain parameter that stands for a managed one inside ``full_params``.
-
-    ``version`` is that of the managed parameter at entry.
-    """
+    """A plain parameter that stands for a managed one, whose ``version`` is that at entry."""
 
     index: int
     real: nn.Parameter

@@ -1,10 +1,9 @@
 """Forwards that break into several graphs.
 
-Dynamo compiles and runs one graph before it sees the next, so nothing can be planned before the first iteration: it
-runs operator by operator (``runtime.unplanned``) while the graphs are recorded, in the order in which they run. The
-first step makes one layout from all of them, and a plan for each over it. A graph that is met later gets a plan over
-that layout. Between the graphs eager code runs, which gathers the parameters that it reads; the gradients that it makes
-are ordinary tensors until the step.
+Dynamo runs one graph before it sees the next, so the first iteration runs operator by operator
+(``runtime.execution.warmup_graph``) while graphs are recorded in the order in which they run. The first step makes one
+layout from all of them, and a plan for each over it; a graph that is met later gets a plan over that layout. Eager code
+between the graphs gathers the parameters that it reads; its gradients are ordinary tensors until the step.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ MAX_UNPLANNED_STEPS = 3
 
 
 class BrokenForwards:
-    """The graphs of one model whose forward breaks.
-
-    Attributes:
-        shapes: programs by the signature of a call, as those of the session.
-        reasons: why and where graphs ended, each once, in the order in which they were met.
-    """
+    """The graphs of one model whose forward breaks; ``reasons``: why and where, each once, as met."""
 
     def __init__(self, session: CaptureSession) -> None:
         self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph, fullgraph=False))
@@ -113,7 +107,7 @@ class BrokenForwards:
             )
 
     def plan_recorded(self) -> None:
-        """Plans of all graphs that have run; the model's parameters move into chunks.
+        """Plan all graphs that have run; the model's parameters move into chunks.
 
         Raises:
             BudgetError: when they do not fit; nothing has changed then.
@@ -138,13 +132,8 @@ def _trainable(captured: Captured) -> list[int]:
 def build_together(captures: Sequence[Captured], request: PlanRequest, compiler: SegmentCompiler) -> list[CompiledPlan]:
     """Plans of several graphs of one forward over one layout, which is made from all of them.
 
-    Args:
-        captures: in the order in which they run forward, with schedules as they are beside each other.
-        request: without a layout; every parameter with ``trainable`` gets an optimizer state, since gradients may also
-            come from eager operators between the graphs.
-
-    Raises:
-        As ``build``.
+    ``captures`` are in the order in which they run forward, each as it is beside the others. Every parameter with
+    ``trainable`` gets an optimizer state, since gradients may also come from eager operators between the graphs.
     """
     schedule, cuts = join([c.schedule for c in captures], _trainable(captures[0]))
     options = replace(request.options, cuts=cuts)

@@ -36,11 +36,7 @@ class RuntimeReference:
         self._runtime_of = weakref.ref(runtime)
 
     def runtime(self) -> ModelRuntime:
-        """The runtime.
-
-        Raises:
-            ChunkcError: when it is gone.
-        """
+        """The runtime; ChunkcError when it is gone."""
         runtime = self._runtime_of()
         if runtime is None:
             raise ChunkcError("the compiled model was deleted before its forward or backward ran")
@@ -48,11 +44,7 @@ class RuntimeReference:
 
 
 class GraphEntry(RuntimeReference):
-    """What compiled code calls for one graph pair of a training forward.
-
-    Attributes:
-        unplanned: runs the graphs while there is no plan.
-    """
+    """The functions behind compiled code of one graph pair; ``unplanned`` runs while there is no plan."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,11 +75,7 @@ class GraphEntry(RuntimeReference):
         return self.unplanned in runtime.ran or runtime.executors.get(self) in runtime.ran
 
     def install(self) -> Executor:
-        """The executor of the plan; made, with the memory that it takes, unless there is one.
-
-        Raises:
-            ChunkcError: when there is no plan.
-        """
+        """The executor of the plan; made, with the memory that it takes, unless there is one."""
         runtime, plan = self.runtime(), self._plan
         if self not in runtime.executors:
             if plan is None:
@@ -135,7 +123,7 @@ class GraphEntry(RuntimeReference):
                 )
 
     def _measure(self, runtime: ModelRuntime) -> None:
-        """Go over to a plan that measures gradients where somebody asks for their norm and there is room for it."""
+        """Go over to a plan that measures gradients where somebody asks for norms and there is room."""
         if runtime.measures and self._built is not None:
             plan, self._built = self._built.measuring(), None
             if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):

@@ -1,10 +1,9 @@
-"""Planning ahead: one iteration of a model is captured on fake tensors and planned.
+"""Planning ahead: one iteration of a model is captured on fake tensors and planned, for any machine.
 
-The machine that the plan is for need not be there. The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the
-same backend and passes), so the plan is the one that a run makes; a run with Inductor then corrects it by what compiled
-segments take. Only the tensors differ: every parameter, buffer and input is replaced by a fake CPU tensor of the same
-shape, strides, storage and dtype, wherever the model was built, on the meta device too. Nothing of it takes memory, and
-the capture ends as soon as both graphs are known, before anything runs.
+The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the same capture and passes), so the plan is the one that a
+run makes; a run with Inductor then corrects it by what compiled segments take. Only the tensors differ: a fake CPU
+tensor of the same shape, strides, storage and dtype stands for every parameter, buffer and input, of the meta device
+too. Nothing takes memory, and nothing runs.
 """
 
 from __future__ import annotations
@@ -102,10 +101,7 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """Return the verified plan of one iteration that is captured already.
-
-    ``stages`` say how the iteration was captured, and stand first among those of the plan. The other arguments are as
-    for ``plan_ahead``.
+    """Return the verified plan of one iteration that was captured in ``stages``, the first of the plan's.
 
     Raises:
         BudgetError: when it does not fit ``target``.
@@ -141,12 +137,7 @@ def capture_ahead(
     *,
     is_for_gpu: bool = False,
 ) -> Captured:
-    """One iteration of ``model`` as the compiler sees it; the model stays as it is.
-
-    Args:
-        choose_budget: as for `capture_graph`.
-        in_fp32: the parameters that stay fp32.
-        is_for_gpu: whether attention with dropout is one kernel.
+    """Capture one iteration of ``model``, which stays as it is; arguments as for `plan_ahead`.
 
     Raises:
         CaptureError: when its forward is no single graph that can be trained.
@@ -193,10 +184,7 @@ def capture_ahead(
 
 @dataclass(slots=True)
 class _Fakes:
-    """Fake CPU tensors for real and meta ones, to be made inside a ``FakeTensorMode``.
-
-    ``infos``: facts of the model's own parameters, in compute dtype.
-    """
+    """Fake CPU tensors in a ``FakeTensorMode``; ``infos``: facts of parameters, in compute dtype."""
 
     infos: Mapping[torch.Tensor, ParamInfo]
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
@@ -211,9 +199,9 @@ class _Fakes:
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a fake of ``value`` with the same strides over as many bytes.
+        """Return a fake of ``value`` with the same strides; the same tensor has the same fake.
 
-        The same tensor has the same fake. Fakes of views of one storage are views of one storage.
+        Fakes of views of one storage are views of one storage.
         """
         if id(value) not in self._made:
             storage = value.untyped_storage()
@@ -238,10 +226,7 @@ def _cast(value: torch.Tensor, dtype: torch.dtype | None, tensors: ModelTensors)
 def swapped_tensors(
     model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
 ) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Replace every parameter (and buffer) ``t`` of ``model`` by ``make(t)`` within the block.
-
-    Ties are kept.
-    """
+    """Replace every parameter (and buffer) ``t`` of ``model`` by ``make(t)`` in the block, ties kept."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:

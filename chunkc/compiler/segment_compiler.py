@@ -48,10 +48,7 @@ def compile_inductor(segment: LoweredSegment) -> SegmentCallable:
 
 
 def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
-    """Return the footprint of a segment that Inductor compiled.
-
-    Where that cannot be told, the footprint is what the segment's operators take one by one.
-    """
+    """Return the footprint of a segment as Inductor compiled it, or of its operators where none is told."""
     generated = inductor_code(compiled)
     reason = "it has no generated code"
     if generated is not None:
@@ -64,11 +61,9 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
 
 
 class SegmentCompiler:
-    """Compiles the segments of one model; equal segments once.
+    """Compiles the segments of one model, equal segments once, of graphs traced by ``tracing``.
 
-    Attributes:
-        tracing: how graphs are to be traced for it.
-        fuses: whether compiled segments take other bytes than their operators one by one, which ``footprints`` says.
+    ``fuses``: whether compiled segments take other bytes than their operators one by one (``footprints``).
     """
 
     def __init__(
@@ -86,11 +81,7 @@ class SegmentCompiler:
 
     @staticmethod
     def of(backend: str) -> SegmentCompiler:
-        """The compiler of ``backend``.
-
-        Raises:
-            ChunkcError: for an unknown backend.
-        """
+        """The compiler of ``backend``; ChunkcError for an unknown one."""
         if backend not in ("inductor", "eager"):
             raise ChunkcError(f"backend={backend!r} is unknown; choose inductor or eager")
         if backend == "eager":
@@ -111,10 +102,7 @@ class SegmentCompiler:
         return [self._compiled[segment.key] for segment in graph.segments]
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
-        """Return when every segment of ``graph`` takes and lets go of memory, in order.
-
-        With a compiler that fuses, the footprints are those of the compiled segments.
-        """
+        """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""
         for segment, compiled in zip(graph.segments, self.compile(graph), strict=True):
             if segment.key not in self._footprints:
                 read = self._read_footprint or (lambda s, _: graph_footprint(s.module))
