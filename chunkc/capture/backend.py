@@ -91,15 +91,12 @@ def capture_graph(
     choose: BudgetChooser | None = None,
     evaluates: bool = False,
 ) -> tuple[Captured, Callable[..., Any]]:
-    """Capture one Dynamo graph.
+    """Capture one Dynamo graph; return what was captured, and the code that stands in for the graph.
 
     Args:
         forward, backward: what compiled code calls for the two graphs; not before this function has returned.
         choose: chooses the activation budget; None keeps what the partitioner keeps by itself.
         evaluates: whether a graph may have nothing to train.
-
-    Returns:
-        The captured graphs, and the code that stands in for Dynamo's graph.
     """
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)

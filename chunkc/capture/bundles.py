@@ -89,8 +89,8 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
 
 
 def _unpacking(node: Node) -> list[Node]:
-    found: list[Node] = []
+    items: list[Node] = []
     for user in node.users:
         if user.target is operator.getitem:
-            found += [user, *_unpacking(user)]
-    return found
+            items += [user, *_unpacking(user)]
+    return items

@@ -32,7 +32,7 @@ class Captured:
         user_outputs: names of the forward's outputs that are not merely saved for backward.
         tangents: the gradients that depend on each output; None for an evaluation.
         stages: the parts of capture, and how long each took.
-        beside_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
+        concurrent_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
     """
 
@@ -43,7 +43,7 @@ class Captured:
     user_outputs: tuple[str, ...] = ()
     tangents: Tangents | None = None
     stages: tuple[StageRecord, ...] = ()
-    beside_nbytes: int = 0
+    concurrent_nbytes: int = 0
     scales: bool = False
 
     @property
@@ -164,8 +164,8 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
 
 def _dtype(node: Node) -> str:
     """Of the first floating-point operand of ``node``, else of its result."""
-    for found in (*node.all_input_nodes, node):
-        for value in pytree.tree_leaves(found.meta.get("val")):
+    for operand in (*node.all_input_nodes, node):
+        for value in pytree.tree_leaves(operand.meta.get("val")):
             if isinstance(value, torch.Tensor) and value.dtype.is_floating_point:
                 return str(value.dtype).removeprefix("torch.")
     return ""

@@ -14,13 +14,13 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def saved_nbytes(schedule: Schedule, beside_nbytes: int = 0) -> int:
-    """Non-model bytes alive when the forward graph has ended, but for ``beside_nbytes`` of others."""
+def saved_nbytes(schedule: Schedule, concurrent_nbytes: int = 0) -> int:
+    """Non-model bytes alive when the forward graph has ended, but for ``concurrent_nbytes`` of others."""
     operators = schedule.forward.operators
-    return operators[-1].live_after_nbytes - beside_nbytes if operators else 0
+    return operators[-1].live_after_nbytes - concurrent_nbytes if operators else 0
 
 
-def beside(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
+def with_concurrent(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
     """Return ``schedule`` with ``nbytes`` more alive all the time; ``also_trained`` are trained elsewhere."""
 
     def held(graph: GraphSchedule) -> GraphSchedule:
@@ -41,7 +41,7 @@ def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Sc
     since theirs lands in its chunk too.
 
     Args:
-        schedules: in the order in which their forwards run, each as it is beside the others (``beside``).
+        schedules: in the order in which their forwards run, each as it is beside the others (`with_concurrent`).
         also_trained: parameters that may get gradients from anywhere.
     """
     forward = [op for s in schedules for op in s.forward.operators]

@@ -41,21 +41,21 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
 
 def _backward_storages(backward: CapturedGraph) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
     """Storages of all values that backward computes; those of its inputs keep their identity."""
-    found: dict[Node, list[tuple[Hashable, int]]] = {}
+    storages_of: dict[Node, list[tuple[Hashable, int]]] = {}
     for node in (n for bundle in backward.bundles for n in bundle.nodes):
         aliased: dict[int, Hashable] = {}
         for source in node.all_input_nodes:
             raw = list(storages((source,)))
-            named = found.get(source, raw)
+            named = storages_of.get(source, raw)
             aliased |= {identity: key for (identity, _), (key, _) in zip(raw, named, strict=True)}
-        found[node] = [(aliased.get(key, (node.name, key)), nbytes) for key, nbytes in storages((node,))]
-    return found
+        storages_of[node] = [(aliased.get(key, (node.name, key)), nbytes) for key, nbytes in storages((node,))]
+    return storages_of
 
 
 def _elements_nbytes(node: Node) -> int:
     """Bytes of the floating-point elements of a value, whatever its storage holds beside them."""
-    found = (v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
-    return sum(int(v.numel()) * v.element_size() for v in found if v.is_floating_point())
+    tensors = (v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    return sum(int(v.numel()) * v.element_size() for v in tensors if v.is_floating_point())
 
 
 class Timeline:
@@ -108,13 +108,13 @@ class Timeline:
         for key, nbytes in self._sizes.items():
             births[self._birth[key]] += nbytes
             deaths[self._death[key]] += nbytes
-        found: list[LiveBytes] = []
+        live: list[LiveBytes] = []
         alive = births[-1]
         for position in range(self._num_operators):
             alive += births[position]
             extra = self._previous_output_nbytes if position < self._num_forward else 0
             is_backward = position >= self._num_forward
             given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
-            found.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
+            live.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
             alive -= deaths[position]
-        return found
+        return live

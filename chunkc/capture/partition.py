@@ -145,8 +145,8 @@ def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
         if any(n in late for n in node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function" and node not in cone:
-            found = _LAYER.match(module_path(node))
-            layer_of[node] = found[0] if found else ""
+            match = _LAYER.match(module_path(node))
+            layer_of[node] = match[0] if match else ""
     return layer_of
 
 
@@ -185,10 +185,10 @@ def save_result(node: Node, cone: Collection[Node]) -> None:
 
 def _with_results(node: Node) -> list[Node]:
     """``node`` and, where it has several results, these."""
-    found = [node]
-    for made in found:
-        found += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
-    return found
+    nodes = [node]
+    for made in nodes:
+        nodes += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
+    return nodes
 
 
 def module_path(node: Node) -> str:

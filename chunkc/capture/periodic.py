@@ -58,9 +58,9 @@ def periodic_schedule(
     """
     if num_layers < BASE:
         raise NotPeriodicError(f"{num_layers} layers are fewer than the {BASE} of the shallower capture")
-    found = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
-    if params is not None and tuple(params) != found:
-        name = next((p.name for p, q in zip(params, found, strict=False) if p != q), "their number")
+    infos = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
+    if params is not None and tuple(params) != infos:
+        name = next((p.name for p, q in zip(params, infos, strict=False) if p != q), "their number")
         raise NotPeriodicError(f"the model's parameters are not those of a periodic model: {name} differs")
     graphs = [
         GraphSchedule(short.kind, _rows(short.operators, long.operators, num_layers, Operator, f"{short.kind} graphs"))
@@ -71,7 +71,7 @@ def periodic_schedule(
     wholes = [_line((s.held_nbytes, s.also_trained, s.num_samples, s.num_tokens)) for s in (shallow, deeper)]
     (whole,) = _outside(wholes[:1], wholes[1:], num_layers)
     held_nbytes, also_trained, num_samples, num_tokens = _decode(whole)
-    return Schedule(found, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
+    return Schedule(infos, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
 
 
 def _rows(
@@ -151,8 +151,8 @@ def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]]
         first = rows[0]
         by_position = [y - x for x, y in zip(first.numbers, rows[1].numbers, strict=True)]
         by_depth = [y - x for x, y in zip(first.numbers, more[0].numbers, strict=True)]
-        for depth, found in ((0, rows), (1, more)):
-            for m, line in enumerate(found):
+        for depth, lines in ((0, rows), (1, more)):
+            for m, line in enumerate(lines):
                 if line.numbers != _at(first.numbers, by_position, by_depth, m, depth):
                     raise NotPeriodicError(f"numbers of {''.join(first.form)} are no affine function of the layer")
         rules.append((first, by_position, by_depth))

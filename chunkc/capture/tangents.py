@@ -79,19 +79,19 @@ def find_reached(joint: GraphModule, num_forward_outputs: int) -> dict[str, froz
             masks[node] = masks.get(node, 0) | masks.get(source, 0)
     output = joint.graph.find_nodes(op="output")[0]
     gradients = list(pytree.tree_leaves(output.args[0]))[num_forward_outputs:]
-    found = [masks.get(gradient, 0) for gradient in gradients]
-    return {t.name: frozenset(i for i, mask in enumerate(found) if mask & masks[t]) for t in tangents}
+    reaching = [masks.get(gradient, 0) for gradient in gradients]
+    return {t.name: frozenset(i for i, mask in enumerate(reaching) if mask & masks[t]) for t in tangents}
 
 
 def tangents_of(backward: GraphModule, reached: Mapping[str, frozenset[int]], params: Sequence[int | None]) -> Tangents:
     """The tangents of a backward graph cut from the joint graph of ``reached``; ``params`` of `Tangents`."""
-    found = []
+    tangents = []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if node.name in reached and isinstance(value, torch.Tensor):
             shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-            found.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
-    return Tangents(tuple(found), tuple(params))
+            tangents.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
+    return Tangents(tuple(tangents), tuple(params))
 
 
 def keeps_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:

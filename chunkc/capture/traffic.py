@@ -38,7 +38,7 @@ class Traffic:
 
 def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, ...]:
     """Return the traffic of every operator of one graph; ``fuses``: runs are fused."""
-    found: list[Traffic] = []
+    traffic: list[Traffic] = []
     run: list[Bundle] = []
     sizes = cache(_nbytes)
     for bundle in bundles:
@@ -46,9 +46,9 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
         if flops == 0 and fuses:
             run.append(bundle)
             continue
-        found += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
+        traffic += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
         run = []
-    return (*found, *_fused(run, sizes))
+    return (*traffic, *_fused(run, sizes))
 
 
 def _alone(bundle: Bundle, flops: int, sizes: Sizes) -> Traffic:

@@ -20,7 +20,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
-from chunkc.compiler.memory.decisions import beside_norms, with_norms
+from chunkc.compiler.memory.decisions import plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError
@@ -107,7 +107,7 @@ class CompiledPlan:
         """
         if self.plan.measures:
             return None
-        plan = beside_norms(measuring_plan(self.planned, self.passes))
+        plan = plan_with_norms(measuring_plan(self.planned, self.passes))
         missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
         if missing_nbytes > 0:
             logger.warning(
@@ -161,10 +161,10 @@ def check_layout(schedule: Schedule, layout: Layout) -> None:
             frozen.append(name)
     if not frozen and not unused:
         return
-    found = [f"{_first(frozen)} frozen"] if frozen else []
-    found += [f"{_first(unused)} used nowhere"] if unused else []
+    reasons = [f"{_first(frozen)} frozen"] if frozen else []
+    reasons += [f"{_first(unused)} used nowhere"] if unused else []
     raise ChunkcError(
-        f"the first training forward laid the model out for good, and {' and '.join(found)} then; this forward needs "
+        f"the first training forward laid the model out for good, and {' and '.join(reasons)} then; this forward needs "
         "them otherwise. Let the first forward train every parameter and take every branch that is ever to be trained "
         "(to add `0 * param.sum()` to the loss is enough; what is to rest may be frozen later). To go on with this "
         "model, save its state_dict() and its optimizer's, and load both into one that is compiled anew"

@@ -150,10 +150,10 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
     else:
         num_cores = len(usable_cores() if cores is None else cores.ids)
         own = num_cores * machine.gpus_per_node, gpu.by_nvml and gpu.by_nvml.pcie_gb_per_s
-    found = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
-    if None in found:
+    figures = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
+    if None in figures:
         return machine
-    num_node_cores, links = min(cores for cores, _ in found), [link for _, link in found]
+    num_node_cores, links = min(cores for cores, _ in figures), [link for _, link in figures]
     link = machine.pcie_gb_per_s if None in links else min(links)
     logger.info(
         "hw=%s: planned by this machine's %d cores and PCIe at %.1f GB/s, by the data sheet, and by assumptions (%.0f "

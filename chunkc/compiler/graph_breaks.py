@@ -20,7 +20,7 @@ from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import capture_graph
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
-from chunkc.capture.joined import beside, join, saved_nbytes
+from chunkc.capture.joined import join, saved_nbytes, with_concurrent
 from chunkc.compiler.build import CompiledPlan, PlanRequest, build
 from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.graph_entry import GraphEntry
@@ -64,6 +64,7 @@ class BrokenForwards:
             *(entry.forward, entry.backward),
             evaluates=True,
         )
+        entry.attach(session.runtime, captured, UnplannedGraph(unplanned(captured)))
         if captured.tangents is not None:
             self.shapes.check_room()
             session.log(captured)
@@ -72,16 +73,15 @@ class BrokenForwards:
                 self._plan_later(captured, entry)
             self._recorded.append((captured, entry))
             self.shapes.captured()
-        entry.attach(session.runtime, captured, UnplannedGraph(unplanned(captured)))
         return code
 
     def _beside_others(self, captured: Captured) -> Captured:
         """A graph as it is in its forward: beside what earlier graphs of the same call saved."""
-        nbytes = sum(saved_nbytes(c.schedule, c.beside_nbytes) for c, entry in self._recorded if entry.ran())
-        schedule = beside(captured.schedule, nbytes, _trainable(captured))
+        nbytes = sum(saved_nbytes(c.schedule, c.concurrent_nbytes) for c, entry in self._recorded if entry.ran())
+        schedule = with_concurrent(captured.schedule, nbytes, _trainable(captured))
         measures = self._session.request().options.measures
         return with_decisions(
-            replace(captured, schedule=schedule, beside_nbytes=nbytes), measures=measures, scales=False
+            replace(captured, schedule=schedule, concurrent_nbytes=nbytes), measures=measures, scales=False
         )
 
     def _plan_later(self, captured: Captured, entry: GraphEntry) -> None:

@@ -30,7 +30,7 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
     """
     if isinstance(patterns, str):
         raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
-    names = [(name, param) for param, found in params.items() for name in found]
+    names = [(name, param) for param, own in params.items() for name in own]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in names):
             some = ", ".join(name for name, _ in names[:3])
@@ -140,7 +140,7 @@ def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozens
     Raises:
         ChunkcError: when such a module has other parameters too, of its own or of modules inside it.
     """
-    found: list[nn.Module] = []
+    owners: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p not in ignored]
@@ -155,6 +155,6 @@ def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozens
                 f"{', '.join(outside[:5])}; a module computes in one dtype, so name all of its parameters: "
                 f"{name + '.*' if name else '*'!r}"
             )
-        found.append(module)
+        owners.append(module)
         inside.update(module.modules())
-    return found
+    return owners

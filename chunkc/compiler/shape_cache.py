@@ -116,9 +116,9 @@ class _Reader:
         start = tensor.data_ptr()
         end = start + (last + 1) * tensor.element_size()
         spans = self._spans.setdefault(storage, [])
-        found = tuple((n, start - begin) for n, begin, until in spans if n != number and start < until and begin < end)
+        hits = tuple((n, start - begin) for n, begin, until in spans if n != number and start < until and begin < end)
         spans.append((number, start, end))
-        return found
+        return hits
 
 
 def _name(kind: type) -> str:
@@ -143,10 +143,10 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
     reference = weakref.WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        found = reference()
-        if found is None:
+        bound = reference()
+        if bound is None:
             raise ChunkcError("the compiled model was deleted while its forward was captured")
-        return found(*args, **kwargs)
+        return bound(*args, **kwargs)
 
     return call
 

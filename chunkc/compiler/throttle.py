@@ -24,11 +24,11 @@ class Throttle:
     def paces(self, plan: Plan) -> Mapping[str, Pace]:
         """The pace of every action, by its text; HardwareError for actions that the machine has no rates of."""
         costs = ActionCosts(plan, self._rates)
-        found = {}
+        paces = {}
         for action in (action for program in plan.programs for action in program.actions):
             cost = costs.of(action)
-            found[str(action)] = Pace(cost.alone_ms, cost.use)
-        return found
+            paces[str(action)] = Pace(cost.alone_ms, cost.use)
+        return paces
 
     def speeds(self, uses: tuple[Use, ...]) -> tuple[float, ...]:
         """As the machine's sharing law has it."""

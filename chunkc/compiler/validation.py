@@ -81,10 +81,10 @@ def _refuse_modules(model: nn.Module) -> None:
 
 
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:
-    found = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ChunkcError(f"parameters {', '.join(found[:5])}{more} {rule}")
+    shown = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
+    if shown:
+        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+        raise ChunkcError(f"parameters {', '.join(shown[:5])}{more} {rule}")
 
 
 def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]]) -> None:
@@ -98,9 +98,9 @@ def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]
             reach = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
             end = start + reach * param.element_size()
             spans.setdefault(storage.data_ptr() or storage._cdata, []).append((start, end, name))
-    for found in spans.values():
-        found.sort()
-        for (_, end, first), (start, _, second) in pairwise(found):
+    for group in spans.values():
+        group.sort()
+        for (_, end, first), (start, _, second) in pairwise(group):
             if start < end and "parameter" in first + second:
                 raise ChunkcError(
                     f"{first} and {second} are different tensors over the same memory, which training would separate; "

@@ -49,7 +49,7 @@ class CapturedIteration(Protocol):
     @property
     def user_outputs(self) -> tuple[str, ...]: ...
     @property
-    def beside_nbytes(self) -> int: ...
+    def concurrent_nbytes(self) -> int: ...
     @property
     def scales(self) -> bool: ...
 
@@ -136,7 +136,7 @@ def iteration_bytes(
         footprints: of their segments.
     """
     heap = _Heap()
-    heap.new(_constants_nbytes(captured) + captured.beside_nbytes)
+    heap.new(_constants_nbytes(captured) + captured.concurrent_nbytes)
     names = _placeholders(captured.forward, heap, {})
     for storage in names.values():
         heap.hold(storage)  # the user's own hold

@@ -8,6 +8,7 @@ from torch import nn
 
 import chunkc
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import ParamInfo
@@ -36,7 +37,7 @@ def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
     """Device bytes of tables, rows and working memory of one packing, and what is stated for them."""
     model = chunkc.compile(Odd(), "emulated-64m-64m", dtype=torch.float32, backend="eager", chunk_size=chunk_size)
     model(torch.ones(3)).sum().backward()
-    runtime = model._compiled_call_impl.runtime
+    runtime = compiled_of(model).runtime
     layout, store = runtime.layout, runtime._store
     pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
     tables = [make_norm_tiles(found, "cpu") for found in pieces]
@@ -93,7 +94,7 @@ def test_norms_count_all_the_while_and_scaled_tangents_as_long_as_tangents_live(
     for measures, scales in ((True, False), (False, True), (True, True)):
         beside = with_decisions(found, measures=measures, scales=scales)
         norms = norms_nbytes(found.schedule.params) if measures else 0
-        assert (beside.beside_nbytes, beside.scales) == (found.beside_nbytes + norms, scales)
+        assert (beside.concurrent_nbytes, beside.scales) == (found.concurrent_nbytes + norms, scales)
         for graph, before in zip(beside.schedule.graphs, found.schedule.graphs, strict=True):
             for index, (old, new) in enumerate(zip(before.operators, graph.operators, strict=True)):
                 copies = 6000 if scales and graph.kind == "backward" else 0

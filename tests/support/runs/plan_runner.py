@@ -20,6 +20,7 @@ from training import AfterStep, Recipe, Trained, train
 
 import chunkc
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_entry import GraphEntry
@@ -68,14 +69,21 @@ class PlanRunner:
         self.plans: dict[str, Plan] = {}
         self.model = chunkc.compile(case.build(), machine.hw(BIG_NBYTES, BIG_NBYTES), dtype=dtype, backend=backend)
         made = compiled_of(self.model)
-        captures = list[tuple[Captured, GraphEntry]]()
-        self.compiled = CompiledModel(
-            self.model, made.runtime, made.settings, lambda session, *captured: captures.append(captured)
-        )
+        self._captures: list[tuple[Captured, GraphEntry]] = []
+        self.compiled = CompiledModel(self.model, made.runtime, made.settings, self._plan_later)
         self.compiled.enter()
         with pytest.raises(ChunkcError, match="before it had one"):
             self.model(**self.batches[0])
-        ((self.captured, self._entry),) = captures
+
+    def _plan_later(self, session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
+        self._captures.append((captured, entry))
+        if len(self._captures) > 1:  # some models are captured anew at their second call
+            session.plan(captured, entry)
+
+    @property
+    def captured(self) -> Captured:
+        """Both graphs and their schedule."""
+        return self._captures[-1][0]
 
     @property
     def plan(self) -> Plan:
@@ -118,8 +126,9 @@ class PlanRunner:
         session.settings.target, session.settings.options = target, setup.options
         session.runtime = runtime
         self.compiled.evaluator = Evaluator(session)
-        self._entry.attach(runtime, self.captured)
-        session.plan(self.captured, self._entry)
+        captured, entry = self._captures[-1]
+        entry.attach(runtime, captured)
+        session.plan(captured, entry)
 
     def train(
         self,
