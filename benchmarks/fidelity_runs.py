@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.cost.actions import Cost
 from chunkc.cost.engine import Engine, Task
 from chunkc.cost.read import critical_path
@@ -256,7 +257,7 @@ def _train(case: Case, num_steps: int, settings: str) -> Run:
     with patch.dict(os.environ, CHUNKC_EMULATED=settings):
         chunkc.compile(model, hw, dtype=torch.float32, backend="eager", chunk_size=case.width**2)
     optimizer = chunkc.AdamW(model.parameters())
-    device: Any = model._compiled_call_impl.runtime.device
+    device: Any = compiled_of(model).runtime.device
     if not isinstance(device, EmulatedDevice):
         raise RuntimeError(f"{case.name} is to run on an emulated device, not on {device.name}")
     spans = device.timekeeper.records = []

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from chunkc._torch_compat.core import Finalizer
-from chunkc.compiler.compiled_model import CompiledModel, Settings
+from chunkc.compiler.capture_session import Settings
+from chunkc.compiler.compiled_model import CompiledModel
 from chunkc.compiler.compiled_model import compiled_of as _compiled
 from chunkc.compiler.device_selection import HardwareLike, at_hand, count_libraries, device_for
 from chunkc.compiler.full_params import full_params
 from chunkc.compiler.keep_fp32 import fp32_modules
 from chunkc.compiler.plan_ahead import plan_ahead
-from chunkc.compiler.segment_compiler import Backend, SegmentCompiler, backend_options
+from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
 from chunkc.compiler.validation import (
     check_model,
     check_plannable,
@@ -121,7 +122,7 @@ def compile(  # the name that torch.compile taught users
     mixed = is_mixed(params, computed)
     if mixed:
         logger.info("%s is trained in mixed precision: %s with fp32 master parameters", type(model).__name__, computed)
-    compiler, more = SegmentCompiler.of(backend), backend_options(backend)
+    compiler = SegmentCompiler.of(backend)
     ranks = job.make_ranks(device.torch_device, world_size, map_private, adds_in_float32=reduce_dtype is not None)
     if ranks.size > 1:
         with ranks.agreement_scope():
@@ -146,10 +147,10 @@ def compile(  # the name that torch.compile taught users
         options=replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
         cast_inputs=computed if mixed else None,
         compiler=compiler,
-        backend_options=more,
         passes=passes,
         fullgraph=fullgraph,
         ranks_per_node=machine.gpus_per_node,
+        in_fp32=in_fp32,
     )
     alike = [str(target.rates)] if num_replicas > 1 else []  # they decide where updates run, which rounds differently
     ranks.agree(
@@ -167,10 +168,9 @@ def compile(  # the name that torch.compile taught users
     _share_buffers(model, ranks)
     in_fp32.attach()
     compiled = CompiledModel(model, runtime, settings)
-    compiled.in_fp32 = in_fp32
     attach(model)
     stream_saves(model)
-    model._compiled_call_impl = compiled
+    compiled.enter()
     Finalizer(model, runtime.close_from_host)
     return model
 
@@ -237,7 +237,7 @@ def plan(
     in_fp32 = fp32_modules(model, keep_fp32, computed)
     factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
     compiled = getattr(model, "_compiled_call_impl", None)
-    with compiled.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext():
+    with compiled.settings.in_fp32.resting() if isinstance(compiled, CompiledModel) else nullcontext():
         return plan_ahead(
             model,
             target,

@@ -17,6 +17,7 @@ from pair import Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import REPEATED_PROGRAMS
 
@@ -78,7 +79,7 @@ def test_speeds_are_those_of_the_clock(trained: Pair) -> None:
 
 
 def test_stalls_are_within_the_step_and_add_up(trained: Pair) -> None:
-    device = trained.model._compiled_call_impl.runtime.device
+    device = compiled_of(trained.model).runtime.device
     before = device.stalled_s()
     step(trained)
     total_ms = (sum(device.stalled_s().values()) - sum(before.values())) * 1e3
@@ -167,7 +168,7 @@ def profiled(pair: Pair, config: Any) -> Counter[str]:
     """How often each name was seen in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
         step(pair)
-        pair.model._compiled_call_impl.runtime.parameters.drain()
+        compiled_of(pair.model).runtime.parameters.drain()
     return Counter({event.key: event.count for event in seen.key_averages()})
 
 
@@ -220,4 +221,4 @@ def test_a_window_that_ends_by_an_exception_is_written_and_closed(trained: Pair,
         step(trained)
     assert not (tmp_path / "other.json").exists()
     step(trained)
-    assert trained.model._compiled_call_impl.runtime.device.timekeeper.records is None
+    assert compiled_of(trained.model).runtime.device.timekeeper.records is None

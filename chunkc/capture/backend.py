@@ -1,26 +1,27 @@
-"""The torch.compile backend: captures an iteration as a whole, before anything of it has run.
+"""Capture one Dynamo graph by AOTAutograd: an iteration as a whole, before anything of it has run.
 
-``partition_fn`` sees the joint graph, so forward and backward are both known when the forward graph is compiled; the
-lazily called backward compiler only checks that it was handed the same graph. What to do with a captured iteration is
-decided by the ``on_capture`` that the caller injects: plan and run it, or only plan it. A call without gradients has
-one graph, for ``on_evaluation``.
+    Dynamo's graph ─ joint graph ─ choice of what is kept ─ partition ─┬─ forward ──┬─ `Captured`, and code that calls
+                                                                       └─ backward ─┘  the caller's two functions
+
+``partition_fn`` sees the joint graph, so both graphs are known when AOTAutograd asks for the forward to be compiled. It
+asks for the backward when that first runs; then the graph must be the one that was captured.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch import nn
+from torch.fx import GraphModule
 
 from chunkc._torch_compat.core import (
     aot_backend,
-    break_reason,
     dynamo_example,
     mutated_inputs,
     num_forward_outputs,
@@ -30,118 +31,133 @@ from chunkc._torch_compat.core import (
     storage_address,
 )
 from chunkc._torch_compat.release import forget_source
-from chunkc.capture.attention import drop_attention_dropout
-from chunkc.capture.graphs import BatchSizes, Captured, build, build_evaluation
+from chunkc.capture.graphs import Captured, batch_size, build
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
 from chunkc.capture.shared_outputs import return_bases, without_last
-from chunkc.capture.tangents import find_reached, keeps_undefined, tangents_of
+from chunkc.capture.tangents import find_reached, keeps_undefined
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
+"""Takes its inputs as a list, which it empties."""
+
 BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
+"""From the schedule as a function of the activation budget to the budget to take, and a note on why."""
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
-    """The callables that stand in for the two graphs.
+class TracingOptions:
+    """How graphs are traced for the compiler of their segments.
 
-    Both take their inputs as a list, which they empty.
+    ``prepare_joint`` are passes over the joint graph, in place. ``fuses``: neighbouring operators will be one kernel.
     """
 
-    forward: BoxedCallable
-    backward: BoxedCallable
-
-
-@dataclass(slots=True, repr=False)
-class CaptureBackend:
-    """A backend for ``torch.compile``; one instance per model.
-
-    Attributes:
-        index_of: parameter index of a live tensor, or None for anything else.
-        infos: all parameters of the model by index.
-        on_capture: makes the callables for one captured iteration.
-        on_evaluation: makes the callable for a captured forward without gradients; None refuses it.
-        decompositions: operator decompositions for AOTAutograd, or None.
-        prepare_joint: passes over the joint graph before it is partitioned, in place, or None.
-        is_cast: whether a tensor is a copy in compute dtype of what the caller handed in.
-        on_break: told why and where a graph ended before its frame did.
-        is_buffer: whether a tensor is a buffer of the model, not something that the caller hands in.
-        fuses: whether segments will be compiled by something that fuses operators.
-        is_for_gpu: whether the capture is planned for a GPU and not run: attention with dropout is one kernel then.
-        choose_budget: given the schedule as a function of the activation budget, the budget to take and a note on why;
-            None keeps what the partitioner keeps by itself.
-    """
-
-    index_of: Callable[[Any], int | None]
-    infos: Sequence[ParamInfo]
-    on_capture: Callable[[Captured], Compiled]
-    on_evaluation: Callable[[Captured], BoxedCallable] | None = None
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
-    is_cast: Callable[[Any], bool] = lambda value: False
-    on_break: Callable[[str], None] | None = None
-    is_buffer: Callable[[Any], bool] = lambda value: False
     fuses: bool = False
-    is_for_gpu: bool = False
-    choose_budget: BudgetChooser | None = None
-
-    def __call__(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one Dynamo graph."""
-        reason = break_reason(module)
-        if reason is not None and self.on_break is not None:
-            self.on_break(reason)
-        if self.is_for_gpu:
-            drop_attention_dropout(module)
-        examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
-        params = [self.index_of(e) for e in examples]
-        handed_in = [e for e, p in zip(examples, params, strict=True) if p is None and not self.is_buffer(e)]
-        capture = _GraphCapture(self, params, [self.is_cast(e) for e in examples], BatchSizes.of(handed_in))
-        compile_with_aot = aot_backend(
-            fw_compiler=capture.compile_forward,
-            bw_compiler=capture.compile_backward,
-            inference_compiler=capture.compile_inference,
-            partition_fn=capture.partition,
-            **({"decompositions": self.decompositions} if self.decompositions is not None else {}),
-        )
-        num_bases = return_bases(module)
-        try:
-            compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
-        except RuntimeError as error:
-            if refuses_shared_inputs(error):
-                raise _shared_inputs_error(handed_in) from error
-            raise
-        except AssertionError as error:
-            if refuses_shared_outputs(error):
-                raise CaptureError(
-                    "forward returns several views of one tensor, and how it made that is not captured; return that "
-                    "tensor too, or a clone in place of all views but one"
-                ) from error
-            raise
-        return without_last(keeps_undefined(compiled), num_bases)
 
 
+class ModelTensors:
+    """Tensors that the graphs of one model take, told apart by identity.
+
+    ``index`` is of parameters by id; ``casts`` are ids of inputs that are copies in compute dtype of the caller's.
+    """
+
+    def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], infos: Sequence[ParamInfo]) -> None:
+        self.infos = infos
+        self.casts = set[int]()
+        self._model = model
+        self.index = {id(p): i for i, p in enumerate(params)}
+
+    def handed_in(self, values: Iterable[Any]) -> list[Any]:
+        """Those of ``values`` that are neither parameters nor buffers."""
+        own = {*self.index, *map(id, self._model.buffers())}
+        return [value for value in values if id(value) not in own]
+
+
+def _never(args: list[Any]) -> Sequence[Any]:
+    raise CaptureError("a graph was run that was captured only")
+
+
+def capture_graph(
+    module: GraphModule,
+    example_inputs: Sequence[Any],
+    tensors: ModelTensors,
+    tracing: TracingOptions,
+    forward: BoxedCallable = _never,
+    backward: BoxedCallable = _never,
+    *,
+    choose: BudgetChooser | None = None,
+    evaluates: bool = False,
+) -> tuple[Captured, Callable[..., Any]]:
+    """Capture one Dynamo graph; return what was captured, and the code that stands in for the graph.
+
+    Args:
+        forward, backward: what compiled code calls for the two graphs; not before this function has returned.
+        choose: chooses the activation budget; None keeps what the partitioner keeps by itself.
+        evaluates: whether a graph may have nothing to train.
+    """
+    examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
+    handed_in = tensors.handed_in(examples)
+    capture = _GraphCapture(
+        tensors.infos,
+        [tensors.index.get(id(e)) for e in examples],
+        [i for i, e in enumerate(examples) if id(e) in tensors.casts],
+        batch_size(handed_in),
+        *(tracing, forward, backward, choose, evaluates),
+    )
+    compile_with_aot = aot_backend(
+        fw_compiler=capture.compile_forward,
+        bw_compiler=capture.compile_backward,
+        inference_compiler=capture.compile_inference,
+        partition_fn=capture.partition,
+        **({"decompositions": tracing.decompositions} if tracing.decompositions is not None else {}),
+    )
+    num_bases = return_bases(module)
+    try:
+        compiled: Callable[..., Any] = compile_with_aot(module, example_inputs)
+    except RuntimeError as error:
+        if refuses_shared_inputs(error):
+            raise _shared_inputs_error(handed_in) from error
+        raise
+    except AssertionError as error:
+        if refuses_shared_outputs(error):
+            raise CaptureError(
+                "forward returns several views of one tensor, and how it made that is not captured; return that "
+                "tensor too, or a clone in place of all views but one"
+            ) from error
+        raise
+    return capture.take(), without_last(keeps_undefined(compiled), num_bases)
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class _GraphCapture:
-    """One graph on its way through AOTAutograd."""
+    """One graph on its way through AOTAutograd, which keeps this object: it holds no tensor."""
 
-    def __init__(
-        self,
-        backend: CaptureBackend,
-        input_params: Sequence[int | None],
-        input_is_cast: Sequence[bool],
-        sizes: BatchSizes,
-    ) -> None:
-        self._backend = backend
-        self._input_params = input_params
-        self._input_is_cast = input_is_cast
-        self._options: dict[str, Any] = {"fuses": backend.fuses, "sizes": sizes}
-        self._backward: GraphModule | None = None
-        self._names: dict[str, int] = {}
-        self._reached: dict[str, frozenset[int]] = {}
-        self._compiled: Compiled | None = None
-        self._stages: list[StageRecord] = []
-        self._stage_began_s = time.perf_counter()
+    infos: Sequence[ParamInfo]
+    params: Sequence[int | None]
+    casts: Collection[int]
+    batch_size: tuple[int, int]
+    tracing: TracingOptions
+    forward: BoxedCallable
+    backward: BoxedCallable
+    choose: BudgetChooser | None
+    evaluates: bool
+    _backward: GraphModule | None = None
+    _backward_names: Sequence[str] = ()
+    _names: Mapping[str, int] = field(default_factory=dict)
+    _reached: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    _captured: Captured | None = None
+    _stages: list[StageRecord] = field(default_factory=list)
+    _stage_began_s: float = field(default_factory=time.perf_counter)
+
+    def take(self) -> Captured:
+        """Return the captured graphs, and let go of them."""
+        captured, self._captured, self._backward = self._captured, None, None
+        if captured is None:
+            raise CaptureError("AOTAutograd compiled a graph without handing it over")
+        return captured
 
     def _end_stage(self, name: str, note: str) -> None:
         now = time.perf_counter()
@@ -150,61 +166,61 @@ class _GraphCapture:
 
     def partition(self, joint: GraphModule, inputs: Sequence[Any], **options: Any) -> tuple[GraphModule, GraphModule]:
         self._end_stage("aot_autograd", f"a joint graph of {len(joint.graph.nodes)} nodes")
-        placeholders = joint.graph.find_nodes(op="placeholder")
-        self._names = self._params_by_name(placeholders)
-        params = [n for n in placeholders if n.name in self._names]
+        self._names = self._params_by_name(joint)
         self._reached = find_reached(joint, options["num_fwd_outputs"])
-        if self._backend.prepare_joint is not None:
-            self._backend.prepare_joint(joint)
-        if self._backend.choose_budget is not None and may_recompute(joint):
-            budget, note = self._backend.choose_budget(partial(self._schedule_with, joint, inputs, options))
+        if self.tracing.prepare_joint is not None:
+            self.tracing.prepare_joint(joint)
+        if self.choose is not None and may_recompute(joint):
+            budget, note = self.choose(partial(self._schedule_with, joint, inputs, options))
             options = {**options, "keep": budget}
             self._end_stage("rematerialise", note)
-        forward, self._backward = partition(joint, inputs, params, **options)
+        forward, self._backward = self._partition(joint, inputs, options)
         self._end_stage("partition", f"{len(forward.graph.nodes)} and {len(self._backward.graph.nodes)} nodes")
         return forward, self._backward
+
+    def _partition(
+        self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    ) -> tuple[GraphModule, GraphModule]:
+        params = [n for n in joint.graph.find_nodes(op="placeholder") if n.name in self._names]
+        return partition(joint, inputs, params, **options)
 
     def _schedule_with(
         self, joint: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], budget: float
     ) -> Schedule:
         """The schedule of a copy of ``joint`` partitioned with an activation budget."""
-        trial = copied(joint)
-        params = [n for n in trial.graph.find_nodes(op="placeholder") if n.name in self._names]
-        forward, backward = partition(trial, inputs, params, **{**options, "keep": budget})
+        forward, backward = self._partition(copied(joint), inputs, {**options, "keep": budget})
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule
 
-    def _build(self, forward: GraphModule, backward: GraphModule, num_user_outputs: int) -> Captured:
-        num_outputs = len(backward.graph.find_nodes(op="output")[0].args[0])
-        gradients: list[int | None] = [*self._input_params, *([None] * num_outputs)][:num_outputs]
-        infos = self._backend.infos
-        captured = build(forward, backward, self._names, gradients, num_user_outputs, infos, **self._options)
-        return replace(captured, tangents=tangents_of(backward, self._reached, gradients))
+    def _build(self, forward: GraphModule, backward: GraphModule | None, num_user_outputs: int | None) -> Captured:
+        reached = self._reached if backward is not None else None
+        facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.batch_size)
+        return build(forward, backward, *facts, fuses=self.tracing.fuses)
 
-    def _params_by_name(self, placeholders: Sequence[Node]) -> dict[str, int]:
+    def _params_by_name(self, graph: GraphModule) -> dict[str, int]:
         """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""
-        pairs = zip(placeholders, self._input_params, strict=False)
+        pairs = zip(graph.graph.find_nodes(op="placeholder"), self.params, strict=False)
         return {node.name: index for node, index in pairs if index is not None}
+
+    def _keep(self, captured: Captured) -> None:
+        self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")
+        self._captured = replace(captured, stages=tuple(self._stages))
 
     def compile_forward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
         self._refuse_broken_rules()
         if self._backward is None:
             raise CaptureError("AOTAutograd compiled a forward graph without partitioning a joint graph first")
-        captured = self._build(module, self._backward, num_forward_outputs())
-        self._end_stage("schedule", f"{sum(len(g.operators) for g in captured.schedule.graphs)} operators")
-        captured = replace(captured, stages=tuple(self._stages))
-        self._node_names = [n.name for n in self._backward.graph.nodes if n.op == "call_function"]
-        self._compiled = self._backend.on_capture(captured)
-        return boxed(self._compiled.forward)
+        self._keep(self._build(module, self._backward, num_forward_outputs()))
+        self._backward_names = _operator_names(self._backward)
+        return boxed(self.forward)
 
     def compile_backward(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
         forget_source(module)
-        names = [n.name for n in module.graph.nodes if n.op == "call_function"]
-        if self._compiled is None or names != self._node_names:
+        if _operator_names(module) != self._backward_names:
             raise CaptureError("the backward graph differs from the one that was planned; please report this")
-        return boxed(self._compiled.backward)
+        return boxed(self.backward)
 
     def compile_inference(self, module: GraphModule, example_inputs: Sequence[Any]) -> BoxedCallable:
-        if self._backend.on_evaluation is None:
+        if not self.evaluates:
             raise CaptureError(
                 "no output of this forward depends on a trainable parameter, so there is nothing to train: call it "
                 "under torch.no_grad() to evaluate, or set requires_grad on the parameters to train before "
@@ -212,23 +228,22 @@ class _GraphCapture:
             )
         self._end_stage("aot_autograd", f"a forward graph of {len(module.graph.nodes)} nodes")
         self._refuse_broken_rules()
-        names = self._params_by_name(module.graph.find_nodes(op="placeholder"))
-        if self._backend.prepare_joint is not None:
-            self._backend.prepare_joint(module)
-        check_outputs(module, names)
-        captured = build_evaluation(module, names, self._backend.infos, **self._options)
-        self._end_stage("schedule", f"{len(captured.schedule.forward.operators)} operators")
-        return boxed(self._backend.on_evaluation(replace(captured, stages=tuple(self._stages))))
+        self._names = self._params_by_name(module)
+        if self.tracing.prepare_joint is not None:
+            self.tracing.prepare_joint(module)
+        check_outputs(module, self._names)
+        self._keep(self._build(module, None, None))
+        return boxed(self.forward)
 
     def _refuse_broken_rules(self) -> None:
-        if any(self._input_is_cast[i] for i in mutated_inputs() if i < len(self._input_is_cast)):
+        if any(i in self.casts for i in mutated_inputs()):
             raise CaptureError(
                 "forward changes a floating-point input in place, but mixed precision hands it a copy in compute "
                 "dtype; clone it in the model, hand it over in compute dtype, or compile with dtype=torch.float32"
             )
         for rule, positions in (("mutates", mutated_inputs()), ("returns", outputs_aliasing_inputs())):
-            params = [self._input_params[i] for i in positions if i < len(self._input_params)]
-            names = [self._backend.infos[p].name for p in params if p is not None]
+            params = [self.params[i] for i in positions if i < len(self.params)]
+            names = [self.infos[p].name for p in params if p is not None]
             if names:
                 raise CaptureError(
                     f"forward {rule} its own parameters {', '.join(names)} (or a view of them); parameters move "
@@ -236,11 +251,12 @@ class _GraphCapture:
                 )
 
 
-def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
-    """Make the error for a forward that changes one of ``inputs`` in place.
+def _operator_names(module: GraphModule) -> list[str]:
+    return [n.name for n in module.graph.nodes if n.op == "call_function"]
 
-    Others of the ``inputs`` are over the same memory.
-    """
+
+def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
+    """Make the error for a forward that changes one of ``inputs`` while others are over the same memory."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     uses = Counter(map(storage_address, tensors))
     shared = [str(tuple(t.shape)) for t in tensors if uses[storage_address(t)] > 1]

@@ -7,19 +7,21 @@ only it reads (``sink_cone`` put them in front of it) and the ``getitem`` nodes 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from chunkc.capture.partition import param_cone
+from chunkc._torch_compat.core import pytree
+from chunkc.capture.partition import param_cone, sink_cone
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An operator as an indivisible bundle of FX nodes.
+    """An operator as an indivisible bundle: ``nodes`` in execution order.
 
-    ``nodes`` are in execution order; ``main`` is the one that computes; ``reads`` are parameter placeholders.
+    ``main`` computes; ``reads`` are parameter placeholders.
     """
 
     nodes: tuple[Node, ...]
@@ -27,11 +29,45 @@ class Bundle:
     reads: tuple[Node, ...]
 
 
-def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:
-    """Return the operators of ``graph`` in execution order.
+@dataclass(frozen=True, slots=True)
+class CapturedGraph:
+    """One graph in the form that lowering needs: views and casts of parameters before their consumers.
 
-    Call ``sink_cone`` first. Unpacking nodes move to their source.
+    ``bundles`` are its operators, as in the schedule; ``params`` and ``gradients`` are parameter indexes by the names
+    of placeholders and, for backward, of the nodes that make gradients.
     """
+
+    module: GraphModule
+    bundles: tuple[Bundle, ...]
+    params: Mapping[str, int]
+    gradients: Mapping[str, int]
+
+    @staticmethod
+    def of(module: GraphModule, params: Mapping[str, int], gradients: Mapping[str, int]) -> CapturedGraph:
+        """Bundle a graph, which is changed in place (``sink_cone``); ``params`` may name more than its own."""
+        present = [n for n in module.graph.find_nodes(op="placeholder") if n.name in params]
+        sink_cone(module.graph, present)
+        bundles = bundle_operators(module.graph, present)
+        module.recompile()
+        return CapturedGraph(module, bundles, {n.name: params[n.name] for n in present}, gradients)
+
+    def param_inputs(self) -> list[Node]:
+        """Placeholders of parameters."""
+        return [n for n in self.module.graph.find_nodes(op="placeholder") if n.name in self.params]
+
+    def other_inputs(self) -> list[Node]:
+        """The other placeholders, and constants."""
+        graph = self.module.graph
+        nodes = (*graph.find_nodes(op="placeholder"), *graph.find_nodes(op="get_attr"))
+        return [n for n in nodes if n.name not in self.params]
+
+    def outputs(self) -> list[Any]:
+        """All outputs: nodes, and values that are none."""
+        return list(pytree.tree_leaves(self.module.graph.find_nodes(op="output")[0].args[0]))
+
+
+def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ...]:
+    """Return the operators of ``graph``, sunk by `sink_cone`; unpacking nodes move to their source."""
     params, cone = set(params), param_cone(graph, params)
     bundles: list[Bundle] = []
     chain: list[Node] = []
@@ -53,8 +89,8 @@ def bundle_operators(graph: Graph, params: Collection[Node]) -> tuple[Bundle, ..
 
 
 def _unpacking(node: Node) -> list[Node]:
-    found: list[Node] = []
+    items: list[Node] = []
     for user in node.users:
         if user.target is operator.getitem:
-            found += [user, *_unpacking(user)]
-    return found
+            items += [user, *_unpacking(user)]
+    return items

@@ -1,9 +1,8 @@
 """Floating-point operations of one operator, by torch's own formulas, attention included.
 
-torch counts matrix products, convolutions and the attention operators of GPUs. The attention of CPU tensors, which
-capture traces, is counted here, by the same products: two in forward, five in backward (scores again, and a gradient
-for each factor of both products). Of causal attention, only the part that is not masked counts, in whole rows; kernels
-skip the rest. An operator without a matrix product counts nothing: memory bounds it.
+torch counts matrix products, convolutions and the attention operators of GPUs. That of CPU tensors, which capture
+traces, is counted here: two products in forward, five in backward. Of causal attention only whole rows that are not
+masked count; kernels skip the rest. An operator without a matrix product counts nothing: memory bounds it.
 """
 
 from __future__ import annotations
@@ -35,19 +34,17 @@ def operator_flops(node: Node) -> int:
 
 
 def _attention_flops(node: Node, names: Sequence[str]) -> int:
-    """Count the operations of an attention operator.
+    """Count for queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v].
 
-    Queries are [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v], of any dtype. ``names``
-    are those of the operator's arguments.
+    ``names`` are those of the operator's arguments.
     """
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
     batch, heads, num_queries, width = query
     num_keys, value_width = key[-2], value[-1]
     pairs = _causal_pairs(num_queries, num_keys) if given.get("is_causal", False) else num_queries * num_keys
-    if any(
-        name.startswith("grad_out") for name in names
-    ):  # scores, and the gradients of queries and keys; the gradients of weights and values
+    is_backward = any(name.startswith("grad_out") for name in names)
+    if is_backward:  # scores, and the gradients of queries and keys; the gradients of weights and values
         return 2 * batch * heads * pairs * ((_BACKWARD_PRODUCTS - 2) * width + 2 * value_width)
     return _FORWARD_PRODUCTS * batch * heads * pairs * (width + value_width)
 

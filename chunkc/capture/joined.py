@@ -14,39 +14,35 @@ from chunkc.ir.schedule import GraphSchedule, Operator, Schedule
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def saved_nbytes(schedule: Schedule) -> int:
-    """Non-model bytes that are alive when the forward graph has ended."""
+def saved_nbytes(schedule: Schedule, concurrent_nbytes: int = 0) -> int:
+    """Non-model bytes alive when the forward graph has ended, but for ``concurrent_nbytes`` of others."""
     operators = schedule.forward.operators
-    return operators[-1].live_after_nbytes if operators else 0
+    return operators[-1].live_after_nbytes - concurrent_nbytes if operators else 0
 
 
-def concurrent(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
-    """Return ``schedule`` with ``nbytes`` more alive all the time.
-
-    The model trains ``also_trained`` elsewhere.
-    """
+def with_concurrent(schedule: Schedule, nbytes: int, also_trained: Sequence[int]) -> Schedule:
+    """Return ``schedule`` with ``nbytes`` more alive all the time; ``also_trained`` are trained elsewhere."""
 
     def held(graph: GraphSchedule) -> GraphSchedule:
-        return replace(graph, operators=tuple(_more(op, nbytes) for op in graph.operators))
+        return replace(graph, operators=tuple(more(op) for op in graph.operators))
+
+    def more(op: Operator) -> Operator:
+        return replace(op, live_nbytes=op.live_nbytes + nbytes, live_after_nbytes=op.live_after_nbytes + nbytes)
 
     own = schedule.trained_params()
     elsewhere = tuple(p for p in also_trained if p not in own)
     return replace(schedule, forward=held(schedule.forward), backward=held(schedule.backward), also_trained=elsewhere)
 
 
-def _more(op: Operator, nbytes: int) -> Operator:
-    return replace(op, live_nbytes=op.live_nbytes + nbytes, live_after_nbytes=op.live_after_nbytes + nbytes)
-
-
 def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Schedule, Cuts]:
-    """One iteration over all graphs, and the operators at which a new graph begins.
-
-    Args:
-        schedules: in the order in which their forwards run, each as it is beside the others (``concurrent``).
-        also_trained: parameters that may get gradients from anywhere.
+    """Make one iteration of all graphs, and the operators at which a new graph begins.
 
     A gradient to which several graphs contribute counts where the last of them runs; the others read the parameter,
     since theirs lands in its chunk too.
+
+    Args:
+        schedules: in the order in which their forwards run, each as it is beside the others (`with_concurrent`).
+        also_trained: parameters that may get gradients from anywhere.
     """
     forward = [op for s in schedules for op in s.forward.operators]
     backward: list[Operator] = []

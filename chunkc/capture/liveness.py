@@ -1,25 +1,24 @@
-"""Non-model bytes over one iteration: which storages are alive while each operator runs.
+"""Non-model bytes over one iteration: the storages that are alive while each operator runs.
 
-Storages are counted once, whatever views they have; sizes come from the fake tensors of the graphs. Both graphs are
-one timeline, since activations saved by forward live until their last use in backward. What the user holds (inputs,
-buffers, outputs) lives throughout, and during a forward the outputs of the previous iteration still do. A final
-gradient is counted by the operator that makes it and then handed to the plan, whose segments know when it lands.
+Storages count once, whatever views they have, by the fake tensors of the graphs. Both graphs are one timeline: saved
+activations live until their last use in backward, what the user holds (inputs, buffers, outputs) throughout, and the
+outputs of the iteration before until forward ends. A final gradient counts with the operator that makes it.
 
-What backward computes again has the fake tensor that it had in forward, but memory of its own: in backward a value is
-in the storage of an input of its operator, if it has the same, and otherwise in a new one.
+A value that backward computes again has the fake tensor that it had in forward, but memory of its own: it is in the
+storage of an input of its operator, if it has the same, and otherwise in a new one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
 from chunkc._torch_compat.core import pytree
-from chunkc.capture.bundles import Bundle
+from chunkc.capture.bundles import Bundle, CapturedGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,6 @@ class LiveBytes:
     tangents_nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class GraphValues:
-    """The values of one graph that liveness needs.
-
-    The values are operators, inputs that are no parameters, outputs that the user gets, and the other outputs.
-    """
-
-    bundles: Sequence[Bundle]
-    inputs: Sequence[Node]
-    user_outputs: Sequence[Node]
-    saved_outputs: Sequence[Node]
-
-
 def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
     """(identity, bytes) of every storage behind the values of ``nodes``."""
     for node in nodes:
@@ -53,49 +39,48 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
                 yield storage._cdata, int(storage.nbytes())
 
 
-def _backward_storages(backward: GraphValues) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
+def _backward_storages(backward: CapturedGraph) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
     """Storages of all values that backward computes; those of its inputs keep their identity."""
-    found: dict[Node, list[tuple[Hashable, int]]] = {}
+    storages_of: dict[Node, list[tuple[Hashable, int]]] = {}
     for node in (n for bundle in backward.bundles for n in bundle.nodes):
         aliased: dict[int, Hashable] = {}
         for source in node.all_input_nodes:
             raw = list(storages((source,)))
-            named = found.get(source, raw)
+            named = storages_of.get(source, raw)
             aliased |= {identity: key for (identity, _), (key, _) in zip(raw, named, strict=True)}
-        found[node] = [(aliased.get(key, (node.name, key)), nbytes) for key, nbytes in storages((node,))]
-    return found
+        storages_of[node] = [(aliased.get(key, (node.name, key)), nbytes) for key, nbytes in storages((node,))]
+    return storages_of
 
 
 def _elements_nbytes(node: Node) -> int:
     """Bytes of the floating-point elements of a value, whatever its storage holds beside them."""
-    found = (v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
-    return sum(int(v.numel()) * v.element_size() for v in found if v.is_floating_point())
+    tensors = (v for v in pytree.tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor))
+    return sum(int(v.numel()) * v.element_size() for v in tensors if v.is_floating_point())
 
 
 class Timeline:
     """Births and deaths of storages over forward and backward; positions count operators of both graphs."""
 
-    def __init__(self, forward: GraphValues, backward: GraphValues, params: Collection[int]) -> None:
-        """``params`` are storage identities of parameter payloads: model data, not counted here."""
+    def __init__(self, forward: CapturedGraph, backward: CapturedGraph, user_outputs: Sequence[Node]) -> None:
+        """``user_outputs``: outputs of ``forward`` that the user gets. Payloads of parameters do not count."""
+        inputs = forward.other_inputs()
         self._sizes: dict[Hashable, int] = {}
         self._birth: dict[Hashable, int] = {}
         self._death: dict[Hashable, int] = {}
-        self._ignored = set(params)
+        self._ignored = {key for key, _ in storages((*forward.param_inputs(), *backward.param_inputs()))}
         self._renamed = _backward_storages(backward)
         self._num_forward = len(forward.bundles)
         self._num_operators = end = self._num_forward + len(backward.bundles)
-        held = (*forward.inputs, *forward.user_outputs)
+        held = (*inputs, *user_outputs)
         self.held_nbytes = self._total(held)
-        self.previous_output_nbytes = self._total(forward.user_outputs) - self._total(
-            n for n in forward.user_outputs if n in set(forward.inputs)
-        )
-        self._touch(forward.inputs, -1)
+        self._previous_output_nbytes = self._total(user_outputs) - self._total(set(user_outputs) & set(inputs))
+        self._touch(inputs, -1)
         self._walk(forward.bundles, 0)
-        self._tangents = [n for n in backward.inputs if n.name.startswith("tangents")]
-        self._touch(backward.inputs, self._num_forward)
+        self._tangents = [n for n in backward.other_inputs() if n.name.startswith("tangents")]
+        self._touch(backward.other_inputs(), self._num_forward)
         self._walk(backward.bundles, self._num_forward)
         self._touch(held, end)
-        self._touch(forward.saved_outputs, self._num_forward)
+        self._touch((n for n in forward.outputs() if isinstance(n, Node)), self._num_forward)
 
     def _storages(self, node: Node) -> Iterable[tuple[Hashable, int]]:
         return self._renamed[node] if node in self._renamed else storages((node,))
@@ -123,13 +108,13 @@ class Timeline:
         for key, nbytes in self._sizes.items():
             births[self._birth[key]] += nbytes
             deaths[self._death[key]] += nbytes
-        found: list[LiveBytes] = []
+        live: list[LiveBytes] = []
         alive = births[-1]
         for position in range(self._num_operators):
             alive += births[position]
-            extra = self.previous_output_nbytes if position < self._num_forward else 0
+            extra = self._previous_output_nbytes if position < self._num_forward else 0
             is_backward = position >= self._num_forward
             given = sum(n for key, n in tangents if is_backward and self._death.get(key, -1) >= position)
-            found.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
+            live.append(LiveBytes(alive + extra, alive + extra - deaths[position], given))
             alive -= deaths[position]
-        return found
+        return live

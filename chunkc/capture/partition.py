@@ -1,13 +1,11 @@
 """Partitioning the joint graph so that no alias or cast of a parameter's payload survives a segment.
 
-PyTorch's min-cut partitioner may save a view or a low-precision copy of a parameter for backward. With payloads that
-move, such a tensor would be a dangling view or a second copy of the model. So the *cone* of a parameter (chains of
-views and casts that start at its placeholder) is tagged for recomputation, and afterwards every consumer gets its own
-copy of the chain directly in front of it: ``sink_cone``. Only raw placeholders are saved, which the executor replaces
-by slots.
+A saved view or low-precision copy of a parameter would be a dangling view, or a second copy of the model, once payloads
+move. So the *cone* of a parameter, chains of views and casts from its placeholder, is recomputed, and every consumer
+gets its own copy of the chain in front of it (`sink_cone`). Only raw placeholders are saved: the executor's slots.
 
-Which activations are saved is the partitioner's choice, but for layers that are computed again, by the model's own
-checkpoints or by ours: what one of them reads of others is saved (``save_borders``).
+Other activations are the partitioner's choice, but for layers that are computed again, by the model's own checkpoints
+or by ours: what one of them reads of others is saved (`save_borders`).
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ def extends_cone(node: Node, cone: Collection[Node]) -> bool:
     """Whether ``node`` is a view or a cast of something in ``cone``, or one of several such views."""
     if node.op != "call_function" or not node.args or node.args[0] not in cone:
         return False
-    return node.target is operator.getitem or _is_view_or_cast(node.target)
+    return node.target is operator.getitem or _is_cast(node.target) or _is_view(node.target)
 
 
 def is_view(node: Node) -> bool:
@@ -56,10 +54,6 @@ def is_view(node: Node) -> bool:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
     return _is_view(node.target) and not _is_cast(node.target)
-
-
-def _is_view_or_cast(target: object) -> bool:
-    return _is_cast(target) or _is_view(target)
 
 
 def _is_cast(target: object) -> bool:
@@ -89,13 +83,11 @@ def param_cone(graph: Graph, params: Collection[Node]) -> set[Node]:
 def partition(
     joint: GraphModule, inputs: Sequence[Any], params: Collection[Node], keep: float = 1.0, **options: Any
 ) -> tuple[GraphModule, GraphModule]:
-    """Forward and backward graphs of ``joint``; see the module docstring.
+    """Return forward and backward graphs of ``joint``, whose placeholders ``params`` are parameters.
 
     Args:
-        joint: the joint graph that AOTAutograd traced.
-        inputs: its example inputs, handed on to the partitioner.
-        params: its placeholders that stand for parameters.
-        keep: share of the layers whose activations are kept as the partitioner decides (``recompute_layers``).
+        inputs: its example inputs.
+        keep: share of the layers whose activations are kept as the partitioner decides (`recompute_layers`).
         options: of the partitioner.
 
     Raises:
@@ -130,15 +122,9 @@ def may_recompute(joint: GraphModule) -> bool:
 def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
     """Have backward compute the inside of layers again: of a layer only what others read is saved.
 
-    Activation checkpointing of these layers does the same (Chen et al., "Training deep nets with sublinear memory
-    cost", 2016).
-
-    A layer is a module whose path ends in a number (``h.3``), the outermost of them. Those that keep their activations
-    are a share ``keep`` of all, spread evenly.
-
-    Args:
-        graph: a joint graph.
-        cone: views and casts of parameters, which are never saved.
+    So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016). A layer is
+    the outermost module whose path ends in a number. A share ``keep``, spread evenly, keep their activations. ``cone``,
+    of views and casts of parameters, is never saved.
     """
     layer_of = _forward_layers(graph, cone)
     layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]
@@ -152,32 +138,24 @@ def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
 
 
 def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
-    """Return the layer of every operator of forward; empty outside of layers.
-
-    Forward is what depends on no tangent.
-    """
+    """Return the layer of every operator of forward, which depends on no tangent; empty outside of layers."""
     late = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     layer_of: dict[Node, str] = {}
     for node in graph.nodes:
         if any(n in late for n in node.all_input_nodes):
             late.add(node)
         elif node.op == "call_function" and node not in cone:
-            found = _LAYER.match(module_path(node))
-            layer_of[node] = found[0] if found else ""
+            match = _LAYER.match(module_path(node))
+            layer_of[node] = match[0] if match else ""
     return layer_of
 
 
 def save_borders(graph: Graph, cone: Collection[Node]) -> None:
-    """Save what a region that is computed again reads of another one.
+    """Save what a region that is computed again reads of another one, or of results computed from another.
 
-    What the region reads of results that were computed from another one is saved too. Without that, a region may be
-    computed again from the one before it, and so on: nothing is saved, and all of forward is computed again when
-    backward begins. The partitioner only asks for it where one region reads another directly. What depends on no region
-    (embeddings, masks) is left to the partitioner.
-
-    Args:
-        graph: a joint graph, in which the regions are tagged.
-        cone: views and casts of parameters, which are never saved.
+    Otherwise a region may be computed again from the one before it, and so on, when backward begins: the partitioner
+    saves only what one region reads of another directly. What depends on no region (embeddings, masks) is left to the
+    partitioner. ``cone``, of views and casts of parameters, is never saved.
     """
     downstream: set[Node] = set()
     for node in graph.nodes:
@@ -194,8 +172,8 @@ def save_borders(graph: Graph, cone: Collection[Node]) -> None:
 def save_result(node: Node, cone: Collection[Node]) -> None:
     """Save ``node`` at the operator that makes its memory.
 
-    The partitioner ignores such a request for a view, and for one of several results of an operator: these are saved
-    together, as far as backward needs them, or not at all.
+    The partitioner ignores such a request for a view, and for one of several results of an operator: all of these are
+    saved that backward needs.
     """
     made = node
     while is_view(made) or made.target is operator.getitem:
@@ -207,29 +185,24 @@ def save_result(node: Node, cone: Collection[Node]) -> None:
 
 def _with_results(node: Node) -> list[Node]:
     """``node`` and, where it has several results, these."""
-    found = [node]
-    for made in found:
-        found += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
-    return found
+    nodes = [node]
+    for made in nodes:
+        nodes += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
+    return nodes
 
 
 def module_path(node: Node) -> str:
-    """Return the path of the module in whose forward ``node`` was computed; may be empty.
-
-    For a gradient, the module is that of what ``node`` is the gradient of.
-    """
+    """Return the path of the module that computed ``node``, or what it is the gradient of; may be empty."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return re.sub(r"^L\['\w+'\]\.?", "", str(path))
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
-    """Check by storage identity that no output of forward shares memory with a parameter.
-
-    The placeholder itself may be an output.
+    """Check by storage identity that no output but a placeholder shares memory with a parameter.
 
     Raises:
-        CaptureError: naming the output that shares memory with a parameter, or is a cast of one.
+        CaptureError: naming the output that does, or is a cast of a parameter.
     """
     placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
@@ -249,10 +222,7 @@ def _storage(node: Node) -> object:
 
 
 def sink_cone(graph: Graph, params: Collection[Node]) -> None:
-    """Give every consumer of a parameter's view or cast its own copy of the chain.
-
-    The copy stands directly in front of the consumer.
-    """
+    """Give every consumer of a parameter's view or cast its own copy of the chain in front of it."""
     cone = param_cone(graph, params)
     chains = cone - set(params)
     for node in list(graph.nodes):

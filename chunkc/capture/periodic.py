@@ -1,15 +1,12 @@
 """The schedule of a deep model from captures of two shallow ones, where all its layers are alike.
 
-Capturing costs tenths of a second for each layer, and says the same of every layer but the outer ones. So a model is
-captured with ``BASE`` layers and with one more, and what the two have to say of any other depth is worked out exactly,
-without knowing what a layer is: the longer list of operators is the shorter one with one more *block* in it, or with
-one more in several places. Such a list is rows outside, equal blocks, rows outside, and so on. Every number in it, in
-counts, indexes and the ends of names, is an affine function: outside the blocks of the depth L, c + b*L, and inside of
-L and of the position m among the blocks, c + a*m + b*L. Two captures give five values for the three unknowns of every
-number in a block, so numbers that follow another rule are noticed, and texts must be the same everywhere. Where that is
-not so, the model is not periodic and must be captured as it is.
+The model is captured with ``BASE`` layers and with one more. The longer list of operators is the shorter one with one
+more *block* in it, or in several places of it: rows outside, equal blocks, rows outside, and so on.
 
-The same holds for the list of parameters. Of a deep model they are known without a capture, so they are compared.
+Every number in a list (counts, indexes, ends of names) is affine: c + b*L outside of the blocks of the depth L, and
+c + a*m + b*L inside, of L and of the position m among the blocks. Two captures give five values for three unknowns, so
+numbers by another rule are noticed; texts must be the same everywhere. Otherwise the model is not periodic and must be
+captured as it is. The list of parameters follows the same rule, and is known of a deep model, so it is compared.
 """
 
 from __future__ import annotations
@@ -50,11 +47,10 @@ class _Line:
 def periodic_schedule(
     shallow: Schedule, deeper: Schedule, num_layers: int, params: Sequence[ParamInfo] | None = None
 ) -> Schedule:
-    """The schedule that a capture with ``num_layers`` layers would give.
+    """The schedule that a capture with ``num_layers`` layers, at least ``BASE``, would give.
 
     Args:
         shallow, deeper: captures of the same model, batch and options with ``BASE`` and with ``BASE + 1`` layers.
-        num_layers: at least ``BASE``.
         params: of the deep model, to be compared with what follows for them; None leaves that out.
 
     Raises:
@@ -62,9 +58,9 @@ def periodic_schedule(
     """
     if num_layers < BASE:
         raise NotPeriodicError(f"{num_layers} layers are fewer than the {BASE} of the shallower capture")
-    found = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
-    if params is not None and tuple(params) != found:
-        name = next((p.name for p, q in zip(params, found, strict=False) if p != q), "their number")
+    infos = _rows(shallow.params, deeper.params, num_layers, ParamInfo, "parameters")
+    if params is not None and tuple(params) != infos:
+        name = next((p.name for p, q in zip(params, infos, strict=False) if p != q), "their number")
         raise NotPeriodicError(f"the model's parameters are not those of a periodic model: {name} differs")
     graphs = [
         GraphSchedule(short.kind, _rows(short.operators, long.operators, num_layers, Operator, f"{short.kind} graphs"))
@@ -72,13 +68,10 @@ def periodic_schedule(
     ]
     if shallow.also_trained != deeper.also_trained:
         raise NotPeriodicError("parameters that are trained elsewhere belong to no graph, so nothing follows for them")
-    (whole,) = _outside([_line(_whole(shallow))], [_line(_whole(deeper))], num_layers)
+    wholes = [_line((s.held_nbytes, s.also_trained, s.num_samples, s.num_tokens)) for s in (shallow, deeper)]
+    (whole,) = _outside(wholes[:1], wholes[1:], num_layers)
     held_nbytes, also_trained, num_samples, num_tokens = _decode(whole)
-    return Schedule(found, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
-
-
-def _whole(schedule: Schedule) -> tuple[Any, ...]:
-    return (schedule.held_nbytes, schedule.also_trained, schedule.num_samples, schedule.num_tokens)
+    return Schedule(infos, graphs[0], graphs[1], held_nbytes, tuple(also_trained), num_samples, num_tokens)
 
 
 def _rows(
@@ -105,11 +98,10 @@ def _rows(
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
-    """Find where ``b[j:]`` has a block more than ``a[i:]``.
+    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference.
 
-    The result is None where blocks alone do not make up the difference. Rows are matched as far as they go. Where they
-    part, ``b`` must repeat what it had just before, block by block; the shortest block that lets everything behind it
-    match, too, is taken.
+    Where the rows part, ``b`` must repeat what it had just before; the shortest block that lets everything behind it
+    match is taken.
     """
     same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
     i, j = i + same, j + same
@@ -125,10 +117,10 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
 
 
 def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int) -> tuple[int, list[_Line]]:
-    """Where equal blocks begin in ``a`` and ``b``, and those of ``num_layers`` layers.
+    """Find where equal blocks begin in ``a`` and ``b``, and make those of ``num_layers`` layers.
 
     ``b`` ends with the block that ``a`` lacks. Which rows of the outer layers follow the rule of the inner ones is not
-    known, so blocks are looked for from the end backwards.
+    known, so the search is from the end backwards.
     """
     reason = "there are too few rows in front of them"
     for start in range(len(a) - (BASE - _NUM_OUTER) * period, -1, -1):
@@ -159,8 +151,8 @@ def _inside(blocks: Sequence[Sequence[_Line]], longer: Sequence[Sequence[_Line]]
         first = rows[0]
         by_position = [y - x for x, y in zip(first.numbers, rows[1].numbers, strict=True)]
         by_depth = [y - x for x, y in zip(first.numbers, more[0].numbers, strict=True)]
-        for depth, found in ((0, rows), (1, more)):
-            for m, line in enumerate(found):
+        for depth, lines in ((0, rows), (1, more)):
+            for m, line in enumerate(lines):
                 if line.numbers != _at(first.numbers, by_position, by_depth, m, depth):
                     raise NotPeriodicError(f"numbers of {''.join(first.form)} are no affine function of the layer")
         rules.append((first, by_position, by_depth))

@@ -1,9 +1,8 @@
 """States of random generators that forward saves for backward, which computes a random operator again.
 
-PyTorch's partitioner lets forward save the generator's state in front of every operator that *may* draw random numbers
-and that backward computes again, and lets backward run it in that state. Attention without dropout may, by its tag, but
-draws nothing. What it saves is given up here, so that the graphs show the operator itself: its work is counted, and
-fused kernels are compiled as in any other graph.
+PyTorch's partitioner lets forward save the state in front of every operator that *may* draw random numbers. Attention
+without dropout may, by its tag, but draws nothing. Its state is given up here, so that the graphs show the operator
+itself: its work is counted, and fused kernels are compiled as in any other graph.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from chunkc._torch_compat.core import draws, replays_random_state, saves_random_
 def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
     """Run operators that draw nothing as they are, in both graphs of a partition, in place.
 
-    Operators that do draw get the metadata of their results in backward too, where PyTorch leaves it out: their bytes
-    count. Outputs of forward and inputs of backward that hold states stand in the same order in both.
+    Others get the metadata of their results in backward too, where PyTorch leaves it out: their bytes count. States
+    stand in the same order among outputs of forward and inputs of backward.
     """
     states = [n for n in forward.graph.find_nodes(op="output")[0].args[0] if _is_state(n)]
     replays = [n for n in backward.graph.nodes if replays_random_state(n)]
@@ -46,10 +45,7 @@ def _is_state(node: object) -> bool:
 
 
 def _run_plainly(graph: Graph, state: Node, saving: Node, results: Sequence[Node]) -> None:
-    """Put the operator itself in the place of one that saves a state.
-
-    The ``results`` of ``saving`` come apart from the state.
-    """
+    """Put the operator itself in the place of ``saving``, whose ``results`` come apart from its state."""
     with graph.inserting_before(saving):
         plain = graph.call_function(saving.args[0], tuple(saving.args[1:]), dict(saving.kwargs))  # type: ignore[arg-type]
     plain.meta = dict((results[0] if results else saving).meta)

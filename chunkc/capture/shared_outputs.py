@@ -1,8 +1,7 @@
 """Return the tensor that several outputs are views of, so that AOTAutograd takes a Dynamo graph.
 
-    hidden ─┬─ view ── output 0      AOTAutograd makes views of an output again from that output, outside of the graph.
-            └─ view ── output 1      Of a tensor that is no output it does so too, but not beside tensor subclasses,
-                                     which managed parameters are.
+    hidden ─┬─ view ── output 0      AOTAutograd makes views again from that tensor outside of the graph, but not beside
+            └─ view ── output 1      tensor subclasses, which managed parameters are, unless that tensor is an output.
 
 So the tensor becomes one more output, which nobody sees. The user gets views of one tensor, as in plain PyTorch: a
 write to one shows in the other, and their gradients add up.
@@ -22,13 +21,10 @@ from chunkc._torch_compat.core import StorageKey, dynamo_value, storage_key
 
 
 def return_bases(module: GraphModule) -> int:
-    """Add to the outputs of a Dynamo graph, in place, each tensor that makes it unfit for AOTAutograd.
+    """Add each tensor that makes a Dynamo graph unfit for AOTAutograd to its outputs, and return how many.
 
-    Those are tensors that are no output, of which two or more outputs are views, where autograd follows one of these.
-    Parts of ``chunk``, ``split`` and ``unbind`` are fit by themselves.
-
-    Returns:
-        How many tensors were added.
+    Those are no outputs; two or more outputs are views of each, and autograd follows one of these. Parts of ``chunk``,
+    ``split`` and ``unbind`` are fit by themselves.
     """
     output = module.graph.find_nodes(op="output")[0]
     outputs: tuple[Any, ...] = tuple(output.args[0])

@@ -1,14 +1,13 @@
 """Tangents that the loss does not reach, and the gradients that depend on the others.
 
-A tangent is the gradient of one output of a forward graph. Autograd leaves it undefined where the loss does not depend
-on that output, and parameters behind such outputs alone get no gradient. AOTAutograd asks for zeros instead, and the
-backward graph then makes gradients of zeros:
+Autograd leaves the gradient of an output undefined where the loss does not depend on it, and parameters behind such
+outputs alone get none. AOTAutograd asks for zeros instead, and makes gradients of zeros:
 
     hidden ─┬─ first head ── output 0 ── loss       tangent 0 defined     gradients of trunk and first head
             └─ second head ─ output 1               tangent 1 undefined   gradients of the second head: not asked for
 
-So undefined tangents are kept undefined up to the backward graph (`keeps_undefined`). The joint graph says which
-gradients depend on which tangent (`find_reached`). A gradient that depends on no tangent at all is always asked for.
+So undefined tangents are kept undefined up to the backward graph (`keeps_undefined`), and the joint graph says which
+gradients depend on which (`find_reached`). A gradient that depends on no tangent is always asked for.
 """
 
 from __future__ import annotations
@@ -27,12 +26,9 @@ from chunkc._torch_compat.core import is_compiled_node, keep_undefined, pytree
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """One tangent of a captured graph.
+    """One tangent, at ``position`` among inputs of the backward graph; ``stride`` in elements.
 
-    Attributes:
-        position: among the inputs of the backward graph.
-        shape, stride: in elements.
-        reached: positions, among the outputs of the backward graph, of the gradients that depend on it.
+    ``reached``: positions, among the outputs of that graph, of the gradients that depend on it.
     """
 
     position: int
@@ -49,16 +45,13 @@ class Tangent:
 
 @dataclass(frozen=True, slots=True)
 class Tangents:
-    """All tangents of a captured graph.
-
-    ``params``: for every output of backward the parameter whose gradient it is, or None.
-    """
+    """All tangents of a captured graph; ``params``: for every output of backward its parameter, or None."""
 
     tangents: tuple[Tangent, ...] = ()
     params: tuple[int | None, ...] = ()
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Put zeros in the place of undefined tangents among ``args``, the inputs of the backward graph.
+        """Put zeros in place of undefined tangents among ``args``, the inputs of the backward graph.
 
         Returns:
             Positions of the outputs that depend on the others, or on no tangent.
@@ -86,24 +79,19 @@ def find_reached(joint: GraphModule, num_forward_outputs: int) -> dict[str, froz
             masks[node] = masks.get(node, 0) | masks.get(source, 0)
     output = joint.graph.find_nodes(op="output")[0]
     gradients = list(pytree.tree_leaves(output.args[0]))[num_forward_outputs:]
-    found = [masks.get(gradient, 0) for gradient in gradients]
-    return {t.name: frozenset(i for i, mask in enumerate(found) if mask & masks[t]) for t in tangents}
+    reaching = [masks.get(gradient, 0) for gradient in gradients]
+    return {t.name: frozenset(i for i, mask in enumerate(reaching) if mask & masks[t]) for t in tangents}
 
 
 def tangents_of(backward: GraphModule, reached: Mapping[str, frozenset[int]], params: Sequence[int | None]) -> Tangents:
-    """The tangents of a backward graph.
-
-    Args:
-        reached: as `find_reached` of the joint graph that it was cut from.
-        params: for every output of ``backward``, the parameter whose gradient it is, or None.
-    """
-    found = []
+    """The tangents of a backward graph cut from the joint graph of ``reached``; ``params`` of `Tangents`."""
+    tangents = []
     for position, node in enumerate(backward.graph.find_nodes(op="placeholder")):
         value = node.meta.get("val")
         if node.name in reached and isinstance(value, torch.Tensor):
             shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-            found.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
-    return Tangents(tuple(found), tuple(params))
+            tangents.append(Tangent(position, shape, stride, value.dtype, value.device, reached[node.name]))
+    return Tangents(tuple(tangents), tuple(params))
 
 
 def keeps_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -125,10 +113,9 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """Find the node of a compiled graph behind the values that the graph returned or changed.
+    """Find the node of a compiled graph behind the values, and views, that the graph returned or changed.
 
-    Views of such values lead to the node, too. The result is None where autograd does not reach the node. ``given``:
-    nodes that made the inputs of the graph.
+    None where autograd does not reach it. ``given``: nodes that made the inputs of the graph.
     """
     todo = deque(_nodes(values))
     seen = set(given)

@@ -1,10 +1,9 @@
-"""How many bytes operators move to and from device memory, and how many kernels they launch.
+"""Bytes that operators move to and from device memory, and kernels that they launch.
 
-Run one by one, an operator is a kernel that reads its inputs and writes its outputs; a view does neither. A compiler
-that fuses makes one kernel of neighbours without a matrix product: what one of them makes for another stays in
-registers or caches. Here a *run* of such operators, between two with a matrix product, reads once what was made outside
-of it, and writes once what is needed there. That is the least that any fusion of the run moves; reductions over
-different axes make a compiler split it. A segment boundary inside a run is not seen.
+An operator by itself is a kernel that reads its inputs and writes its outputs; a view does neither. A compiler that
+fuses makes one kernel of neighbours without a matrix product. Such a *run*, between two with a matrix product, reads
+once what was made outside of it, and writes once what is needed there. That is the least that any fusion moves:
+reductions over different axes, or a segment boundary, split it.
 
 Lookups (embedding, index) read the rows they return and not the table.
 """
@@ -38,11 +37,8 @@ class Traffic:
 
 
 def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, ...]:
-    """Return the traffic of every operator of one graph.
-
-    ``fuses``: whether neighbours without a matrix product are fused.
-    """
-    found: list[Traffic] = []
+    """Return the traffic of every operator of one graph; ``fuses``: runs are fused."""
+    traffic: list[Traffic] = []
     run: list[Bundle] = []
     sizes = cache(_nbytes)
     for bundle in bundles:
@@ -50,9 +46,9 @@ def operator_traffic(bundles: Sequence[Bundle], fuses: bool) -> tuple[Traffic, .
         if flops == 0 and fuses:
             run.append(bundle)
             continue
-        found += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
+        traffic += [*_fused(run, sizes), _alone(bundle, flops, sizes)]
         run = []
-    return (*found, *_fused(run, sizes))
+    return (*traffic, *_fused(run, sizes))
 
 
 def _alone(bundle: Bundle, flops: int, sizes: Sizes) -> Traffic:
@@ -82,10 +78,7 @@ def _fused(run: Sequence[Bundle], sizes: Sizes) -> Iterator[Traffic]:
 
 @dataclass(slots=True)
 class _Outside:
-    """The parts of tensors made outside of a run that the run has read.
-
-    Each part counts once, and no tensor counts for more than it has.
-    """
+    """Parts of tensors from outside of a run that it has read: each once, of no tensor more than it has."""
 
     sizes: Sizes
     _parts: set[tuple[Node, int, int]] = field(default_factory=set)

@@ -1,8 +1,7 @@
-"""How many bytes an operator's kernel may allocate while it runs, beyond its inputs and outputs.
+"""Bytes that an operator's kernel may allocate while it runs, beyond its inputs and outputs.
 
-The plan states this allowance per segment, so that a measured peak can be held against it. The rules follow what the
-CPU kernels of PyTorch do, measured operator by operator with malloc's own count (torch 2.13, 2 and 8 threads); CUDA
-kernels need less for the same operators.
+The plan states this allowance per segment, to hold a measured peak against. It follows PyTorch's CPU kernels, measured
+one by one with malloc's own count (torch 2.13, 2 and 8 threads); CUDA kernels need less.
 
     operator                     what its kernel allocates
     matrix product, fp32         nothing: MKL reads transposed operands in place
@@ -60,7 +59,7 @@ def kernel_workspace_nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs
     """Allowance in bytes for one call of an operator.
 
     Args:
-        packet: the operator without its overload, for example ``torch.ops.aten.mm``; None for anything else.
+        packet: the operator without its overload (``torch.ops.aten.mm``); None for anything else.
         inputs: its tensors in order of its arguments.
         outputs: its results, or what it writes into.
     """

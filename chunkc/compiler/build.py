@@ -1,15 +1,10 @@
 """The way from a captured iteration to a verified plan and compiled segments.
 
-Everything between capture and the first call is here. Nothing here touches a device or a model: what was captured, the
-target and an earlier layout go in; the plan, its compiled graphs and their readable code come out, or an error before
-anything has changed.
-
-Operators that run one by one take the bytes that capture counted, and their plan is final. A compiler that fuses
-operators takes fewer, but which is known only once there are segments to compile. So the first plan is made with the
-counted bytes as a bound (or, where that does not fit, for the least budget that the bound allows); its segments are
-compiled; and when things still move, the iteration is planned again with the operators' bytes corrected, which allows a
-larger arena. What such a plan takes is known when its segments are compiled too: it is kept if it fits and moves
-fewer bytes, else the one before it stands. All of this is decided by the schedule, so the same call decides the same.
+No device and no model is touched. The plan of operators that run one by one takes the bytes that capture counted, and
+is final. Fused operators take fewer, known only once segments are compiled. So the first plan takes the counted bytes
+as a bound (or, where that does not fit, the least budget that the bound allows), and is compiled. While things still
+move, the iteration is planned again with corrected bytes, which allow a larger arena, and compiled; that plan is kept
+if it fits and moves fewer bytes. The schedule decides all of this, so the same call decides the same.
 """
 
 from __future__ import annotations
@@ -20,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.capture.backend import BudgetChooser
-from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
+from chunkc.capture.graphs import Captured
+from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
-from chunkc.compiler.memory.decisions import beside_norms, with_norms
+from chunkc.compiler.memory.decisions import plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.cost.rates import CostRates
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Layout
@@ -46,6 +42,7 @@ from chunkc.passes import (
 from chunkc.passes.lower import LoweredGraph, lower
 from chunkc.passes.rematerialise import choose_budget
 from chunkc.passes.support.budget import too_small
+from chunkc.report import Plan as ReportedPlan
 from chunkc.runtime.execution.bound_action import CompiledGraph
 
 logger = logging.getLogger("chunkc")
@@ -60,9 +57,8 @@ class PlanRequest:
 
     Attributes:
         target: hardware and budgets in bytes of one rank.
-        options: wishes.
         passes: the pipeline, or None for the default one.
-        layout: the model's layout once there is one; it is kept as it is. An evaluation needs one.
+        layout: the model's layout once there is one, which is kept. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
         ranks_per_node: ranks of the job on this machine.
@@ -79,11 +75,50 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan that can run: ``graphs`` by graph kind, ``code`` by segment name."""
+    """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take.
+
+    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor.
+    """
 
     planned: Planned
+    passes: Sequence[Pass] | None
+    lowered: Mapping[GraphKind, LoweredGraph]
     graphs: Mapping[GraphKind, CompiledGraph]
-    code: Mapping[str, str]
+    segment_bytes: tuple[SegmentBytes, ...] = ()
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Device bytes at the peak."""
+        return self.plan.memory.device_peak_nbytes
+
+    def explain(self) -> None:
+        """Log what ``CHUNKC_DEBUG`` asks for."""
+        code = {s.name: s.module.code.strip() for low in self.lowered.values() for s in low.segments}
+        explain(ReportedPlan.of(self.plan), self.plan.stages, code)
+
+    def measuring(self) -> Plan | None:
+        """The same with programs that measure gradients as they land, verified; the graphs serve it as well.
+
+        None where the plan measures them already, or the budget leaves no room for what norms take.
+        """
+        if self.plan.tracks_grad_norm:
+            return None
+        plan = plan_with_norms(measuring_plan(self.planned, self.passes))
+        missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
+        if missing_nbytes > 0:
+            logger.warning(
+                "gradients are read one by one before each step, which waits for them: to measure them as they land "
+                "takes %d bytes more than the plan leaves. Give max_grad_norm= to the optimizer before the first "
+                "forward, and the plan makes room",
+                missing_nbytes,
+            )
+            return None
+        verify(plan)
+        return plan
 
 
 def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -> CompiledPlan:
@@ -92,28 +127,22 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
     Raises:
         ChunkcError: when the layout has no room for what the graphs train or read.
         BudgetError: when the budgets do not suffice; the ones that it names do.
-        HardwareError: when this machine's free memory does not.
-        PlanError: when the verifier refuses the plan.
     """
     if request.layout is not None:
         check_layout(captured.schedule, request.layout)
     search = _Search(captured, request, compiler)
-    found = search.best() if compiler.fuses else search.attempt(search.plan(captured.schedule))
-    plan = found.planned.plan
+    built = search.best() if compiler.fuses else search.attempt(search.plan(captured.schedule))
     if compiler.fuses:
-        verify(plan)  # with the bytes that its compiled segments take
+        verify(built.plan)  # with the bytes that its compiled segments take
     held_nbytes, layout = request.held_nbytes, request.layout
     if layout is not None:
         of_rank = layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
         held_nbytes += of_rank * request.ranks_per_node
-    check_free_memory(plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
+    check_free_memory(built.plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
-    logger.info("planned %s in %.1f s%s", plan.digest(), search.planning_s, tried)
-    logger.info("compiled %d segments in %.1f s", len(plan.segments), search.compiling_s)
-    gradients = {kind: graph.gradients for kind, graph in _sources(captured).items()}
-    graphs = {kind: CompiledGraph(low, compiler.compile(low), gradients[kind]) for kind, low in found.lowered.items()}
-    code = {s.name: s.module.code.strip() for low in found.lowered.values() for s in low.segments}
-    return CompiledPlan(found.planned, graphs, code)
+    logger.info("planned %s in %.1f s%s", built.plan.digest(), search.planning_s, tried)
+    logger.info("compiled %d segments in %.1f s", len(built.plan.segments), search.compiling_s)
+    return built
 
 
 def check_layout(schedule: Schedule, layout: Layout) -> None:
@@ -132,10 +161,10 @@ def check_layout(schedule: Schedule, layout: Layout) -> None:
             frozen.append(name)
     if not frozen and not unused:
         return
-    found = [f"{_first(frozen)} frozen"] if frozen else []
-    found += [f"{_first(unused)} used nowhere"] if unused else []
+    reasons = [f"{_first(frozen)} frozen"] if frozen else []
+    reasons += [f"{_first(unused)} used nowhere"] if unused else []
     raise ChunkcError(
-        f"the first training forward laid the model out for good, and {' and '.join(found)} then; this forward needs "
+        f"the first training forward laid the model out for good, and {' and '.join(reasons)} then; this forward needs "
         "them otherwise. Let the first forward train every parameter and take every branch that is ever to be trained "
         "(to add `0 * param.sum()` to the loss is enough; what is to rest may be frozen later). To go on with this "
         "model, save its state_dict() and its optimizer's, and load both into one that is compiled anew"
@@ -148,48 +177,16 @@ def _first(names: Sequence[str]) -> str:
     return f"{', '.join(names[:5])}{more} {'was' if len(names) == 1 else 'were'}"
 
 
-def measuring(built: CompiledPlan, passes: Sequence[Pass] | None) -> Callable[[], Plan | None] | None:
-    """Return a function that plans ``built`` again, with programs that measure gradients as they land.
-
-    The function verifies the new plan, and returns None where the budget leaves no room for what norms take. The graphs
-    of ``built`` serve the new plan as well.
-
-    Returns:
-        The function; None where the plan of ``built`` measures gradients already.
-    """
-    if built.planned.plan.tracks_grad_norm:
-        return None
-
-    def make() -> Plan | None:
-        plan = beside_norms(measuring_plan(built.planned, passes))
-        missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
-        if missing_nbytes > 0:
-            logger.warning(
-                "gradients are read one by one before each step, which waits for them: to measure them as they land "
-                "takes %d bytes more than the plan leaves. Give max_grad_norm= to the optimizer before the first "
-                "forward, and the plan makes room",
-                missing_nbytes,
-            )
-            return None
-        verify(plan)
-        return plan
-
-    return make
-
-
-def budget_chooser(rates: CostRates | None, request: Callable[[], PlanRequest]) -> BudgetChooser | None:
-    """Return the chooser of activation budgets for a capture backend.
-
-    Without the machine's rates the chooser is None, which keeps all.
-    """
+def budget_chooser(request: PlanRequest) -> BudgetChooser | None:
+    """Return what chooses activation budgets; None, which keeps all, without the machine's rates."""
+    rates = request.target.rates
     if rates is None:
         return None
 
     def choose(schedule_with: Callable[[float], Schedule]) -> tuple[float, str]:
-        found = request()
-        tracks_grad_norm = found.options.tracks_grad_norm
+        measures = request.options.tracks_grad_norm
         choice = choose_budget(
-            schedule_with, lambda s: _plan(with_norms(s) if tracks_grad_norm else s, found.target, found).plan, rates
+            schedule_with, lambda s: _plan(with_norms(s) if measures else s, request.target, request).plan, rates
         )
         return choice.budget, choice.note
 
@@ -213,32 +210,12 @@ def _plan(schedule: Schedule, target: Target, request: PlanRequest) -> Planned:
     return make_evaluation_plan(schedule, target, replace(options, cuts=None), layout=layout, passes=passes)
 
 
-def _sources(captured: Captured) -> dict[GraphKind, CapturedGraph]:
-    return {"forward": captured.forward, "backward": captured.backward}
+def _corrected(schedule: Schedule, built: CompiledPlan) -> Schedule:
+    return corrected(schedule, built.plan.segments, built.segment_bytes)
 
 
 def _moved_nbytes(plan: Plan) -> int:
     return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """A plan whose segments are compiled.
-
-    The memory of the plan is what the compiled segments take. ``found`` are the bytes of each segment.
-    """
-
-    planned: Planned
-    lowered: Mapping[GraphKind, LoweredGraph]
-    found: tuple[SegmentBytes, ...] = ()
-
-    @property
-    def needed_nbytes(self) -> int:
-        return self.planned.plan.memory.device_peak_nbytes
-
-    @property
-    def moved_nbytes(self) -> int:
-        return _moved_nbytes(self.planned.plan)
 
 
 @dataclass(slots=True)
@@ -253,11 +230,7 @@ class _Search:
     compiling_s: float = 0.0
 
     def plan(self, schedule: Schedule, device_nbytes: int | None = None) -> Planned:
-        """A verified plan for the target, or for another device budget.
-
-        Raises:
-            BudgetError: when it does not suffice.
-        """
+        """A verified plan for the target, or another device budget; BudgetError when it does not suffice."""
         started = time.perf_counter()
         request = self.request
         target = request.target
@@ -270,23 +243,23 @@ class _Search:
             self.planning_s += time.perf_counter() - started
         return planned
 
-    def attempt(self, planned: Planned) -> _Attempt:
+    def attempt(self, planned: Planned) -> CompiledPlan:
         """Compile the segments of a plan, and state what they take where the compiler says it."""
         started = time.perf_counter()
-        plan = planned.plan
-        lowered = {kind: lower_graph(g, plan, kind) for kind, g in _sources(self.captured).items()}
-        for graph in lowered.values():
-            self.compiler.compile(graph)
+        sources, compiler = self.captured.graphs, self.compiler
+        lowered = {kind: lower_graph(graph, planned.plan, kind) for kind, graph in sources.items()}
+        graphs = {k: CompiledGraph(low, compiler.compile(low), sources[k].gradients) for k, low in lowered.items()}
         self.num_attempts += 1
         self.compiling_s += time.perf_counter() - started
-        return self._stated(planned, lowered) if self.compiler.fuses else _Attempt(planned, lowered)
+        built = CompiledPlan(planned, self.request.passes, lowered, graphs)
+        return self._stated(built) if compiler.fuses else built
 
-    def _stated(self, planned: Planned, lowered: Mapping[GraphKind, LoweredGraph]) -> _Attempt:
-        started, plan = time.perf_counter(), planned.plan
-        footprints = {kind: self.compiler.footprints(graph) for kind, graph in lowered.items()}
-        found = iteration_bytes(self.captured, plan.segments, lowered, footprints)
+    def _stated(self, built: CompiledPlan) -> CompiledPlan:
+        started, plan = time.perf_counter(), built.plan
+        footprints = {kind: self.compiler.footprints(graph) for kind, graph in built.lowered.items()}
+        segment_bytes = iteration_bytes(self.captured, plan.segments, built.lowered, footprints)
         is_bound = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
-        true = stated(plan, found, is_bound=is_bound)
+        true = stated(plan, segment_bytes, is_bound=is_bound)
         memory = replace(true.memory, device_budget_nbytes=self.request.target.device_budget_nbytes)
         mib = 2**20
         note = (
@@ -296,69 +269,64 @@ class _Search:
         elapsed_s = time.perf_counter() - started
         self.planning_s += elapsed_s
         stages = (*plan.stages, StageRecord("fusion", elapsed_s * 1000, note))
-        digest = self.captured.schedule.digest()
-        true = replace(true, memory=memory, stages=stages, schedule_digest=digest)
-        return _Attempt(replace(planned, plan=true), lowered, found)
+        true = replace(true, memory=memory, stages=stages, schedule_digest=self.captured.schedule.digest())
+        return replace(built, planned=replace(built.planned, plan=true), segment_bytes=segment_bytes)
 
-    def best(self) -> _Attempt:
-        """The plan that moves fewest bytes among those tried that fit.
-
-        Raises:
-            BudgetError: when none fits.
-        """
+    def best(self) -> CompiledPlan:
+        """The plan that moves fewest bytes among those tried that fit; BudgetError when none does."""
         schedule, refusal = self.captured.schedule, None
         try:
-            found = self.attempt(self.plan(schedule))
-            schedule = corrected(schedule, found.planned.plan.segments, found.found)
+            best = self.attempt(self.plan(schedule))
+            schedule = _corrected(schedule, best)
         except BudgetError as error:
             refusal = error
-        if refusal is not None or not self._fits(found):
-            found, schedule = self._least(refusal)
+        if refusal is not None or not self._fits(best):
+            best, schedule = self._least(refusal)
         for _ in range(MAX_ROUNDS):
-            better = self._better(schedule, found)
+            better = self._better(schedule, best)
             if better is None:
                 break
             if self._fits(better):
-                found = better
-            schedule = corrected(schedule, better.planned.plan.segments, better.found)
-        return found
+                best = better
+            schedule = _corrected(schedule, better)
+        return best
 
-    def _fits(self, attempt: _Attempt) -> bool:
-        return attempt.needed_nbytes <= self.request.target.device_budget_nbytes
+    def _fits(self, built: CompiledPlan) -> bool:
+        return built.needed_nbytes <= self.request.target.device_budget_nbytes
 
-    def _better(self, schedule: Schedule, than: _Attempt) -> _Attempt | None:
+    def _better(self, schedule: Schedule, than: CompiledPlan) -> CompiledPlan | None:
         """A plan with the bytes of ``schedule`` that moves less, compiled; it may turn out not to fit."""
-        if not than.moved_nbytes:
+        moved_nbytes = _moved_nbytes(than.plan)
+        if not moved_nbytes:
             return None
         try:
             planned = self.plan(schedule)
         except BudgetError:
             return None
-        return self.attempt(planned) if _moved_nbytes(planned.plan) < than.moved_nbytes else None
+        return self.attempt(planned) if _moved_nbytes(planned.plan) < moved_nbytes else None
 
-    def _least(self, refusal: BudgetError | None) -> tuple[_Attempt, Schedule]:
-        """Return the plan that needs least device memory among those tried, and the corrected schedule.
+    def _least(self, refusal: BudgetError | None) -> tuple[CompiledPlan, Schedule]:
+        """Return the plan that needs least device memory of those tried, and the schedule corrected by them.
 
-        All plans tried correct the schedule. The budget has no say in which plans are tried, so what the error names
-        works when it is given.
+        The budget has no say in which plans are tried, so what the error names works when it is given.
 
         Raises:
             BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.
         """
         schedule = self.captured.schedule
         try:
-            found = self.attempt(self.plan(schedule, self._least_nbytes(schedule)))
+            least = self.attempt(self.plan(schedule, self._least_nbytes(schedule)))
         except BudgetError as error:
             raise refusal or error from None
-        schedule = corrected(schedule, found.planned.plan.segments, found.found)
+        schedule = _corrected(schedule, least)
         nbytes = self._least_nbytes(schedule)
-        if nbytes < found.needed_nbytes:
+        if nbytes < least.needed_nbytes:
             less = self.attempt(self.plan(schedule, nbytes))
-            schedule = corrected(schedule, less.planned.plan.segments, less.found)
-            found = min(found, less, key=lambda a: a.needed_nbytes)
-        if not self._fits(found):
-            raise too_small(found.planned.plan, self.request.target, self.request.options)
-        return found, schedule
+            schedule = _corrected(schedule, less)
+            least = min(least, less, key=lambda built: built.needed_nbytes)
+        if not self._fits(least):
+            raise too_small(least.plan, self.request.target, self.request.options)
+        return least, schedule
 
     def _least_nbytes(self, schedule: Schedule) -> int:
         try:

@@ -40,10 +40,7 @@ def debug_level() -> int:
 def explain(plan: Plan, stages: Sequence[StageRecord], code: Mapping[str, str]) -> None:
     """Log what the environment's rung asks for; nothing on rung 0 and on ranks other than 0.
 
-    Args:
-        plan: the finished plan.
-        stages: what each pass did, in order.
-        code: generated code by the name of its segment, for example ``{"fwd.0": "def call(args): ..."}``.
+    ``stages`` say what each pass did, in order. ``code`` is generated code by the name of its segment.
 
     Raises:
         ChunkcError: as `debug_level`.
@@ -71,10 +68,7 @@ def _texts(plan: Plan, stages: Sequence[StageRecord], code: Mapping[str, str], l
 
 @contextmanager
 def visible(logger: logging.Logger) -> Iterator[None]:
-    """Make INFO messages of ``logger`` visible within the block.
-
-    Without a handler in the program, one on standard error is added. Level and handler are undone on exit.
-    """
+    """Make INFO messages of ``logger`` visible within the block: on standard error without a handler."""
     level = logger.level
     handler = None if logger.hasHandlers() else logging.StreamHandler()
     if not logger.isEnabledFor(logging.INFO):

@@ -8,15 +8,12 @@
                                               named, one warning naming both             both
     a GPU with more memory than the one here  refused                                    emulated, one warning
 
-``CHUNKC_EMULATED=throttle`` makes an emulated device as slow as the rates of the machine that it was named after.
-
-So ``v100-240g`` on a larger GPU trains within a V100's memory, at the speed of the GPU that is here.
-
-Rates of a GPU that is named are those of its data sheet; where that GPU is here, the cores and the link of this machine
-count (`at_hand`).
+So ``v100-240g`` on a larger GPU trains within a V100's memory, at the speed of the GPU that is here. Rates of a GPU are
+those of its data sheet; where it is here, this machine's cores and link count (`at_hand`). ``CHUNKC_EMULATED=throttle``
+makes an emulated device as slow as the rates of the machine that it was named after.
 
 Each ``hw`` text makes a device of its own. Models that were given the same ``Hardware`` object share one device and its
-budgets, so that the second gets what the first left. Devices on one GPU share what it has, whoever named them.
+budgets: the second gets what the first left. Devices on one GPU share what it has, whoever named them.
 """
 
 from __future__ import annotations
@@ -51,10 +48,7 @@ MakeApi = Callable[[int], CudaApi]
 
 
 class SharedEmulated(EmulatedDevice):
-    """An emulated device that remembers the ``Hardware`` object it belongs to.
-
-    The id of the ``Hardware`` object therefore stays taken.
-    """
+    """An emulated device that remembers the ``Hardware`` object it belongs to, whose id so stays taken."""
 
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
         law, memory = Throttle(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
@@ -88,10 +82,7 @@ def device_for(
 ) -> tuple[Hardware, SharedDevice]:
     """The machine that ``hw`` names and the device to run on; see the module docstring.
 
-    Args:
-        hw: as for ``chunkc.compile``.
-        find_gpu: this rank's GPU, or None.
-        make_api: CUDA on a GPU by its index.
+    ``find_gpu`` finds this rank's GPU, or None; ``make_api`` makes CUDA on a GPU by its index.
 
     Raises:
         HardwareError: for an unknown machine, one with another number of GPUs than the job has ranks, or one whose GPU
@@ -147,14 +138,11 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
 
 
 def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ranks: Ranks) -> Hardware:
-    """Return ``machine`` with the cores and the PCIe link that this machine has.
+    """Return ``machine`` with the cores and the PCIe link of this one, if its GPU is the one here.
 
-    Where the GPU of ``machine`` is not the one here, ``machine`` is returned as it is. The call is collective. All
-    ranks get the same figures, the least of any rank: ranks that plan by different rates would make different plans. A
-    log line says what is assumed. What `chunkc calibrate` measured stays as it is.
-
-    Args:
-        cores: of this rank; None: all that the process may use.
+    The call is collective, and all ranks get the least of any: other rates would make other plans. What `chunkc
+    calibrate` measured stays. A log line says what is assumed. ``cores`` are this rank's; None: all that the process
+    may use.
     """
     gpu = device.gpu if isinstance(device, SharedCuda) else None
     if gpu is None or machine.tflops is None or machine.rates is not None or not gpu.is_a(machine.gpu):
@@ -162,10 +150,10 @@ def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ra
     else:
         num_cores = len(usable_cores() if cores is None else cores.ids)
         own = num_cores * machine.gpus_per_node, gpu.by_nvml and gpu.by_nvml.pcie_gb_per_s
-    found = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
-    if None in found:
+    figures = [json.loads(text) for text in ranks.collect(json.dumps(own).encode())]
+    if None in figures:
         return machine
-    num_node_cores, links = min(cores for cores, _ in found), [link for _, link in found]
+    num_node_cores, links = min(cores for cores, _ in figures), [link for _, link in figures]
     link = machine.pcie_gb_per_s if None in links else min(links)
     logger.info(
         "hw=%s: planned by this machine's %d cores and PCIe at %.1f GB/s, by the data sheet, and by assumptions (%.0f "
@@ -184,9 +172,8 @@ def count_libraries(device: SharedDevice) -> None:
 def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True, ranks_per_node: int = 1) -> None:
     """Refuse a plan that this machine's free host memory cannot hold, for all ranks of it together.
 
-    Args:
-        already_held_nbytes: bytes of the model itself, which the chunks consume as they fill.
-        is_host: whether host memory stands for the device too.
+    ``already_held_nbytes`` are the model's, which the chunks consume as they fill. ``is_host``: host memory stands for
+    the device too.
 
     Raises:
         HardwareError: with the numbers.

@@ -9,41 +9,33 @@
     while gradients lie over parameters (no step yet)         gathered, the gradients stay
     not captured as one graph, or too large for the budget    gathered, with the reason
 
-Programs stand in the layout of training. On the gathered path the plain forward runs and every parameter gathers itself
-for the operator that reads it: exact, slow, outside of the plan. Both paths leave parameters, gradients and optimizer
-states as they were. A program that runs between a forward and its backward takes its memory beside the activations that
-wait.
+Programs stand in the layout of training, beside activations that wait for a backward. On the gathered path the plain
+forward runs and every parameter gathers itself for the operator that reads it: exact, slow, outside of the plan. Both
+leave parameters, gradients and optimizer states as they were.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch.fx import GraphModule
 
 from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
-from chunkc.capture.backend import BoxedCallable, CaptureBackend, Compiled
-from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import PlanRequest, build
-from chunkc.compiler.debug import explain
+from chunkc.capture.backend import capture_graph
+from chunkc.compiler.build import CompiledPlan, build
+from chunkc.compiler.capture_session import CaptureSession
+from chunkc.compiler.graph_entry import RuntimeReference
 from chunkc.compiler.memory.decisions import with_decisions
-from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import ShapeTable, Signature, entry_maker, signature_of
-from chunkc.compiler.validation import buffer_test
 from chunkc.distributed.agreement import Kind
 from chunkc.errors import CaptureError, ChunkcError, RankError, ShapeLimitError
-from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import GraphKind
 from chunkc.ir.verify import verify_beside
 from chunkc.passes import Planned
-from chunkc.report import Plan as ReportedPlan
-from chunkc.runtime.execution.bound_action import CompiledGraph
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.model.program_state import AtStake
@@ -61,67 +53,24 @@ _GROWING = "inputs grow by one from call to call, as in generation"
 _LIMIT = "as many programs are made as a model may have"
 
 
-class Owner(Protocol):
-    """The parts of a compiled model that its evaluator needs."""
-
-    runtime: ModelRuntime
-
-    def request(self) -> PlanRequest:
-        """Return the request for a plan made now."""
-        ...
-
-
 class Evaluator:
-    """All calls without gradients of one compiled model.
+    """All calls without gradients of one compiled model; ``planned``: the plans made, in order."""
 
-    Attributes:
-        shapes: programs by the signature of a call; past ``shapes.max_programs`` calls are gathered.
-        planned: the plans made, in order.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        owner: Owner,
-        compiler: SegmentCompiler,
-        is_cast: Callable[[Any], bool],
-        backend_options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, session: CaptureSession) -> None:
+        self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph))
         self.planned: list[Planned] = []
-        self._model = model
-        self._owner = owner
-        self._compiler = compiler
-        self._started_s = 0.0
+        self._session = session
         self._told: set[str] = set()
         self._seen = _Memory()
         self._refused = _Memory()
         self._last: Signature | None = None
-        by_id = {id(p): i for i, p in enumerate(owner.runtime.params)}
-        on_evaluation = weakref.WeakMethod(self._on_evaluation)  # Dynamo holds backends until the model is deleted
-
-        def captured(forward: Captured) -> BoxedCallable:
-            method = on_evaluation()
-            if method is None:
-                raise ChunkcError("the compiled model was deleted while its forward was captured")
-            return method(forward)
-
-        backend = CaptureBackend(
-            index_of=lambda value: by_id.get(id(value)),
-            infos=owner.runtime.infos,
-            on_capture=_refuse_training,
-            on_evaluation=captured,
-            is_cast=is_cast,
-            is_buffer=buffer_test(model),
-            **backend_options,
-        )
-        self.shapes = ShapeTable(entry_maker(model, backend))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module's forward without gradients."""
-        signature = signature_of(self._model, args, kwargs)
+        signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"
-        self._owner.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
+        self._session.runtime.ranks.agree(Kind.EVALUATE, lambda: [way])
         self._seen.add(signature)
         self._last = signature
         if reason is None:
@@ -138,16 +87,16 @@ class Evaluator:
     def _gathered(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The plain forward, in which every parameter gathers itself."""
         try:
-            return call_plain(self._model, args, kwargs)
+            return call_plain(self._session.model, args, kwargs)
         except RankError:
             raise
         except Exception:  # whatever the model raises: the others may be reading a parameter
-            self._owner.runtime.ranks.announce_failure()
+            self._session.runtime.ranks.announce_failure()
             raise
 
     def _why_gathered(self, signature: Signature) -> str | None:
         """Why this call takes the gathered path (empty: told before); None where it may take a program."""
-        runtime = self._owner.runtime
+        runtime = self._session.runtime
         if not signature.is_plain:
             return _STRANGE
         if signature in self._refused:
@@ -174,8 +123,8 @@ class Evaluator:
             )
 
     def _run_program(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        runtime = self._owner.runtime
-        before, self._started_s = runtime.accounting.num_evaluations, time.perf_counter()
+        runtime = self._session.runtime
+        before, self._session.started_s = runtime.accounting.num_evaluations, time.perf_counter()
         with capture_settings(), runtime.parameters.entering():
             outputs = self.shapes.call(signature, args, kwargs)
         if runtime.accounting.num_evaluations == before:  # a stance of torch.compiler, or nothing to compute
@@ -183,22 +132,65 @@ class Evaluator:
             self._tell("torch.compile ran it without a graph", logging.WARNING)
         return outputs
 
-    def _on_evaluation(self, captured: Captured) -> BoxedCallable:
+    def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Capture, plan and compile a forward without gradients, beside the latest training program."""
+        session, entry = self._session, _Entry()
+        runtime, training, compiler = session.runtime, session.runtime.executor, session.settings.compiler
+        captured, code = capture_graph(
+            module, example_inputs, session.tensors, compiler.tracing, entry.forward, evaluates=True
+        )
+        if captured.tangents is not None:
+            raise CaptureError("the forward turns gradients on although the call has turned them off")
         self.shapes.check_room()
-        runtime, training = self._owner.runtime, self._owner.runtime.executor
-        num_ops = len(captured.schedule.forward.operators)
-        logger.info("captured %d operators without gradients in %.1f s", num_ops, time.perf_counter() - self._started_s)
-        if not num_ops or training is None:
+        session.log(captured, " without gradients")
+        if training is None or not captured.schedule.forward.operators:
             raise CaptureError("there is nothing to compute, or no training program to stand beside")
         decided = with_decisions(captured, tracks_grad_norm=training.plan.tracks_grad_norm, scales=False)
-        built = build(decided, self._owner.request(), self._compiler)
-        plan = built.planned.plan
-        verify_beside(plan, training.plan)
-        runtime.accounting.reserve(plan.memory.device_peak_nbytes)
+        built = build(decided, session.request(), compiler)
+        verify_beside(built.plan, training.plan)
+        runtime.accounting.reserve(built.plan.memory.device_peak_nbytes)
+        entry.attach(runtime, built, captured.held_at_start_nbytes)
         self.planned.append(built.planned)
         self.shapes.captured()
-        explain(ReportedPlan.of(plan), plan.stages, built.code)
-        return _callable(plan, built.graphs, runtime, captured.held_at_start_nbytes)
+        built.explain()
+        return code
+
+
+class _Entry(RuntimeReference):
+    """The functions behind compiled code of one graph without gradients."""
+
+    def attach(self, runtime: ModelRuntime, built: CompiledPlan, held_nbytes: int) -> None:
+        """Run as ``built`` says; ``held_nbytes`` are alive before the program begins."""
+        self.refer_to(runtime)
+        self._built, self._held_nbytes = built, held_nbytes
+
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Run the program between joined streams, from cold to cold. A backward that waits resumes from cold."""
+        runtime, executor = self.runtime(), self._executor()
+        executor.agree(Kind.EVALUATE, "evaluate")
+        with runtime.ranks.collective_section("an evaluation", runtime.device.synchronize):
+            runtime.settle()
+            runtime.state.to_cold()
+            runtime.parameters.join()
+            runtime.device.check_usable()
+            runtime.accounting.start_evaluation(self._held_nbytes)
+            try:
+                with runtime.state.changing(AtStake.DEVICE):
+                    outputs = executor.evaluate(args)
+            except BaseException:
+                runtime.state.recover()
+                raise
+        runtime.accounting.num_asked_syncs += 1
+        runtime.accounting.end_evaluation(runtime.layout, outputs)
+        return outputs
+
+    def _executor(self) -> Executor:
+        runtime, plan = self.runtime(), self._built.plan
+        if self not in runtime.executors:
+            with torch.inference_mode(False):  # views of the arena are ordinary tensors
+                store = runtime.parameters.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
+                runtime.executors[self] = Executor(plan, store, runtime.device, self._built.graphs, runtime.ranks)
+        return runtime.executors[self]
 
 
 class _Memory:
@@ -217,60 +209,8 @@ class _Memory:
             self._hashes.popitem(last=False)
 
 
-def _callable(
-    plan: Plan, graphs: Mapping[GraphKind, CompiledGraph], runtime: ModelRuntime, held_nbytes: int
-) -> BoxedCallable:
-    """Return the callable that stands in for the graph.
-
-    Dynamo's tables keep the callable, so the callable must not hold on to the model's memory.
-    """
-    runtime_of, key = weakref.ref(runtime), object()
-
-    def evaluate(args: list[Any]) -> list[Any]:
-        runtime = runtime_of()
-        if runtime is None:
-            raise ChunkcError("the compiled model was deleted before its forward ran")
-        if key not in runtime.executors:
-            with torch.inference_mode(False):  # views of the arena are ordinary tensors
-                store = runtime.parameters.adopt(plan.layout, static_slots(plan.layout, plan.cold.resident))
-                runtime.executors[key] = Executor(plan, store, runtime.device, graphs, runtime.ranks)
-        return _evaluate(runtime, runtime.executors[key], args, held_nbytes)
-
-    return evaluate
-
-
-def _evaluate(runtime: ModelRuntime, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-    """Run an evaluation between joined streams, from cold to cold.
-
-    A backward that waits resumes from cold.
-    """
-    executor.agree(Kind.EVALUATE, "evaluate")
-    with runtime.ranks.collective_section("an evaluation", runtime.device.synchronize):
-        runtime.settle()
-        runtime.state.to_cold()
-        runtime.parameters.join()
-        runtime.device.check_usable()
-        runtime.accounting.start_evaluation(held_nbytes)
-        try:
-            with runtime.state.changing(AtStake.DEVICE):
-                outputs = executor.evaluate(args)
-        except BaseException:
-            runtime.state.recover()
-            raise
-    runtime.accounting.num_asked_syncs += 1
-    runtime.accounting.end_evaluation(runtime.layout, outputs)
-    return outputs
-
-
-def _refuse_training(captured: Captured) -> Compiled:
-    raise CaptureError("the forward turns gradients on although the call has turned them off")
-
-
 def _cause(error: Exception) -> str:
-    """Return the cause of ``error`` as one text.
-
-    Of a graph break, the text says what breaks the graph, and the source line.
-    """
+    """Return the cause of ``error`` as one text; of a graph break, with the source line."""
     inner = getattr(error, "inner_exception", None)
     if isinstance(inner, ChunkcError) or isinstance(error, ChunkcError):
         return str(inner or error)

@@ -18,10 +18,7 @@ from chunkc.runtime.model.model import ModelRuntime
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A plain parameter that stands for a managed one inside ``full_params``.
-
-    ``version`` is that of the managed parameter at entry.
-    """
+    """A plain parameter that stands for a managed one, whose ``version`` is that at entry."""
 
     index: int
     real: nn.Parameter
@@ -59,7 +56,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     held: set[torch.Tensor] = set()
     compiled.is_open = True
     try:
-        with compiled.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
+        with compiled.settings.in_fp32.resting(), swapped_tensors(model, plain, buffers=False):
             try:
                 yield model
             finally:

@@ -1,16 +1,14 @@
 """Parameters that stay in fp32 in a model computed in 16 bits.
 
 Sums of squares in normalisations, and the logits by which routers choose, lose in 16 bits what matters. A pattern of
-``keep_fp32`` names parameters; the modules that own them then compute in fp32: floating-point inputs are cast on the
-way in and outputs back on the way out, by hooks on those modules, which are captured with the forward. Their parameters
-have chunks of fp32. A module that owns such parameters computes in fp32 with all that is inside it.
-
-Batch normalisation keeps its dtype by itself and takes inputs in 16 bits (``chunkc.compiler.validation``).
+``keep_fp32`` names parameters. A module that owns one computes in fp32 with all that is inside it: hooks, captured with
+the forward, cast floating-point inputs on the way in and outputs back. Batch normalisation keeps its dtype by itself
+(``chunkc.compiler.validation``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,7 +30,7 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
     """
     if isinstance(patterns, str):
         raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
-    names = [(name, param) for param, found in params.items() for name in found]
+    names = [(name, param) for param, own in params.items() for name in own]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in names):
             some = ", ".join(name for name, _ in names[:3])
@@ -41,20 +39,24 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
 
 
 class _Cast:
-    """A hook of one module that casts floating-point tensors to ``dtype``.
+    """A hook of one module that casts its arguments or its results to ``dtype``; None leaves them.
 
-    With None as ``dtype`` the hook leaves tensors as they are. In a copy of the model (``copy.deepcopy``, pickle)
-    ``dtype`` is None: the copy's parameters all have the dtypes in which they were handed over.
+    None in a copy of the model (``copy.deepcopy``, pickle): all its parameters have the dtypes of before.
     """
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
+    def __init__(self, dtype: torch.dtype | None, *, of_results: bool) -> None:
         self.dtype = dtype
+        self._of_results = of_results
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], last: Any) -> Any:
+        """Before the forward ``last`` are keyword arguments, behind it results."""
+        return self._cast(last if self._of_results else (args, last))
 
     def __deepcopy__(self, memo: object) -> _Cast:
-        return type(self)(None)
+        return _uncast(self._of_results)
 
-    def __reduce__(self) -> tuple[type[_Cast], tuple[None]]:
-        return type(self), (None,)
+    def __reduce__(self) -> tuple[Callable[[bool], _Cast], tuple[bool]]:
+        return _uncast, (self._of_results,)
 
     def _cast(self, values: Any) -> Any:
         dtype = self.dtype
@@ -63,26 +65,12 @@ class _Cast:
         return pytree.tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, values)
 
 
-class _CastIn(_Cast):
-    """Of arguments, before the forward."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._cast(args), self._cast(kwargs)
-
-
-class _CastOut(_Cast):
-    """Of results, behind it."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return self._cast(output)
+def _uncast(of_results: bool) -> _Cast:
+    return _Cast(None, of_results=of_results)
 
 
 class Fp32Modules:
-    """The modules of one model that compute in fp32 beside others that compute in ``dtype``.
-
-    Attributes:
-        params: the parameters that are kept in fp32.
-    """
+    """Modules that compute in fp32, beside others in ``dtype``, for ``params``, which are kept in fp32."""
 
     def __init__(
         self,
@@ -99,7 +87,7 @@ class Fp32Modules:
         """Cast on their way in and out from now on."""
         handles = []
         for module in self._modules:
-            before, behind = _CastIn(torch.float32), _CastOut(self._dtype)
+            before, behind = _Cast(torch.float32, of_results=False), _Cast(self._dtype, of_results=True)
             self._hooks += before, behind
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             handles.append(module.register_forward_hook(behind))
@@ -132,8 +120,6 @@ class Fp32Modules:
 def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype | None) -> Fp32Modules:
     """Return the parameters that match ``patterns``, and the modules that own them.
 
-    The other parameters are computed in ``dtype``; with None, in the dtype that they have.
-
     Raises:
         ChunkcError: when a pattern matches nothing, a module has kept parameters and others, or the others have several
             dtypes.
@@ -149,14 +135,12 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype |
 
 
 def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules that own parameters of ``kept``.
-
-    All parameters of such a module must be kept. Parameters of ``ignored`` do not count.
+    """Return the outermost modules that own parameters of ``kept``, and none but these and ``ignored``.
 
     Raises:
         ChunkcError: when such a module has other parameters too, of its own or of modules inside it.
     """
-    found: list[nn.Module] = []
+    owners: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if p not in ignored]
@@ -171,6 +155,6 @@ def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozens
                 f"{', '.join(outside[:5])}; a module computes in one dtype, so name all of its parameters: "
                 f"{name + '.*' if name else '*'!r}"
             )
-        found.append(module)
+        owners.append(module)
         inside.update(module.modules())
-    return found
+    return owners

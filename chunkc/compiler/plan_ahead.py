@@ -1,10 +1,9 @@
-"""Planning ahead: one iteration of a model is captured on fake tensors and planned.
+"""Planning ahead: one iteration of a model is captured on fake tensors and planned, for any machine.
 
-The machine that the plan is for need not be there. The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the
-same backend and passes), so the plan is the one that a run makes; a run with Inductor then corrects it by what compiled
-segments take. Only the tensors differ: every parameter, buffer and input is replaced by a fake CPU tensor of the same
-shape, strides, storage and dtype, wherever the model was built, on the meta device too. Nothing of it takes memory, and
-the capture ends as soon as both graphs are known, before anything runs.
+The path is that of ``chunkc.compile`` (Dynamo, AOTAutograd, the same capture and passes), so the plan is the one that a
+run makes; a run with Inductor then corrects it by what compiled segments take. Only the tensors differ: a fake CPU
+tensor of the same shape, strides, storage and dtype stands for every parameter, buffer and input, of the meta device
+too. Nothing takes memory, and nothing runs.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from chunkc._torch_compat.core import (
     BackendCompilerFailed,
@@ -30,13 +30,14 @@ from chunkc._torch_compat.core import (
     pytree,
 )
 from chunkc._torch_compat.release import ReleasableBackend
-from chunkc.capture.backend import BudgetChooser, CaptureBackend, Compiled
+from chunkc.capture.attention import drop_attention_dropout
+from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.build import PlanRequest, budget_chooser
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.memory.decisions import with_decisions
-from chunkc.compiler.segment_compiler import Backend, SegmentCompiler, backend_options
-from chunkc.compiler.validation import buffer_test, is_mixed, param_infos, unique_params
+from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
+from chunkc.compiler.validation import is_mixed, param_infos, unique_params
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import ParamInfo, Schedule
@@ -47,6 +48,19 @@ from chunkc.report import Plan
 logger = logging.getLogger("chunkc")
 
 
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Switch off Python's cyclic garbage collector, which takes a quarter of the time and finds nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@uncollected()
 def plan_ahead(
     model: nn.Module,
     target: Target,
@@ -61,57 +75,22 @@ def plan_ahead(
 ) -> Plan:
     """Return the verified plan of one iteration of ``model``.
 
-    The stages of the plan say what capture and verifier took, too. Nothing is compiled, so where ``backend`` fuses
-    operators the non-model bytes are a bound: those of the operators one by one. ``compile`` may then plan fewer moves,
-    and fit where this does not.
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
+    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
 
     Args:
         dtype: what fp32 parameters are computed in, or None to leave all as they are.
         in_fp32: the parameters that stay in fp32.
-        is_for_gpu: whether the target is a GPU; as for `CaptureBackend`.
+        is_for_gpu: whether the target is a GPU, where attention with dropout is one kernel.
 
     Raises:
         BudgetError: when the model does not fit ``target``.
         CaptureError: when its forward is no single graph that can be trained.
     """
-    with uncollected():
-        return _plan(model, target, options, example_inputs, dtype, backend, passes, in_fp32, is_for_gpu)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Switch off Python's cyclic garbage collector within the block.
-
-    Among millions of objects of graphs, all in use, the collector finds nothing. Walking the objects again and again
-    takes a quarter of the time.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def _plan(
-    model: nn.Module,
-    target: Target,
-    options: PlanOptions,
-    example_inputs: Mapping[str, Any] | Sequence[Any],
-    dtype: torch.dtype | None,
-    backend: Backend,
-    passes: Sequence[Pass] | None,
-    in_fp32: Fp32Modules | None,
-    is_for_gpu: bool,
-) -> Plan:
-    started = time.perf_counter()
-    choose = budget_chooser(target.rates, lambda: PlanRequest(target, options, passes))
+    choose = budget_chooser(PlanRequest(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
     captured = with_decisions(captured, tracks_grad_norm=options.tracks_grad_norm, scales=options.scales)
-    capture_ms = 1e3 * (time.perf_counter() - started)
-    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
-    return plan_schedule(captured.schedule, target, options, (dynamo, *captured.stages), backend, passes)
+    return plan_schedule(captured.schedule, target, options, captured.stages, backend, passes)
 
 
 def plan_schedule(
@@ -122,10 +101,7 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """Return the verified plan of one iteration that is captured already.
-
-    ``stages`` say how the iteration was captured, and stand first among those of the plan. The other arguments are as
-    for ``plan_ahead``.
+    """Return the verified plan of one iteration that was captured in ``stages``, the first of the plan's.
 
     Raises:
         BudgetError: when it does not fit ``target``.
@@ -161,47 +137,41 @@ def capture_ahead(
     *,
     is_for_gpu: bool = False,
 ) -> Captured:
-    """One iteration of ``model`` as the compiler sees it; the model stays as it is.
-
-    ``choose_budget``, as for `CaptureBackend`, says what is kept for backward, ``in_fp32`` which parameters stay fp32,
-    ``is_for_gpu``, as there, how attention with dropout is traced.
+    """Capture one iteration of ``model``, which stays as it is; arguments as for `plan_ahead`.
 
     Raises:
         CaptureError: when its forward is no single graph that can be trained.
     """
 
-    def done(captured: Captured) -> Compiled:
-        raise _CaptureDone(captured)
+    def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
+        if is_for_gpu:
+            drop_attention_dropout(module)
+        raise _CaptureDone(capture_graph(module, graph_inputs, tensors, tracing, choose=choose_budget)[0])
 
     def enter(*args: Any, **kwargs: Any) -> Any:
         return call_plain(model, args, kwargs)
 
-    in_fp32 = in_fp32 or Fp32Modules()
+    started = time.perf_counter()
+    in_fp32, tracing = in_fp32 or Fp32Modules(), SegmentCompiler.of(backend).tracing
     params = list(unique_params(model))
     fakes = _Fakes(dict(zip(params, param_infos(model, dtype, in_fp32.params), strict=True)))
     with in_fp32.attached(), FakeTensorMode(allow_non_fake_inputs=True), swapped_tensors(model, fakes.stand_in):
-        by_id = {id(p): i for i, p in enumerate(unique_params(model))}
+        tensors = ModelTensors(model, unique_params(model), list(fakes.infos.values()))
         inputs = pytree.tree_map_only(torch.Tensor, fakes.of, example_inputs)
         if is_mixed(params, dtype):
-            inputs = pytree.tree_map_only(torch.Tensor, lambda value: fakes.cast(value, dtype), inputs)
-        capture = CaptureBackend(
-            index_of=lambda value: by_id.get(id(value)),
-            infos=list(fakes.infos.values()),
-            on_capture=done,
-            is_cast=lambda value: id(value) in fakes.cast_from,
-            choose_budget=choose_budget,
-            is_buffer=buffer_test(model),
-            is_for_gpu=is_for_gpu,
-            **backend_options(backend),
-        )
-        releasable = ReleasableBackend(capture)
+            inputs = pytree.tree_map_only(torch.Tensor, lambda value: _cast(value, dtype, tensors), inputs)
+        releasable = ReleasableBackend(compile_graph)
         run: Callable[..., Any] = torch.compile(fresh_code(enter), backend=releasable, fullgraph=True, dynamic=False)
         try:
             with capture_settings(), torch.enable_grad():
                 run(**inputs) if isinstance(inputs, Mapping) else run(*inputs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, _CaptureDone):
-                return error.inner_exception.captured
+                captured = error.inner_exception.captured
+                elapsed_ms = 1e3 * (time.perf_counter() - started) - sum(s.elapsed_ms for s in captured.stages)
+                return replace(
+                    captured, stages=(StageRecord("dynamo", elapsed_ms, "forward as one graph"), *captured.stages)
+                )
             if isinstance(error.inner_exception, ChunkcError):
                 raise error.inner_exception from None
             raise
@@ -214,15 +184,9 @@ def capture_ahead(
 
 @dataclass(slots=True)
 class _Fakes:
-    """Fake CPU tensors for real and meta ones, to be made inside a ``FakeTensorMode``.
-
-    Attributes:
-        infos: facts of the model's own parameters, in compute dtype.
-        cast_from: by the identity of a fake that was cast to compute dtype, the fake that it was cast from.
-    """
+    """Fake CPU tensors in a ``FakeTensorMode``; ``infos``: facts of parameters, in compute dtype."""
 
     infos: Mapping[torch.Tensor, ParamInfo]
-    cast_from: dict[int, torch.Tensor] = field(default_factory=dict)
     _storages: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     _made: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -235,9 +199,9 @@ class _Fakes:
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a fake of ``value`` with the same strides over as many bytes.
+        """Return a fake of ``value`` with the same strides; the same tensor has the same fake.
 
-        The same tensor has the same fake. Fakes of views of one storage are views of one storage.
+        Fakes of views of one storage are views of one storage.
         """
         if id(value) not in self._made:
             storage = value.untyped_storage()
@@ -249,22 +213,20 @@ class _Fakes:
             self._made[id(value)] = made.requires_grad_(value.requires_grad)
         return self._made[id(value)]
 
-    def cast(self, value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """A floating-point input in compute dtype; itself where it has that already."""
-        made = value.detach().to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
-        if made is not value:
-            self.cast_from[id(made)] = value
-        return made.requires_grad_(value.requires_grad)
+
+def _cast(value: torch.Tensor, dtype: torch.dtype | None, tensors: ModelTensors) -> torch.Tensor:
+    """A floating-point input in compute dtype, noted as a copy; itself where it has that already."""
+    copy = value.detach().to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if copy is not value:
+        tensors.casts.add(id(copy))
+    return copy.requires_grad_(value.requires_grad)
 
 
 @contextmanager
 def swapped_tensors(
     model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool = True
 ) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Replace every parameter (and buffer) ``t`` of ``model`` by ``make(t)`` within the block.
-
-    Ties are kept.
-    """
+    """Replace every parameter (and buffer) ``t`` of ``model`` by ``make(t)`` in the block, ties kept."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     before: list[tuple[dict[str, Any], dict[str, Any]]] = []
     try:

@@ -18,6 +18,7 @@ from chunkc._torch_compat.inductor import (
     inductor_decompositions,
     inductor_joint_passes,
 )
+from chunkc.capture.backend import TracingOptions
 from chunkc.compiler.memory.footprint import Footprint, graph_footprint
 from chunkc.compiler.memory.inductor import NotUnderstoodError, source_footprint
 from chunkc.errors import ChunkcError
@@ -47,10 +48,7 @@ def compile_inductor(segment: LoweredSegment) -> SegmentCallable:
 
 
 def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprint:
-    """Return the footprint of a segment that Inductor compiled.
-
-    Where that cannot be told, the footprint is what the segment's operators take one by one.
-    """
+    """Return the footprint of a segment as Inductor compiled it, or of its operators where none is told."""
     generated = inductor_code(compiled)
     reason = "it has no generated code"
     if generated is not None:
@@ -62,25 +60,19 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
     return graph_footprint(segment.module)
 
 
-def backend_options(backend: str) -> dict[str, Any]:
-    """Options of the capture backend that segments of ``backend`` need."""
-    if backend == "inductor":
-        return {"decompositions": inductor_decompositions(), "prepare_joint": inductor_joint_passes, "fuses": True}
-    return {}
-
-
 class SegmentCompiler:
-    """Compiles the segments of one model; equal segments once.
+    """Compiles the segments of one model, equal segments once, of graphs traced by ``tracing``.
 
-    Attributes:
-        fuses: whether compiled segments take other bytes than their operators one by one, which ``footprints`` says.
+    ``fuses``: whether compiled segments take other bytes than their operators one by one (``footprints``).
     """
 
     def __init__(
         self,
         compile_one: Callable[[LoweredSegment], SegmentCallable],
         read_footprint: Callable[[LoweredSegment, SegmentCallable], Footprint] | None = None,
+        tracing: TracingOptions = TracingOptions(),  # noqa: B008 - frozen
     ) -> None:
+        self.tracing = tracing
         self.fuses = read_footprint is not None
         self._compile_one = compile_one
         self._read_footprint = read_footprint
@@ -89,14 +81,13 @@ class SegmentCompiler:
 
     @staticmethod
     def of(backend: str) -> SegmentCompiler:
-        """The compiler of ``backend``.
-
-        Raises:
-            ChunkcError: for an unknown backend.
-        """
+        """The compiler of ``backend``; ChunkcError for an unknown one."""
         if backend not in ("inductor", "eager"):
             raise ChunkcError(f"backend={backend!r} is unknown; choose inductor or eager")
-        return SegmentCompiler(compile_eager) if backend == "eager" else SegmentCompiler(compile_inductor, footprint_of)
+        if backend == "eager":
+            return SegmentCompiler(compile_eager)
+        tracing = TracingOptions(inductor_decompositions(), inductor_joint_passes, fuses=True)
+        return SegmentCompiler(compile_inductor, footprint_of, tracing)
 
     @property
     def num_compiles(self) -> int:
@@ -111,10 +102,7 @@ class SegmentCompiler:
         return [self._compiled[segment.key] for segment in graph.segments]
 
     def footprints(self, graph: LoweredGraph) -> list[Footprint]:
-        """Return when every segment of ``graph`` takes and lets go of memory, in order.
-
-        With a compiler that fuses, the footprints are those of the compiled segments.
-        """
+        """Return when every segment of ``graph``, as compiled, takes and lets go of memory, in order."""
         for segment, compiled in zip(graph.segments, self.compile(graph), strict=True):
             if segment.key not in self._footprints:
                 read = self._read_footprint or (lambda s, _: graph_footprint(s.module))

@@ -1,27 +1,28 @@
 """The shapes that one model meets: a table from the signature of a call to an entry.
 
-Each entry has a code object of its own. Dynamo counts its recompile limit per code object and, where it is exceeded,
-gives up. With an entry for each signature an entry sees few guards fail, so that the bound on programs is ours, per
-model, and no process-wide setting is touched. Dynamo's guards stay in charge inside an entry: what a signature does not
-know of (attributes of the model, contents of arguments of other kinds) makes a further program there.
+Dynamo counts its recompile limit per code object, and where it is exceeded, gives up. Each entry has a code object of
+its own, which sees few guards fail, so the bound on programs is ours, per model, and no process-wide setting is
+touched. Guards decide inside an entry: what a signature does not know of (attributes of the model, contents of
+arguments of other kinds) makes a further program there.
 
-A signature holds no tensor and no object of the user's, only what describes them. How tensors overlap in memory is part
-of it: a graph that changes an input in place is made for inputs that lie so.
+A signature holds no object of the user's, only what describes them: also how tensors overlap in memory, since a graph
+that changes an input in place is made for inputs that lie so.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
 
 from chunkc._torch_compat.core import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
 from chunkc._torch_compat.release import ReleasableBackend
-from chunkc.errors import ShapeLimitError
+from chunkc.errors import ChunkcError, ShapeLimitError
 
 MAX_PROGRAMS = 64
 """Programs that one model may have for training, and as many for evaluation: ``ShapeTable.max_programs``."""
@@ -32,17 +33,16 @@ _SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 _TENSORS = (torch.Tensor, nn.Parameter)
 
 Shape = tuple[int, ...]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The facts of a call that tell it apart from other calls.
+    """The facts of a call that tell it apart; ``key`` is equal for calls that may share a program.
 
-    Attributes:
-        key: equal for calls that may share a program.
-        shapes: of all tensors, in order.
-        frame: the key without shapes and strides.
-        is_plain: whether all arguments are tensors, numbers, strings, None, or containers of these.
+    ``shapes`` are of all tensors in order, ``frame`` is the key without shapes and strides. ``is_plain``: all arguments
+    are tensors, numbers, strings, None, or containers of these.
     """
 
     key: Hashable
@@ -105,9 +105,9 @@ class _Reader:
         self.sizes.append((shape, tensor.stride()))
 
     def _overlaps(self, tensor: torch.Tensor, number: int) -> tuple[tuple[int, int], ...]:
-        """Return the earlier tensors that reach into the bytes from the first to the last of ``tensor``.
+        """Return the earlier tensors within the bytes of ``tensor``.
 
-        Each comes with the bytes by which ``tensor`` begins behind the start of the earlier tensor.
+        Each comes with the bytes by which ``tensor`` begins behind its start.
         """
         storage, numel = storage_address(tensor), tensor.numel()
         if not storage or not numel:
@@ -116,9 +116,9 @@ class _Reader:
         start = tensor.data_ptr()
         end = start + (last + 1) * tensor.element_size()
         spans = self._spans.setdefault(storage, [])
-        found = tuple((n, start - begin) for n, begin, until in spans if n != number and start < until and begin < end)
+        hits = tuple((n, start - begin) for n, begin, until in spans if n != number and start < until and begin < end)
         spans.append((number, start, end))
-        return found
+        return hits
 
 
 def _name(kind: type) -> str:
@@ -138,14 +138,28 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
 
 
-def entry_maker(
-    model: nn.Module, backend: Callable[..., Any], *, fullgraph: bool = True
-) -> Callable[[], Callable[..., Any]]:
-    """Return a function that makes entries to ``model``'s forward by torch.compile.
+def weakly(method: Callable[P, R]) -> Callable[P, R]:
+    """``method`` without holding on to its object."""
+    reference = weakref.WeakMethod(method)
 
-    Each entry is over a code object of its own. What was compiled for the entries goes when that function does.
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound = reference()
+        if bound is None:
+            raise ChunkcError("the compiled model was deleted while its forward was captured")
+        return bound(*args, **kwargs)
+
+    return call
+
+
+def entry_maker(
+    model: nn.Module, compile_graph: Callable[..., Any], *, fullgraph: bool = True
+) -> Callable[[], Callable[..., Any]]:
+    """Return a function that makes entries to ``model``'s forward, each over a code object of its own.
+
+    What was compiled for them goes when that function does. Dynamo keeps the backend until then, and compiled code
+    keeps that function alive through it; so ``compile_graph``, a method, is held weakly.
     """
-    releasable = ReleasableBackend(backend)
+    releasable = ReleasableBackend(weakly(compile_graph))
 
     def make_run() -> Callable[..., Any]:
         def enter(*args: Any, **kwargs: Any) -> Any:
@@ -169,11 +183,9 @@ class Entry:
 
 
 class ShapeTable:
-    """Entries by signature, no more programs than ``max_programs``.
+    """Entries by signature, no more programs than ``max_programs``; those made stay when that is lowered.
 
-    Attributes:
-        max_programs: the bound. Programs made stay when it is lowered.
-        num_programs: calls that made a program (the graphs of one call count once).
+    ``num_programs``: calls that made a program (the graphs of one call count once).
     """
 
     def __init__(self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS) -> None:
@@ -194,11 +206,7 @@ class ShapeTable:
         return len(self._entries)
 
     def call(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the entry of ``signature``, a new one if there is none.
-
-        Raises:
-            ShapeLimitError: when it needs a program and ``max_programs`` are made; nothing has changed then.
-        """
+        """Run the entry of ``signature``, a new one if there is none and there is room (`check_room`)."""
         self._calling, self._num_captured = signature.shapes, 0
         entry = self._entries.get(signature.key)
         if entry is None:
@@ -226,11 +234,7 @@ class ShapeTable:
         self._num_captured += 1
 
     def check_room(self) -> None:
-        """Check that one more program may be made, before it is.
-
-        Raises:
-            ShapeLimitError: when ``max_programs`` are made.
-        """
+        """Raise ShapeLimitError when ``max_programs`` are made: no more programs may be."""
         if self.num_programs >= self.max_programs:
             newest = "; ".join(map(_shown, self._newest))
             raise ShapeLimitError(

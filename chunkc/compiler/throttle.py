@@ -1,8 +1,7 @@
-"""The pace of a throttled emulated device: what the cost model says that actions take on a machine.
+"""The pace of a throttled emulated device: the times of actions on a machine, by the cost model.
 
-The same law that the simulator follows (`chunkc.cost.actions`, `chunkc.cost.sharing`), handed to a device that takes
-these times in earnest. Launches are the exception: what the host takes to launch an action, and to wake a stream, is
-its own time, throttled or not.
+The law is that of the simulator (`chunkc.cost.actions`, `chunkc.cost.sharing`), but for launches: what the host takes
+to launch an action, and to wake a stream, is its own time, throttled or not.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ class Throttle:
         self._rates = rates
 
     def paces(self, plan: Plan) -> Mapping[str, Pace]:
-        """The pace of every action of every program, by its text.
-
-        Raises:
-            HardwareError: when the plan takes what the machine has no rates of.
-        """
+        """The pace of every action, by its text; HardwareError for actions that the machine has no rates of."""
         costs = ActionCosts(plan, self._rates)
-        found = {}
+        paces = {}
         for action in (action for program in plan.programs for action in program.actions):
             cost = costs.of(action)
-            found[str(action)] = Pace(cost.alone_ms, cost.use)
-        return found
+            paces[str(action)] = Pace(cost.alone_ms, cost.use)
+        return paces
 
     def speeds(self, uses: tuple[Use, ...]) -> tuple[float, ...]:
         """As the machine's sharing law has it."""

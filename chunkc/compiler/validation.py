@@ -5,8 +5,7 @@ Everything here is checked before anything changes.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,20 +22,6 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _DTYPES = {getattr(torch, name): name for name in DTYPE_NBYTES}
 
 
-def buffer_test(model: nn.Module) -> Callable[[Any], bool]:
-    """Return a test of whether a tensor is a buffer of ``model`` now.
-
-    The test does not keep the model alive, as Dynamo keeps backends.
-    """
-    reference = weakref.ref(model)
-
-    def is_buffer(value: Any) -> bool:
-        found = reference()
-        return found is not None and any(value is buffer for buffer in found.buffers())
-
-    return is_buffer
-
-
 def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     """All names of every parameter, tied ones once, in ``named_parameters()`` order."""
     names: dict[nn.Parameter, list[str]] = {}
@@ -49,8 +34,7 @@ def check_plannable(model: nn.Module) -> None:
     """Refuse what no plan can be made for.
 
     Raises:
-        TypeError: when ``model`` is no module.
-        ChunkcError: naming the modules or parameters that break a rule.
+        TypeError, ChunkcError: for what is no module; naming the modules or parameters that break a rule.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
@@ -63,12 +47,7 @@ def check_plannable(model: nn.Module) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what cannot be trained as a compiled model.
-
-    Raises:
-        TypeError: when ``model`` is no module.
-        ChunkcError: naming the modules, parameters or buffers that break a rule.
-    """
+    """Refuse what cannot be trained as a compiled model; errors as `check_plannable`."""
     check_plannable(model)
     params = unique_params(model)
     if any(hasattr(p, "_chunkc_store") for p in params):
@@ -102,17 +81,14 @@ def _refuse_modules(model: nn.Module) -> None:
 
 
 def _refuse(params: dict[nn.Parameter, list[str]], rule: str, broken: Any) -> None:
-    found = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
-    if found:
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise ChunkcError(f"parameters {', '.join(found[:5])}{more} {rule}")
+    shown = [f"{names[0]} ({p.dtype}, {tuple(p.shape)})" for p, names in params.items() if broken(p)]
+    if shown:
+        more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
+        raise ChunkcError(f"parameters {', '.join(shown[:5])}{more} {rule}")
 
 
 def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]]) -> None:
-    """Refuse a parameter that has bytes in common with another tensor.
-
-    The two would come apart silently. Tied parameters are one parameter with two names.
-    """
+    """Refuse a parameter over bytes of another tensor, from which training would separate it silently."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     named: list[tuple[torch.Tensor, str]] = [(p, f"parameter {names[0]}") for p, names in params.items()]
     named += [(b, f"buffer {name}") for name, b in model.named_buffers() if b.layout is torch.strided and not b.is_meta]
@@ -122,9 +98,9 @@ def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]
             reach = sum((s - 1) * t for s, t in zip(param.shape, param.stride(), strict=True)) + 1
             end = start + reach * param.element_size()
             spans.setdefault(storage.data_ptr() or storage._cdata, []).append((start, end, name))
-    for found in spans.values():
-        found.sort()
-        for (_, end, first), (start, _, second) in pairwise(found):
+    for group in spans.values():
+        group.sort()
+        for (_, end, first), (start, _, second) in pairwise(group):
             if start < end and "parameter" in first + second:
                 raise ChunkcError(
                     f"{first} and {second} are different tensors over the same memory, which training would separate; "
@@ -133,11 +109,7 @@ def _refuse_shared_memory(model: nn.Module, params: dict[nn.Parameter, list[str]
 
 
 def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: Hardware) -> torch.dtype | None:
-    """The dtype that fp32 parameters are computed in, or None to leave every parameter as it is.
-
-    Raises:
-        ChunkcError: for a dtype that is not supported.
-    """
+    """The dtype that fp32 parameters are computed in; None leaves all as they are."""
     if dtype == "auto":
         is_fp32 = any(p.dtype is torch.float32 for p in params)
         return hw.compute_dtype if is_fp32 and not any(p.dtype is not torch.float32 for p in params) else None
@@ -170,18 +142,12 @@ def reduction_nbytes(reduce_dtype: torch.dtype | None, hw: Hardware, num_ranks: 
 
 
 def is_mixed(params: Sequence[torch.Tensor], dtype: torch.dtype | None) -> bool:
-    """Return whether some parameter is computed in another dtype than it has.
-
-    Floating-point inputs are then cast too.
-    """
+    """Return whether some parameter is computed in another dtype than it has: inputs are cast then, too."""
     return dtype is not None and any(p.dtype is not dtype for p in params)
 
 
 def needs_scaling(infos: Sequence[ParamInfo]) -> bool:
-    """Return whether a model is trained that computes in fp16 with some parameter, trained or frozen.
-
-    A loss scale keeps the small gradients that pass there representable.
-    """
+    """Return whether a model is trained that computes in fp16 with some parameter, trained or frozen."""
     return any(info.trainable for info in infos) and any(info.dtype == "float16" for info in infos)
 
 
@@ -196,8 +162,7 @@ def param_infos(
 ) -> list[ParamInfo]:
     """Facts of every parameter by index, in compute dtype; those of ``kept_fp32`` in fp32.
 
-    Parameters of batch normalisation keep their dtype: its kernels want them in the dtype of the running statistics,
-    which are buffers and keep theirs.
+    Those of batch normalisation keep their dtype, for its kernels want them in that of the running statistics.
     """
     kept = own_dtype_params(model)
     infos = []

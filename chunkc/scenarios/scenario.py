@@ -256,11 +256,8 @@ def _capture(scenario: Scenario) -> CapturedAhead:
 
 
 def _direct(scenario: Scenario, transformer: Transformer) -> CapturedAhead:
-    began_s = time.perf_counter()
     model = transformer.build(recompute=scenario.recompute is Recompute.FULL)
     dtype = compute_dtype(scenario.dtype, list(unique_params(model)), scenario.hw)
     inputs = transformer.inputs(scenario.batch, scenario.sequence)
     captured = capture_ahead(model, dtype, inputs, scenario.backend, is_for_gpu=not scenario.hw.emulated)
-    capture_ms = 1e3 * (time.perf_counter() - began_s)
-    dynamo = StageRecord("dynamo", capture_ms - sum(s.elapsed_ms for s in captured.stages), "forward as one graph")
-    return CapturedAhead(captured.schedule, (dynamo, *captured.stages))
+    return CapturedAhead(captured.schedule, captured.stages)

@@ -25,6 +25,7 @@ from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 NUM = 3
 PLACES = {
@@ -169,7 +170,7 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
         return chunkc.stats(pair.model)["num_unasked_syncs"]
 
     before = window(1)  # may follow a window of another shape, and join once
-    executor = pair.model._compiled_call_impl.runtime.executor
+    executor = compiled_of(pair.model).runtime.executor
     executor.trace = []
     assert window(4) == before
     plan = chunkc.plan_of(pair.model)
@@ -248,7 +249,7 @@ def half() -> Pair:
 def fp16(half: Pair) -> Pair:
     half.restart()
     half.optimizer.max_grad_norm = None
-    half.model._compiled_call_impl.runtime.clipping.is_scaled_outside = False
+    compiled_of(half.model).runtime.clipping.is_scaled_outside = False
     return half
 
 

@@ -10,6 +10,7 @@ from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 Optimizer = torch.optim.Optimizer
 
@@ -105,11 +106,11 @@ def test_evaluations_and_forwards_without_backward_between_micro_batches(pair: P
     """The evaluation runs by its program: parameters are not overlaid."""
     pair.both(lambda model, _: evaluate(model))
     pair.both(lambda model, _: evaluate(model))
-    before = pair.model._compiled_call_impl.runtime.accounting.num_evaluations
+    before = compiled_of(pair.model).runtime.accounting.num_evaluations
     pair.both(lambda model, _: add(model, 1))
     ours, plain = pair.both(lambda model, _: evaluate(model))
     assert ours == pytest.approx(plain, rel=1e-5)
-    assert pair.model._compiled_call_impl.runtime.accounting.num_evaluations == before + 1
+    assert compiled_of(pair.model).runtime.accounting.num_evaluations == before + 1
     ours, plain = pair.both(lambda model, _: model(*batch(7)).item())
     assert ours == pytest.approx(plain, rel=1e-5)
     pair.both(lambda model, _: (model.eval(), add(model, 2), model.train()))
@@ -215,7 +216,7 @@ def test_writes_and_state_dicts_between_micro_batches(pair: Pair) -> None:
 
 def test_an_exception_in_a_forward_keeps_the_window(pair: Pair) -> None:
     pair.both(lambda model, _: add(model, 1))
-    executor = pair.model._compiled_call_impl.runtime.executor
+    executor = compiled_of(pair.model).runtime.executor
     broken = pytest.MonkeyPatch()
     broken.setattr(type(executor), "forward", _raise)
     with pytest.raises(KeyboardInterrupt):
@@ -229,7 +230,7 @@ def test_an_exception_in_a_forward_keeps_the_window(pair: Pair) -> None:
 
 def interrupt_backward(pair: Pair, *, is_behind: bool = False) -> None:
     """Before its first action, or behind its last."""
-    loss, runtime = pair.model(*batch(2)), pair.model._compiled_call_impl.runtime
+    loss, runtime = pair.model(*batch(2)), compiled_of(pair.model).runtime
     broken = pytest.MonkeyPatch()
     if is_behind:
         broken.setattr(runtime.accounting, "end_backward", _raise)

@@ -11,6 +11,7 @@ from clipping import clip, step
 from pair import Pair, Tower, batch
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.memory.decisions import norms_nbytes
 
 HALF = {"dtype": torch.float16}
@@ -45,7 +46,7 @@ def test_what_an_error_names_works(max_grad_norm: float | None, options: dict[st
         model(*batch(number)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    stats, device = chunkc.stats(model), model._compiled_call_impl.runtime.device
+    stats, device = chunkc.stats(model), compiled_of(model).runtime.device
     assert chunkc.plan_of(model).tracks_grad_norm
     assert stats["planned_peak_nbytes"] <= stats["budget_nbytes"] == device_nbytes
     assert stats["planned_peak_nbytes"] == device.device_budget_nbytes - device.free_device_nbytes()
@@ -57,7 +58,7 @@ def test_what_an_error_names_works(max_grad_norm: float | None, options: dict[st
 def test_norms_are_part_of_the_least_budget() -> None:
     plain, clipped = (refusal("emulated-16k-16m", norm).min_device_nbytes for norm in (None, 0.5))
     model, _ = made("emulated-16m-16m", None)
-    assert clipped - plain == norms_nbytes(model._compiled_call_impl.runtime.infos)
+    assert clipped - plain == norms_nbytes(compiled_of(model).runtime.infos)
 
 
 def test_without_room_for_norms_a_run_clips_all_the_same(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,6 +36,7 @@ from torch import nn
 from training import assert_same_bits, assert_same_semantics
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.errors import ChunkcError
 from chunkc.passes import PlanOptions
 from chunkc.runtime.model.grad_clipping import GradClipping
@@ -201,7 +202,7 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
         if seed in (0, 3):
             counts.append([chunkc.stats(pair.model)[name] for name in names])
     assert counts[0] == counts[1], "the first of these goes over to the plan that measures, and joins once"
-    executor = pair.model._compiled_call_impl.runtime.executor
+    executor = compiled_of(pair.model).runtime.executor
     executor.trace = []
     backward(pair, 4)
     chunkc.clip_grad_norm_(pair.model, 0.1)

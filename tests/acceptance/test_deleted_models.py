@@ -12,7 +12,7 @@ from torch import nn
 
 import chunkc
 from chunkc._torch_compat.core import FakeTensorMode
-from chunkc.capture.backend import CaptureBackend
+from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.compiled_model import CompiledModel
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.segment_compiler import Backend
@@ -29,7 +29,7 @@ NUM_CYCLES, MAX_CYCLE_NBYTES = 30, MIB // 10
 NUM_STEPS, MAX_STEPS_NBYTES = 2000, MIB
 NUM_LOGGED_COMPILATIONS = 64  # by Dynamo, with its settings as text
 
-OWN = (CaptureBackend, CompiledModel, Evaluator, Executor, ManagedTensor, ModelRuntime, Operator, Plan)
+OWN = (CaptureSession, CompiledModel, Evaluator, Executor, ManagedTensor, ModelRuntime, Operator, Plan)
 COUNTED = (*OWN, FakeTensorMode, torch.fx.Graph, torch.fx.GraphModule, torch.fx.Node)
 
 

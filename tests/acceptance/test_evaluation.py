@@ -13,6 +13,7 @@ from models import CASES, loss_of
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
 from chunkc.ir.verify import verify, verify_beside
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
@@ -75,7 +76,7 @@ def test_models_of_all_kinds_evaluate_exactly(name: str) -> None:
         assert loss_of(found).item() == pytest.approx(loss_of(wanted).item(), rel=1e-5)
         if not isinstance(found, torch.Tensor):
             torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-5)
-    compiled = model._compiled_call_impl
+    compiled = compiled_of(model)
     assert (compiled.evaluator.shapes.num_programs, compiled.runtime.accounting.num_evaluations) == (1, 2)
     assert compiled.evaluator.planned[0].plan.moved_nbytes(Stream.H2D) > 0, "the budget is meant to force moves"
 
@@ -101,7 +102,7 @@ def test_mixed_precision_gives_the_same_bits_on_both_paths() -> None:
     chunkc.AdamW(model.parameters(), **OPTIONS).step()
     with torch.no_grad():
         gathered, planned = (model(tokens(50))[1] for _ in range(2))
-    assert model._compiled_call_impl.runtime.accounting.num_evaluations == 1
+    assert compiled_of(model).runtime.accounting.num_evaluations == 1
     assert gathered.dtype is torch.bfloat16 and torch.equal(gathered, planned)
 
 
@@ -112,7 +113,7 @@ def test_inductor_evaluates() -> None:
     x = torch.randn(4, 16)
     with torch.no_grad():
         gathered, planned = (model(x) for _ in range(2))
-    assert model._compiled_call_impl.runtime.accounting.num_evaluations == 1
+    assert compiled_of(model).runtime.accounting.num_evaluations == 1
     torch.testing.assert_close(gathered, planned, rtol=1e-4, atol=1e-5)
 
 
@@ -271,7 +272,7 @@ def test_its_plan_is_verified_beside_every_shape_of_training() -> None:
     pair.evaluate(tokens(50)), pair.evaluate(tokens(50))
     plan = pair.evaluator.planned[0].plan
     verify(plan)
-    trainings = [p.plan for p in pair.compiled.planned]
+    trainings = [p.plan for p in pair.compiled.session.planned]
     assert len(trainings) == 2
     for training in trainings:
         verify_beside(plan, training)
@@ -285,7 +286,7 @@ def test_the_measured_peak_is_within_the_plan(monkeypatch: pytest.MonkeyPatch) -
     class Sampling(torch.fx.Interpreter):
         def run_node(self, n: torch.fx.Node) -> Any:
             value = super().run_node(n)
-            model._compiled_call_impl.runtime.device.meter.sample()
+            compiled_of(model).runtime.device.meter.sample()
             return value
 
     monkeypatch.setattr(torch.fx, "Interpreter", Sampling)
@@ -294,12 +295,12 @@ def test_the_measured_peak_is_within_the_plan(monkeypatch: pytest.MonkeyPatch) -
     inputs = tokens(1, length=64, batch=128)
     model(inputs)[0].backward()
     optimizer.step(), optimizer.zero_grad()
-    accounting = model._compiled_call_impl.runtime.accounting
+    accounting = compiled_of(model).runtime.accounting
     for _ in range(3):
         with torch.no_grad():
             model(inputs)
         gc.collect()
-    plan = model._compiled_call_impl.evaluator.planned[0].plan
+    plan = compiled_of(model).evaluator.planned[0].plan
     measured, planned = accounting.evaluation_peak_nbytes, plan.memory.device_peak_nbytes
     assert 0.7 * planned < measured <= planned + (128 << 10)
     assert planned <= plan.memory.device_budget_nbytes
@@ -311,11 +312,11 @@ def test_a_deleted_model_returns_what_its_evaluations_took() -> None:
     model = chunkc.compile(Tower(), hw, dtype=torch.float32, backend="eager")
     model(tokens(0))[0].backward()
     chunkc.AdamW(model.parameters()).step()
-    device = model._compiled_call_impl.runtime.device
+    device = compiled_of(model).runtime.device
     with torch.no_grad():
         for _ in range(3):
             model(tokens(50))
-    assert model._compiled_call_impl.runtime.accounting.num_evaluations == 2
+    assert compiled_of(model).runtime.accounting.num_evaluations == 2
     del model
     gc.collect()
     assert device.free_device_nbytes() == device.device_budget_nbytes

@@ -14,6 +14,7 @@ from models import CASES, loss_of
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 VOCABULARY = 97
 NUM_TOKENS = 12
@@ -81,7 +82,7 @@ def test_tokens_are_the_plain_models(make: Any, caplog: pytest.LogCaptureFixture
     for _ in range(2):
         for how in HOW.values():
             check(how)
-    evaluator = model._compiled_call_impl.evaluator
+    evaluator = compiled_of(model).evaluator
     assert evaluator.shapes.num_programs <= 2, "at most the prompts, never a graph for each token"
     said = messages(caplog)
     assert len(said) == len(set(said)) and sum("key-value caches" in m for m in said) == 1

@@ -11,6 +11,7 @@ from pair import Pair
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 
 class Breaking(nn.Module):
@@ -151,7 +152,7 @@ def test_breaks_are_listed_with_their_source_lines(caplog: pytest.LogCaptureFixt
     found = [r.getMessage() for r in caplog.records if "breaks:" in r.getMessage()]
     assert found
     assert all("test_graph_breaks.py" in text and text.endswith("graph_break()") for text in found)
-    assert pair.model._compiled_call_impl.breaks.reasons == [text.split("breaks: ")[1] for text in found]
+    assert compiled_of(pair.model).breaks.reasons == [text.split("breaks: ")[1] for text in found]
 
 
 def test_fullgraph_refuses_a_break_before_anything_changes() -> None:

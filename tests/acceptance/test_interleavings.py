@@ -17,6 +17,7 @@ from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 LENGTHS = (8, 6, 5)
 SLOW = pytest.mark.slow
@@ -44,7 +45,7 @@ class Driver:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        self.accumulates = pair.model._compiled_call_impl.runtime.accumulate > 1
+        self.accumulates = compiled_of(pair.model).runtime.accumulate > 1
         self.losses: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.num_refused = 0
         self.num_stale = 0

@@ -10,6 +10,7 @@ from pair import MIXED, Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 
 @pytest.fixture(params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")])
@@ -252,7 +253,7 @@ def test_a_shape_that_does_not_fit_is_refused_and_the_model_goes_on(pair: Pair) 
 def test_an_interrupted_program_leaves_the_last_step(
     pair: Pair, program: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = pair.model._compiled_call_impl.runtime
+    runtime = compiled_of(pair.model).runtime
     executor, calls = runtime.executor, [0]
     launch = runtime.device.launch
 
@@ -284,7 +285,7 @@ def test_an_interrupt_right_behind_a_program_leaves_the_last_step(
 
     loss = pair.model(*batch(2)) if program == "backward" else None
     with monkeypatch.context() as patch:
-        patch.setattr(pair.model._compiled_call_impl.runtime.accounting, f"end_{program}", failing)
+        patch.setattr(compiled_of(pair.model).runtime.accounting, f"end_{program}", failing)
         with pytest.raises(KeyboardInterrupt, match="behind it"):
             pair.model(*batch(2)) if loss is None else loss.backward()
     assert all(p.grad is None for p in pair.model.parameters())

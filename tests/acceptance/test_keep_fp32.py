@@ -13,6 +13,7 @@ from pair import Tower, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.errors import ChunkcError
 
 NORMS = ("layers.*.0.*",)
@@ -183,7 +184,7 @@ def test_gradients_that_pass_frozen_fp16_are_scaled(is_trained: bool) -> None:
     model.requires_grad_(False)
     model.head.requires_grad_(is_trained)
     model = chunkc.compile(model, "emulated-64m-1g", dtype=torch.float16, keep_fp32=("head.*",))
-    assert (model._compiled_call_impl.runtime.clipping.loss_scale is not None) == is_trained
+    assert (compiled_of(model).runtime.clipping.loss_scale is not None) == is_trained
 
 
 def test_a_model_in_fp32_stays_as_it_is() -> None:

@@ -22,6 +22,7 @@ from pair import Pair, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 CELL = """
 class Net(nn.Module):
@@ -50,7 +51,7 @@ del net, loss
 
 
 def free_nbytes(model: nn.Module) -> tuple[int, int]:
-    device = model._compiled_call_impl.runtime.device
+    device = compiled_of(model).runtime.device
     return device.free_device_nbytes(), device.free_host_nbytes()
 
 

@@ -17,6 +17,7 @@ from pair import Pair, Tower, batch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.errors import ChunkcError
 
 
@@ -84,7 +85,7 @@ def test_the_step_after_an_overflow_is_normal(pair: Pair) -> None:
         built_in(pair, step)
     with_overflow = state_of(pair)
     pair.restart()
-    pair.model._compiled_call_impl.runtime.clipping.loss_scale.scale.fill_(2.0**15)
+    compiled_of(pair.model).runtime.clipping.loss_scale.scale.fill_(2.0**15)
     for step in (0, 2, 3):
         built_in(pair, step)
     without = state_of(pair)
@@ -148,7 +149,7 @@ def test_fp16_trains_as_fp32_does(pair: Pair) -> None:
 
 
 def test_nothing_waits(pair: Pair) -> None:
-    before = chunkc.stats(pair.model)["num_unasked_syncs"] if pair.model._compiled_call_impl.runtime.executor else 0
+    before = chunkc.stats(pair.model)["num_unasked_syncs"] if compiled_of(pair.model).runtime.executor else 0
     for step in (0, 2, 3):
         built_in(pair, step)
     assert chunkc.stats(pair.model)["num_unasked_syncs"] == before
@@ -265,7 +266,7 @@ def test_a_static_scale_stays_and_skips() -> None:
 
 def test_bf16_and_fp32_need_none() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        assert make("resident", dtype=dtype).model._compiled_call_impl.runtime.clipping.loss_scale is None
+        assert compiled_of(make("resident", dtype=dtype).model).runtime.clipping.loss_scale is None
 
 
 def test_a_scaler_asks_for_losses_that_it_scaled(pair: Pair) -> None:

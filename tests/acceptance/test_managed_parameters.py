@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import chunkc
 from chunkc import ChunkcError
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
 
 
@@ -262,7 +263,7 @@ def test_collecting_a_model_while_torch_traces_runs_no_operator() -> None:
 def test_a_model_collected_on_a_worker_of_its_device_gives_its_memory_back(fails: bool) -> None:
     """The garbage collector runs on any thread; nobody waits for itself, and a failure nobody saw keeps no memory."""
     twins = twins_at("graded")
-    device, held, collected = twins.model._compiled_call_impl.runtime.device, [twins.model], threading.Event()
+    device, held, collected = compiled_of(twins.model).runtime.device, [twins.model], threading.Event()
     total_nbytes, host_nbytes = device.device_budget_nbytes, device.host_budget_nbytes
     assert device.free_device_nbytes() < total_nbytes
     twins.model = twins.optimizer = None  # type: ignore[assignment]

@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import chunkc
 import chunkc.compiler.segment_compiler
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.segment_compiler import compile_inductor
 from chunkc.passes.lower import LoweredSegment
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
@@ -175,7 +176,7 @@ def train(
     At least ``NUM_STEPS``; more, up to ``MAX_STEPS``, until the sampling has met a peak close to the plan.
     """
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-4, max_grad_norm=max_grad_norm)
-    readings.meter = model._compiled_call_impl.runtime.device.meter
+    readings.meter = compiled_of(model).runtime.device.meter
     found: list[dict[str, int]] = []
     while len(found) < NUM_STEPS or (len(found) < MAX_STEPS and not is_close(found)):
         output = model(**batch)
@@ -279,12 +280,12 @@ def test_reserved_bytes_are_left_alone(backend: str, readings: Readings) -> None
     for step in steps:
         assert step["budget_nbytes"] == named_nbytes - reserve
         assert step["planned_peak_nbytes"] <= named_nbytes - reserve
-    assert model._compiled_call_impl.runtime.device.free_device_nbytes() >= reserve
+    assert compiled_of(model).runtime.device.free_device_nbytes() >= reserve
 
 
 def check(model: nn.Module, steps: list[dict[str, int]]) -> None:
     """What holds in every step, and the host's bytes."""
-    runtime = model._compiled_call_impl.runtime
+    runtime = compiled_of(model).runtime
     for number, step in enumerate(steps):
         slack_nbytes = SLACK_NBYTES if number else LIBRARIES_NBYTES
         slack_nbytes += PACKING_NBYTES if torch.version.cuda else 0

@@ -11,6 +11,7 @@ from torch import nn
 from training import assert_close_elements
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.shape_cache import MAX_PROGRAMS
 
 NUM_LENGTHS = 20
@@ -65,7 +66,7 @@ def twins() -> Twins:
 
 
 def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = compiled_of(twins.model).session.shapes
     layouts = []
     for length in range(NUM_LENGTHS + 1, 1, -1):
         twins.train(length)
@@ -82,7 +83,7 @@ def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
 
 
 def test_training_past_the_bound_is_refused_before_anything_changes(twins: Twins) -> None:
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = compiled_of(twins.model).session.shapes
     assert shapes.max_programs == MAX_PROGRAMS == 64
     shapes.max_programs = 3
     for length in (12, 8, 10):
@@ -98,15 +99,15 @@ def test_training_past_the_bound_is_refused_before_anything_changes(twins: Twins
 
 def test_a_refused_shape_does_not_count(twins: Twins) -> None:
     """Activations that do not fit beside the arena: numbers, nothing changed, and room for shapes that do."""
-    shapes = twins.model._compiled_call_impl.shapes
+    shapes = compiled_of(twins.model).session.shapes
     shapes.max_programs = 2
     twins.train(12)
-    executor = twins.model._compiled_call_impl.runtime.executor
+    executor = compiled_of(twins.model).runtime.executor
     for length in (400, 500):
         with pytest.raises(chunkc.BudgetError, match=r"another shape of Reader.*needs \d+ bytes") as caught:
             twins.model(torch.zeros(2, length, dtype=torch.int64))
         assert caught.value.missing_nbytes == caught.value.min_device_nbytes - (176 << 10) > 0
-    assert twins.model._compiled_call_impl.runtime.executor is executor
+    assert compiled_of(twins.model).runtime.executor is executor
     twins.train(8)
     twins.train(12)
     twins.check()

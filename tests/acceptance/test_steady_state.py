@@ -8,6 +8,7 @@ from small import Twins, twins_at
 from steady import COUNTS, check_steady_steps
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_observations_are_asked_for() -> None:
 def test_the_counts_count() -> None:
     """Each of the three rises when its event happens: a wait, an allocation, a new shape."""
     twins = warm()
-    device = twins.model._compiled_call_impl.runtime.device
+    device = compiled_of(twins.model).runtime.device
     device.synchronize()
     assert chunkc.stats(twins.model)["num_unasked_syncs"] == 1
     home = device.allocate_home(4096)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 WIDTH = 24
 
@@ -169,7 +170,7 @@ def test_an_update_that_fails_halfway_is_never_trained_on(monkeypatch: pytest.Mo
     chunkc.compile(model, "emulated-1m-4m", dtype=torch.float32, backend="eager", chunk_size=1024)
     optimizer = chunkc.AdamW(model.parameters())
     model(torch.ones(2, WIDTH)).sum().backward()
-    device = model._compiled_call_impl.runtime.device
+    device = compiled_of(model).runtime.device
     launch, calls = device.launch, [0]
 
     def failing(*args: object) -> object:

@@ -11,7 +11,7 @@ from captures import capture_once
 from torch import nn
 from torch.fx import Interpreter, Node
 
-from chunkc.capture.graphs import CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
 
 
 class Mlp(nn.Module):

@@ -10,7 +10,7 @@ from captures import capture_once
 from torch import nn
 
 import chunkc
-from chunkc.capture.graphs import CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.partition import param_cone
 
 

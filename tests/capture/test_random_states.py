@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import chunkc
 from chunkc._torch_compat.core import replays_random_state
-from chunkc.capture.backend import Captured
+from chunkc.capture.graphs import Captured
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16
 REPLAY = "run_with_rng_state"

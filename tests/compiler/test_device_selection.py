@@ -14,6 +14,7 @@ from torch import nn
 
 import chunkc
 from chunkc.api import _moved_buffers as moved_buffers
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import at_hand, check_free_memory, device_for
 from chunkc.cost.rates import known_rates
 from chunkc.distributed.process_group import Ranks
@@ -201,7 +202,7 @@ def test_a_model_is_planned_by_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) 
     here = dataclasses.replace(chunkc.Hardware.parse("h200-512g"), num_cpu_cores=3)
     monkeypatch.setattr("chunkc.api.at_hand", lambda *_: here)
     model = chunkc.compile(tower(8), "emulated-2m-16m", dtype=torch.float32, backend="eager")
-    assert model._compiled_call_impl.settings.target.rates == known_rates(here)  # type: ignore[union-attr]
+    assert compiled_of(model).settings.target.rates == known_rates(here)
 
 
 def test_ranks_plan_by_the_least_of_their_cores_and_links(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from plans import streaming
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import device_for
 from chunkc.compiler.throttle import Throttle
 from chunkc.cost.rates import cost_rates
@@ -71,7 +72,7 @@ def test_training_is_equal_to_the_bit_when_throttled(monkeypatch: pytest.MonkeyP
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        device = model._compiled_call_impl.runtime.device
+        device = compiled_of(model).runtime.device
         assert (device.paced_launch(chunkc.plan_of(model)) is not None) == device.settings.throttle
         assert chunkc.plan_of(model).moved_nbytes(Stream.D2H) > 0
         return model.state_dict()

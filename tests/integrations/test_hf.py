@@ -30,6 +30,7 @@ from trainers import (
 from training import LOSS_TOLERANCE, UPDATE_TOLERANCE, assert_close_elements
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 
 def test_trains_and_evaluates_as_trainer_does(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_a_skipped_step_is_known_also_where_no_plan_measures_gradients() -> None
     scaler.scale(pair.model(*batch(0)) * torch.inf).backward()
     assert not chunkc.plan_of(pair.model).tracks_grad_norm
     scaler.step(pair.optimizer)
-    assert pair.model._compiled_call_impl.runtime.steps.decision.is_skipped()
+    assert compiled_of(pair.model).runtime.steps.decision.is_skipped()
 
 
 @pytest.mark.parametrize("dtype", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("fp32", "bf16")), "fp16"])

@@ -26,6 +26,7 @@ from trainers import (
 from training import LOSS_TOLERANCE
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 needs_peft = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="runs where peft is installed, as `make test` does"
@@ -91,7 +92,7 @@ def test_built_in_scaling_goes_on_from_a_trainers_scaler(tmp_path: Path) -> None
     state = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict() | {"_growth_tracker": 7}
     torch.save(state, tmp_path / "scaler.pt")
     trainer._load_scaler(str(tmp_path))
-    assert trainer.model._compiled_call_impl.runtime.clipping.loss_scale.state_dict() == state
+    assert compiled_of(trainer.model).runtime.clipping.loss_scale.state_dict() == state
 
 
 @pytest.mark.slow

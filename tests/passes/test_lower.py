@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from chunkc.capture.graphs import Captured, CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
+from chunkc.capture.graphs import Captured
 from chunkc.ir.plan import Segment
 from chunkc.passes.lower import LoweredGraph, lower
 

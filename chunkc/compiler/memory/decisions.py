@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from chunkc.capture.graphs import Captured
-from chunkc.capture.joined import concurrent
+from chunkc.capture.joined import with_concurrent
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo, Schedule
 
@@ -39,7 +39,7 @@ def norms_nbytes(params: Sequence[ParamInfo]) -> int:
 
 def with_norms(schedule: Schedule) -> Schedule:
     """``schedule`` with what norms take, alive all the while."""
-    return concurrent(schedule, norms_nbytes(schedule.params), schedule.also_trained)
+    return with_concurrent(schedule, norms_nbytes(schedule.params), schedule.also_trained)
 
 
 def with_scaled_tangents(schedule: Schedule) -> Schedule:
@@ -60,10 +60,12 @@ def with_decisions(captured: Captured, *, tracks_grad_norm: bool, scales: bool) 
     if not tracks_grad_norm:
         return captured
     nbytes = norms_nbytes(captured.schedule.params)
-    return replace(captured, schedule=with_norms(captured.schedule), beside_nbytes=captured.beside_nbytes + nbytes)
+    return replace(
+        captured, schedule=with_norms(captured.schedule), concurrent_nbytes=captured.concurrent_nbytes + nbytes
+    )
 
 
-def beside_norms(plan: Plan) -> Plan:
+def plan_with_norms(plan: Plan) -> Plan:
     """``plan``, made without them, with what norms take in every segment; it may pass its budget then."""
     nbytes = norms_nbytes(plan.layout.params)
     segments = tuple(replace(segment, live_nbytes=segment.live_nbytes + nbytes) for segment in plan.segments)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from chunkc.capture.graphs import CapturedGraph
+from chunkc.capture.bundles import CapturedGraph
 from chunkc.compiler.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
@@ -49,7 +49,7 @@ class CapturedIteration(Protocol):
     @property
     def user_outputs(self) -> tuple[str, ...]: ...
     @property
-    def beside_nbytes(self) -> int: ...
+    def concurrent_nbytes(self) -> int: ...
     @property
     def scales(self) -> bool: ...
 
@@ -136,7 +136,7 @@ def iteration_bytes(
         footprints: of their segments.
     """
     heap = _Heap()
-    heap.new(_constants_nbytes(captured) + captured.beside_nbytes)
+    heap.new(_constants_nbytes(captured) + captured.concurrent_nbytes)
     names = _placeholders(captured.forward, heap, {})
     for storage in names.values():
         heap.hold(storage)  # the user's own hold

@@ -8,6 +8,7 @@ from torch import nn
 
 import chunkc
 from chunkc.capture.graphs import Captured
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.memory.decisions import NORM_TILE_NUMEL, norms_nbytes, with_decisions
 from chunkc.compiler.plan_ahead import capture_ahead
 from chunkc.ir.schedule import ParamInfo
@@ -36,7 +37,7 @@ def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
     """Device bytes of tables, rows and working memory of one packing, and what is stated for them."""
     model = chunkc.compile(Odd(), "emulated-64m-64m", dtype=torch.float32, backend="eager", chunk_size=chunk_size)
     model(torch.ones(3)).sum().backward()
-    runtime = model._compiled_call_impl.runtime
+    runtime = compiled_of(model).runtime
     layout, store = runtime.layout, runtime.parameters._store
     pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
     tables = [make_norm_tiles(found, "cpu") for found in pieces]

@@ -20,6 +20,7 @@ from children import environment
 from fake_cuda import GIB, FakeCuda
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cpu_affinity import HostCores, divided, numa_nodes, own_cores, usable_cores
@@ -336,7 +337,7 @@ def tell_threads() -> None:
     """One rank: how many threads a compiled model's worker and the script have."""
     torch.set_num_threads(len(HERE) + 1)
     model = chunkc.compile(torch.nn.Linear(8, 8), hw="2xemulated-1m-64m", backend="eager")
-    device = model._compiled_call_impl.runtime.device  # type: ignore[union-attr]
+    device = compiled_of(model).runtime.device
     line = f"threads {on_worker(device)[1]} {torch.get_num_threads()}\n"
     os.write(1, line.encode())  # as a whole, beside the other rank's
 

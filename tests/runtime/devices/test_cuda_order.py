@@ -16,6 +16,7 @@ from fake_cuda import GIB, FakeCuda
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import device_for
 from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.devices.cuda import CudaDevice
@@ -52,7 +53,7 @@ def compiled(
     hw: str, dtype: torch.dtype = torch.float32, wishes: Mapping[str, Any] | None = None, accumulate: int = 1
 ) -> tuple[nn.Module, chunkc.AdamW]:
     model = chunkc.compile(build(), hw, dtype=dtype, backend="eager", chunk_size=4160, accumulate=accumulate)
-    made = model._compiled_call_impl.settings
+    made = compiled_of(model).settings
     made.options = replace(made.options, **(wishes or {}))
     return model, chunkc.AdamW(model.parameters(), lr=1e-2)
 
@@ -140,7 +141,7 @@ def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
     assert len(api.uploads) == 2 * STEPS + 1
     for found, right in zip(states(model, optimizer), wanted, strict=True):
         torch.testing.assert_close(found, right, rtol=0, atol=tolerance)
-    assert model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"] == 0
+    assert compiled_of(model).counts_since_warm_up()["num_unasked_syncs"] == 0
 
 
 def train_decided(nbytes: int, wishes: Mapping[str, Any]) -> tuple[nn.Module, chunkc.AdamW]:
@@ -162,7 +163,7 @@ def test_gradients_are_unscaled_clipped_and_skipped_wherever_updates_run(
     wanted, wanted_optimizer = train_decided(nbytes, wishes)
     on_cuda.append(cuda_device(FakeCuda(), nbytes, DebugSettings(poison=True, max_delay_ms=1, seed=5)))
     model, optimizer = train_decided(nbytes, wishes)
-    scales = [m._compiled_call_impl.runtime.clipping.loss_scale.state_dict() for m in (model, wanted)]
+    scales = [compiled_of(m).runtime.clipping.loss_scale.state_dict() for m in (model, wanted)]
     assert scales[0] == scales[1] and scales[0]["scale"] < 2.0**16
     for found, right in zip(states(model, optimizer), states(wanted, wanted_optimizer), strict=True):
         tolerance = 1e-2 * min(float(right.abs().max()), 0.1)  # an update is of size 1e-2
@@ -307,7 +308,7 @@ def test_a_steady_state_makes_the_host_wait_for_the_worker_only(on_cuda: list[Cu
     on_cuda.append(cuda_device(FakeCuda(), EVICTED))
     model, optimizer = compiled(f"emulated-{EVICTED >> 10}k-16m")
     iterate(model, optimizer, STEPS)
-    assert model._compiled_call_impl.counts_since_warm_up()["num_unasked_syncs"] == 0
+    assert compiled_of(model).counts_since_warm_up()["num_unasked_syncs"] == 0
     assert all(torch.equal(a, b) for a, b in zip(states(model, optimizer), wanted, strict=True))
     assert {"allocated_peak_nbytes", "reserved_peak_nbytes"} <= chunkc.metrics(model).keys()
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op, Stream, parse
 from chunkc.ir.plan import Plan
@@ -24,7 +25,7 @@ class Recorder:
         self.launches: list[tuple[Stream, str, tuple[str, ...]]] = []
         self._names: dict[int, str] = {}
         self._events: list[Event] = []
-        self._device = model._compiled_call_impl.runtime.device
+        self._device = compiled_of(model).runtime.device
         self._launch = self._device.launch
         monkeypatch.setattr(self._device, "launch", self.launch)
 
@@ -96,7 +97,7 @@ REFUSED = {
 @pytest.mark.parametrize("text", REFUSED)
 def test_actions_that_this_plan_or_release_has_no_place_for(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(monkeypatch)
-    runtime = model._compiled_call_impl.runtime
+    runtime = compiled_of(model).runtime
     binder = Binder(chunkc.plan_of(model), runtime.parameters._store, runtime.device, {}, RunEnvironment())
     action = parse(text)
     assert action.op not in (Op.RUN, Op.FETCH)

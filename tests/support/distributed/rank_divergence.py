@@ -17,6 +17,7 @@ from scripted_loops import LR, Seen, Side, side_on_rank
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 
 @dataclass(slots=True)
@@ -101,7 +102,7 @@ def one_fails_before_its_program(side: Side, rank: int) -> None:
     """In what a backward has to do when all have agreed on it, and before the program begins."""
     side.run("forward")
     if rank == 1:
-        side.model._compiled_call_impl.runtime._begin_backward = _no_more  # type: ignore[union-attr]
+        compiled_of(side.model).runtime._begin_backward = _no_more
     side.run("backward step zero")
 
 

@@ -17,6 +17,7 @@ from rank_scaling import Scaled, train_scaled
 from scripted_loops import Seen, side_on_rank
 
 from chunkc._torch_compat.distributed import DeviceMesh, end_group, new_mesh
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.data_group import DataGroup
 from chunkc.distributed.job import make_ranks
 from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
@@ -28,7 +29,7 @@ NODE: dict[str, Any] = {"shard": "node"}
 
 def own_digest(model: Any) -> str:
     """Of the master parameters and moments in this rank's own chunks."""
-    runtime, found = model._compiled_call_impl.runtime, hashlib.sha256()
+    runtime, found = compiled_of(model).runtime, hashlib.sha256()
     reader = runtime.parameters.snapshot(1 << 30)
     places = runtime.layout.placements
     for index in sorted(range(len(runtime.params)), key=lambda i: (places[i].chunk, places[i].offset)):
@@ -47,7 +48,7 @@ def scripts_on_nodes(
     ``cuts_off``: the script from which on this rank keeps its means to its node.
     """
     side = side_on_rank(hw, accumulate=accumulate, **NODE)
-    ranks: Any = side.model._compiled_call_impl.runtime.ranks  # type: ignore[union-attr]
+    ranks: Any = compiled_of(side.model).runtime.ranks
     found, digests = [], []
     for number, script in enumerate(scripts):
         if number == cuts_off:

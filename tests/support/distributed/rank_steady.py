@@ -13,6 +13,7 @@ from rank_training import Work, compiled, hw_of, parts_of
 from steady import executor_of
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.distributed.process_group import DP_REPLICATE, DP_SHARD
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import ChunkList
@@ -88,7 +89,7 @@ def steady(work: Work) -> Steady:
     batch = parts_of(CASES[work.name], work.recipe, rank, num_ranks)[0]
     model = compiled(work, hw_of(work, batch))
     gc.collect()
-    runtime: Any = model._compiled_call_impl.runtime  # type: ignore[union-attr]
+    runtime: Any = compiled_of(model).runtime
     group = counted(runtime.ranks._data_groups[DP_SHARD])
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     trace: list[str] = []
@@ -132,7 +133,7 @@ def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
     and the numbers of the step."""
     batch = parts_of(CASES[work.name], work.recipe, torch.distributed.get_rank(), torch.distributed.get_world_size())[0]
     model = compiled(work, hw_of(work, batch))
-    ranks: Any = model._compiled_call_impl.runtime.ranks  # type: ignore[union-attr]
+    ranks: Any = compiled_of(model).runtime.ranks
     groups = [counted(ranks._data_groups[dim]) for dim in (DP_SHARD, DP_REPLICATE)]
     optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options)
     loss_of(model(**batch)).backward()
@@ -150,7 +151,7 @@ def two_models(work: Work) -> dict[str, Any]:
     hw = chunkc.Hardware.parse("emulated-16m-64m")
     models = [compiled(work, hw) for _ in range(2)]
     optimizers = [chunkc.AdamW(model.parameters(), **work.recipe.options) for model in models]
-    device: Any = models[0]._compiled_call_impl.runtime.device  # type: ignore[union-attr]
+    device: Any = compiled_of(models[0]).runtime.device
     losses: list[list[float]] = [[], []]
     taken = []
     for step, batch in enumerate(batches):

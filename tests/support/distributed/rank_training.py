@@ -22,6 +22,7 @@ from training import assert_same_semantics as assert_same_as_plain
 from training import train as run_loop
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.hardware import Hardware
 
 QUICK = replace(SEMANTICS, num_steps=5)
@@ -73,7 +74,7 @@ def compiled(work: Work, hw: Hardware | str) -> nn.Module:
     options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
     options |= {"shard": "node"} if work.num_nodes > 1 else {}
     model = chunkc.compile(CASES[work.name].build(), hw, **options)
-    settings = model._compiled_call_impl.settings  # type: ignore[union-attr]
+    settings = compiled_of(model).settings
     settings.options = replace(settings.options, **work.wishes)
     return model
 

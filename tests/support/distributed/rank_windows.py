@@ -12,6 +12,7 @@ from rank_divergence import attempt
 from scripted_loops import Side, seeded_tower, side_on_rank
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.runtime.execution.executor import Executor
 
 LENGTHS = ((8, 8, 8, 8), (8, 7, 8, 6))
@@ -43,7 +44,7 @@ def gradients_of_other_shapes(hw: str) -> tuple[Gradients, list[str]]:
 
 def _record_all(side: Side, programs: list[str]) -> None:
     """From now on note the programs that run on this rank."""
-    for executor in side.model._compiled_call_impl.runtime.executors.values():  # type: ignore[union-attr, operator]
+    for executor in compiled_of(side.model).runtime.executors.values():
         _record(executor, programs)
 
 
@@ -104,7 +105,7 @@ def load_after_a_discarded_window(hw: str, directory: str) -> tuple[Failure | No
     side = side_on_rank(hw, accumulate=NUM)
     side.run("forward backward forward backward step zero")
     chunkc.save_checkpoint(directory, side.model, side.optimizer)
-    runtime: Any = side.model._compiled_call_impl.runtime  # type: ignore[union-attr]
+    runtime: Any = compiled_of(side.model).runtime
     found = []
     for is_refused in (torch.distributed.get_rank() == 1, False):
         side.run("forward backward forward backward zero")

@@ -9,6 +9,8 @@ import torch
 from pair import Pair, Tower
 from torch import nn
 
+from chunkc.compiler.compiled_model import compiled_of
+
 INTERVAL = 3
 """Steps without overflow after which scales grow in tests."""
 
@@ -33,12 +35,12 @@ def poisonous(kind: int) -> torch.Tensor:
 
 
 def scale_of(model: nn.Module) -> float:
-    return float(model._compiled_call_impl.runtime.clipping.loss_scale.scale)  # type: ignore[union-attr, operator]
+    return float(compiled_of(model).runtime.clipping.loss_scale.scale)
 
 
 def grow_soon(model: nn.Module) -> None:
     """The default interval of 2000 steps is long for a test."""
-    scale = model._compiled_call_impl.runtime.clipping.loss_scale  # type: ignore[union-attr, operator]
+    scale = compiled_of(model).runtime.clipping.loss_scale
     assert (scale.growth_interval, scale.growth_factor, scale.backoff_factor) == (2000, 2.0, 0.5)
     scale.growth_interval = INTERVAL
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Op, Stream
 
 VOCABULARY = 50
@@ -60,7 +61,7 @@ class Pair:
         model = Tower() if model is None else model
         self.plain = copy.deepcopy(model)
         self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
-        settings = self.model._compiled_call_impl.settings
+        settings = compiled_of(self.model).settings
         settings.options = replace(settings.options, **(wishes or {}))
         self.initial = copy.deepcopy(self.plain.state_dict())
         self.new_optimizers()

@@ -14,7 +14,7 @@ from machines import EMULATED, Machine
 from torch import nn
 
 import chunkc
-from chunkc.compiler.compiled_model import CompiledModel
+from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.evaluation import Evaluator
 
 VOCABULARY = 40
@@ -64,9 +64,7 @@ class Twins:
 
     @property
     def compiled(self) -> CompiledModel:
-        found = self.model._compiled_call_impl
-        assert isinstance(found, CompiledModel)
-        return found
+        return compiled_of(self.model)
 
     @property
     def evaluator(self) -> Evaluator:

@@ -16,12 +16,12 @@ from chunkc._torch_compat.core import aot_backend, dynamo_example
 from chunkc._torch_compat.inductor import inductor_compile
 from chunkc.capture.backend import boxed
 from chunkc.capture.partition import partition
-from chunkc.compiler.segment_compiler import backend_options
+from chunkc.compiler.segment_compiler import SegmentCompiler
 
 
 def same_partition_backend(backend: Any) -> Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A backend for torch.compile that partitions as chunkc does and interprets or compiles both graphs whole."""
-    options = backend_options(backend)
+    tracing = SegmentCompiler.of(backend).tracing
 
     def compile_graph(module: GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         run = inductor_compile(module, examples) if backend == "inductor" else Interpreter(module).boxed_run
@@ -33,11 +33,11 @@ def same_partition_backend(backend: Any) -> Callable[[GraphModule, Sequence[Any]
 
         def split(joint: GraphModule, inputs: Sequence[Any], **given: Any) -> tuple[GraphModule, GraphModule]:
             params = [n for n, p in zip(joint.graph.find_nodes(op="placeholder"), is_param, strict=False) if p]
-            if options:
-                options["prepare_joint"](joint)
+            if tracing.prepare_joint is not None:
+                tracing.prepare_joint(joint)
             return partition(joint, inputs, params, **given)
 
-        extra = {"decompositions": options["decompositions"]} if options else {}
+        extra = {} if tracing.decompositions is None else {"decompositions": tracing.decompositions}
         compiled: Callable[..., Any] = aot_backend(
             fw_compiler=compile_graph, bw_compiler=compile_graph, partition_fn=split, **extra
         )(module, example_inputs)

@@ -13,6 +13,7 @@ from models import CASES, loss_of
 from torch import nn
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
 from chunkc.runtime.execution.executor import Executor
 
@@ -23,7 +24,7 @@ COUNTS = ("num_compiles", "num_slot_allocations", "num_unasked_syncs")
 
 def executor_of(model: nn.Module) -> Executor:
     """The executor of the latest forward."""
-    executor = model._compiled_call_impl.runtime.executor
+    executor = compiled_of(model).runtime.executor
     assert isinstance(executor, Executor)
     return executor
 

@@ -8,6 +8,8 @@ import torch
 from overflows import Poisoned, poisonous
 from pair import MIXED, Pair, batch
 
+from chunkc.compiler.compiled_model import compiled_of
+
 BAD = (1, 4, 5)
 """Steps in which a gradient is infinite or NaN."""
 
@@ -26,7 +28,7 @@ def make(place: str, **options: Any) -> Pair:
 def restart(pair: Pair) -> None:
     """As at the beginning, its scale too."""
     pair.restart()
-    runtime = pair.model._compiled_call_impl.runtime
+    runtime = compiled_of(pair.model).runtime
     runtime.clipping.is_scaled_outside = False
     runtime.clipping.loss_scale.load_state_dict(torch.amp.GradScaler("cpu").state_dict())
 

@@ -23,6 +23,7 @@ from pair import MIXED, Pair, Tower, batch
 from raise_points import PACKAGE, RaisePoint
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 from chunkc.runtime.model.program_state import ModelPhase
 
 Bits = dict[str, torch.Tensor]
@@ -75,7 +76,7 @@ class Run:
         self.optimizer = chunkc.AdamW(
             self.model.parameters(), lr=1e-2, eps=1e-4, weight_decay=0.1, max_grad_norm=recipe.max_grad_norm
         )
-        self.runtime = self.model._compiled_call_impl.runtime
+        self.runtime = compiled_of(self.model).runtime
         if recipe.overflows:
             self.runtime.clipping.loss_scale.growth_interval = 2
 

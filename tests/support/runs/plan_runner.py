@@ -8,10 +8,10 @@ behind the same captured graphs. Parameter objects, autograd, the wrapper and th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from machines import EMULATED, Machine
 from models import Case
@@ -19,11 +19,13 @@ from torch import nn
 from training import AfterStep, Recipe, Trained, train
 
 import chunkc
-from chunkc.capture.backend import Compiled
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.compiled_model import CompiledModel, Settings
+from chunkc.compiler.capture_session import CaptureSession
+from chunkc.compiler.compiled_model import CompiledModel, compiled_of
+from chunkc.compiler.evaluation import Evaluator
+from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.validation import unique_params
-from chunkc.errors import BudgetError
+from chunkc.errors import BudgetError, ChunkcError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
 from chunkc.passes import PlanOptions
@@ -53,40 +55,6 @@ class Setup:
     host_arithmetic: bool = False
 
 
-class OnlyCapturedError(RuntimeError):
-    """The forward was called before there was a plan for the captured graphs."""
-
-
-class ReplannedModel(CompiledModel):
-    """A compiled model that captures without planning, and whose graphs can then be planned any number of times."""
-
-    def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings) -> None:
-        super().__init__(model, runtime, settings)
-        self.captured: Captured | None = None
-        self._current: Compiled | None = None
-
-    def _on_capture(self, captured: Captured) -> Compiled:
-        self.captured = captured
-        self.shapes.captured()
-        return Compiled(lambda args: self._now().forward(args), lambda args: self._now().backward(args))
-
-    def replan(self, runtime: ModelRuntime, options: PlanOptions, device_nbytes: int, host_nbytes: int) -> None:
-        """Go on with ``runtime`` and a plan for these budgets, which no search by a machine's rates makes another."""
-        if self.captured is None:
-            raise RuntimeError("capture first: run a forward")
-        budgets = {"device_budget_nbytes": device_nbytes, "host_budget_nbytes": host_nbytes, "reserved_nbytes": 0}
-        target = replace(self.settings.target, rates=None, **budgets)
-        self.settings.target, self.settings.options = target, options
-        self.runtime = runtime
-        self.evaluator = self.make_evaluator()
-        self._current = super()._on_capture(self.captured)
-
-    def _now(self) -> Compiled:
-        if self._current is None:
-            raise OnlyCapturedError("nothing is planned")
-        return self._current
-
-
 class PlanRunner:
     """See the module's text. ``dtype`` is the compute dtype; ``plans`` keeps plans that tests want to find again."""
 
@@ -99,18 +67,22 @@ class PlanRunner:
         self.batches = machine.put(case.batches())
         self.plans: dict[str, Plan] = {}
         self.model = chunkc.compile(case.build(), machine.hw(BIG_NBYTES, BIG_NBYTES), dtype=dtype, backend=backend)
-        made = self.model._compiled_call_impl
-        self.compiled = ReplannedModel(self.model, made.runtime, made.settings)
-        self.model._compiled_call_impl = self.compiled
-        with suppress(OnlyCapturedError):
+        made = compiled_of(self.model)
+        self._captures: list[tuple[Captured, GraphEntry]] = []
+        self.compiled = CompiledModel(self.model, made.runtime, made.settings, self._plan_later)
+        self.compiled.enter()
+        with pytest.raises(ChunkcError, match="before it had one"):
             self.model(**self.batches[0])
+
+    def _plan_later(self, session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
+        self._captures.append((captured, entry))
+        if len(self._captures) > 1:  # some models are captured anew at their second call
+            session.plan(captured, entry)
 
     @property
     def captured(self) -> Captured:
         """Both graphs and their schedule."""
-        if self.compiled.captured is None:
-            raise RuntimeError("nothing was captured")
-        return self.compiled.captured
+        return self._captures[-1][0]
 
     @property
     def plan(self) -> Plan:
@@ -123,7 +95,7 @@ class PlanRunner:
     @property
     def next_plan(self) -> Plan:
         """The plan that the latest ``reset`` made and the next run takes."""
-        return self.compiled.planned[-1].plan
+        return self.compiled.session.planned[-1].plan
 
     def reset(self, setup: Setup) -> None:
         """Initial values, a new device and a new plan.
@@ -132,8 +104,8 @@ class PlanRunner:
             BudgetError: when ``setup`` does not fit.
         """
         fresh = self.case.build()
-        params = self.compiled.runtime.params
-        old = self.compiled.runtime
+        session, old = self.compiled.session, self.compiled.runtime
+        params = old.params
         for p in params:
             p.grad = None
         device = self.machine.make_device(
@@ -147,7 +119,14 @@ class PlanRunner:
         with torch.no_grad():
             for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
                 buffer.copy_(initial)
-        self.compiled.replan(runtime, setup.options, setup.device_nbytes, setup.host_nbytes)
+        budgets = {"device_budget_nbytes": setup.device_nbytes, "host_budget_nbytes": setup.host_nbytes}
+        target = replace(session.settings.target, rates=None, reserved_nbytes=0, **budgets)  # no search by rates
+        session.settings.target, session.settings.options = target, setup.options
+        session.runtime = runtime
+        self.compiled.evaluator = Evaluator(session)
+        captured, entry = self._captures[-1]
+        entry.attach(runtime, captured)
+        session.plan(captured, entry)
 
     def train(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 import chunkc
+from chunkc.compiler.compiled_model import compiled_of
 
 HW = "emulated-640k-16m"
 NUM_STEPS = 100
@@ -60,7 +61,7 @@ class Run:
             model.get_parameter(name).requires_grad_(False)
         self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
         if wishes is not None:
-            settings = self.model._compiled_call_impl.settings
+            settings = compiled_of(self.model).settings
             settings.options = replace(settings.options, **wishes)
         weights = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]

@@ -1,0 +1,152 @@
+"""The capture session of one model: the way of each graph from Dynamo to its executor.
+
+    Dynamo ─ capture (choose what is kept) ─ plan ─ compile ─ entry ─ executor, made at the first call
+
+`CaptureSession.compile_graph` is Dynamo's entry for forwards that are one graph. Those that break
+(`chunkc.compiler.graph_breaks`), and those without gradients (`chunkc.compiler.evaluation`), have entries of their own
+over the same session.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from chunkc.capture.backend import ModelTensors, capture_graph
+from chunkc.capture.graphs import Captured
+from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, build
+from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.keep_fp32 import Fp32Modules
+from chunkc.compiler.memory.decisions import with_decisions
+from chunkc.compiler.segment_compiler import SegmentCompiler
+from chunkc.compiler.shape_cache import ShapeTable, entry_maker
+from chunkc.distributed.agreement import Kind
+from chunkc.passes import Pass, Planned, PlanOptions, Target
+from chunkc.runtime.model.model import ModelRuntime
+
+logger = logging.getLogger("chunkc")
+
+
+@dataclass(slots=True)
+class Settings:
+    """The resolved settings of one call of ``compile``.
+
+    ``cast_inputs``: dtype that floating-point inputs are cast to. ``in_fp32``: modules that cast theirs.
+    """
+
+    target: Target
+    options: PlanOptions
+    cast_inputs: torch.dtype | None
+    compiler: SegmentCompiler
+    passes: Sequence[Pass] | None = None
+    fullgraph: bool = False
+    ranks_per_node: int = 1
+    in_fp32: Fp32Modules = field(default_factory=Fp32Modules)
+
+
+class CaptureSession:
+    """Captures, plans and compiles the graphs of one model.
+
+    Attributes:
+        tensors: the model's; whoever casts inputs notes the copies there.
+        shapes: training programs by the signature of a call.
+        planned: the plans of training, in order.
+        started_s: when the call under way began to be captured.
+    """
+
+    def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings, planner: Planner) -> None:
+        """``planner`` plans each captured iteration, for example `CaptureSession.plan`."""
+        self.model = model
+        self.runtime = runtime
+        self.settings = settings
+        self.tensors = ModelTensors(model, runtime.params, runtime.infos)
+        self.shapes = ShapeTable(entry_maker(model, self.compile_graph))
+        self.planned: list[Planned] = []
+        self.started_s = 0.0
+        self._planner = planner
+        self._least: tuple[int, int] | None = None
+
+    def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
+        entry = GraphEntry()
+        choose = budget_chooser(self.request()) if self.settings.target.rates is not None else None
+        captured, code = capture_graph(
+            *(module, example_inputs, self.tensors, self.settings.compiler.tracing),
+            *(entry.forward, entry.backward),
+            choose=choose,
+        )
+        self.shapes.check_room()
+        self.log(captured)
+        entry.attach(self.runtime, captured)
+        self._planner(self, captured, entry)
+        self.shapes.captured()
+        return code
+
+    def plan(self, captured: Captured, entry: GraphEntry) -> None:
+        """Plan and compile a whole iteration, and let ``entry`` run it; errors as `build`."""
+        request = self.request()
+        decided = with_decisions(
+            captured, tracks_grad_norm=request.options.tracks_grad_norm, scales=request.options.scales
+        )
+        self.install(build(decided, request, self.settings.compiler), entry)
+
+    def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
+        """Let ``entry`` run by a plan."""
+        entry.plan_by(built)
+        self.planned.append(built.planned)
+        built.explain()
+
+    def log(self, captured: Captured, kind: str = "") -> None:
+        """Log how much was captured in which time."""
+        num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
+        logger.info("captured %d operators%s in %.1f s", num_ops, kind, time.perf_counter() - self.started_s)
+
+    def request(self) -> PlanRequest:
+        """Return the request for a plan made now, with the budgets that other models leave.
+
+        The layout is the model's once there is one. One that was made without norms may leave no room for them: then a
+        plan goes over to them later, or not.
+        """
+        settings, runtime = self.settings, self.runtime
+        accounting, layout = runtime.accounting, runtime.layout
+        if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
+            gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
+        target = _without(settings.target, accounting.others_device_nbytes(), accounting.others_host_nbytes(layout))
+        if self._least is not None:
+            device, host = map(min, self._least, (target.device_budget_nbytes, target.host_budget_nbytes))
+            target = _without(target, target.device_budget_nbytes - device, target.host_budget_nbytes - host)
+        held_nbytes, is_host = runtime.parameters.staging.nbytes(), runtime.device.torch_device.type == "cpu"
+        has_norms = any(executor.norm_table is not None for executor in runtime.executors.values())
+        wanted = runtime.tracks_grad_norm and (layout is None or has_norms)
+        options = replace(settings.options, tracks_grad_norm=settings.options.tracks_grad_norm or wanted)
+        return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
+
+    def agree_on_budgets(self) -> None:
+        """Take the least budgets of all ranks, by which their first plans lay out the same chunks."""
+        self._least = None
+        target, ranks = self.request().target, self.runtime.ranks
+        budgets = (target.device_budget_nbytes, target.host_budget_nbytes)
+        device, host = (min(ranks.agree(Kind.PLAN, lambda: [target.model], number=n)) for n in budgets)
+        self._least = (device, host)
+
+
+Planner = Callable[[CaptureSession, Captured, GraphEntry], None]
+"""Plans a captured iteration, now or later, and lets its entry run by the plan."""
+
+
+def _without(target: Target, device_nbytes: int, host_nbytes: int) -> Target:
+    """``target`` with budgets that are less by what is taken elsewhere."""
+    return replace(
+        target,
+        device_budget_nbytes=target.device_budget_nbytes - device_nbytes,
+        reserved_nbytes=target.reserved_nbytes + device_nbytes,
+        host_budget_nbytes=target.host_budget_nbytes - host_nbytes,
+    )

@@ -1,0 +1,88 @@
+"""The session behind a compiled model: a planner of one's own, later plans, and entries that outlive the model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import chunkc
+from chunkc.capture.graphs import Captured
+from chunkc.compiler.capture_session import CaptureSession, Planner
+from chunkc.compiler.compiled_model import CompiledModel, compiled_of
+from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.errors import ChunkcError
+
+HW = "emulated-64m-64m"
+
+
+class Layers(nn.Module):
+    """Two layers; returns the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return y.square().mean()
+
+
+class Later:
+    """A planner that keeps what was captured."""
+
+    def __init__(self) -> None:
+        self.captures: list[tuple[CaptureSession, Captured, GraphEntry]] = []
+
+    def __call__(self, session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
+        self.captures.append((session, captured, entry))
+
+
+def compiled_with(planner: Planner) -> nn.Module:
+    torch.manual_seed(0)
+    model = chunkc.compile(Layers(), HW, dtype=torch.float32, backend="eager")
+    made = compiled_of(model)
+    CompiledModel(model, made.runtime, made.settings, planner).enter()
+    return model
+
+
+def losses(model: nn.Module) -> list[float]:
+    optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for _ in range(3):
+        loss = model(torch.ones(2, 8))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def test_what_was_captured_may_be_planned_later() -> None:
+    planner = Later()
+    model = compiled_with(planner)
+    for _ in range(2):
+        with pytest.raises(ChunkcError, match="before it had one"):
+            model(torch.ones(2, 8))
+    ((session, captured, entry),) = planner.captures
+    assert session is compiled_of(model).session and session.planned == []
+    session.plan(captured, entry)
+    torch.manual_seed(0)
+    assert losses(model) == losses(chunkc.compile(Layers(), HW, dtype=torch.float32, backend="eager"))
+    assert len(planner.captures) == 1 and len(session.planned) == 1
+
+
+def test_an_entry_does_not_keep_its_model() -> None:
+    entries: list[GraphEntry] = []
+
+    def plan(session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
+        entries.append(entry)
+        session.plan(captured, entry)
+
+    losses(compiled_with(plan))
+    for _ in range(3):
+        gc.collect()
+    with pytest.raises(ChunkcError, match="deleted before its forward or backward ran"):
+        entries[0].forward([])
