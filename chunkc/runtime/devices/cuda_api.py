@@ -1,7 +1,4 @@
-"""The CUDA device's calls to CUDA and to torch's allocator: one protocol, implemented by torch.
-
-Everything above this file is ordinary Python that a recording double can drive on a machine without a GPU.
-"""
+"""The CUDA device's calls to CUDA and to torch's allocator: one protocol, implemented by torch."""
 
 from __future__ import annotations
 
@@ -24,140 +21,86 @@ KernelLaunch = Callable[[], None]
 
 
 class ChunkKernels(Protocol):
-    """The kernels of chunks, checked and made ready once.
-
-    See ``chunkc.triton_kernels`` for shapes and dtypes.
-    """
+    """The kernels of chunks, checked and made ready once; ``chunkc.triton_kernels`` has shapes and dtypes."""
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         """The table of tiles of a chunk that an update takes."""
 
-    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        """The table of tiles of a chunk that a norm takes."""
-        ...
+    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
     def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
         """Update one chunk: gradient, payload, param32, moments, tiles, row_of_param, rows, control."""
-        ...
 
-    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
-        """Write param16 from param32."""
-        ...
+    def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch: ...
 
     def grad_norm(
         self, grad: torch.Tensor, tiles: torch.Tensor, out: torch.Tensor, partial: torch.Tensor
     ) -> KernelLaunch:
         """Sum of squares and finiteness of one chunk, into ``out``; ``partial`` is working memory."""
-        ...
 
 
 class CudaApi(Protocol):
-    """One CUDA device. Streams and events are opaque; all methods may be called from any thread.
-
-    Attributes:
-        torch_device: of all tensors made here.
-    """
+    """One CUDA device. Streams and events are opaque; all methods may be called from any thread."""
 
     torch_device: torch.device
 
     def new_stream(self) -> Any:
         """A stream that does not synchronise with the default stream."""
-        ...
 
     def current_stream(self) -> Any:
-        """Return the calling thread's stream of this device; the same object while the stream is the same."""
-        ...
+        """The calling thread's stream of this device; the same object while the stream is the same."""
 
-    def key(self, stream: Any) -> int:
-        """Return a number that tells streams apart."""
-        ...
+    def key(self, stream: Any) -> int: ...
 
     def run(self, stream: Any, work: Callable[[], None]) -> None:
         """Call ``work``, whose operators go to ``stream``; returns when they are enqueued."""
-        ...
 
     def record(self, stream: Any, used: Any = None) -> Any:
-        """An event at the end of what is enqueued on ``stream``.
-
-        It may be ``used``, an earlier one that nobody asks for any more. Streams that were told to wait for that one
-        still wait for what it stood for.
-        """
-        ...
+        """Record an event behind what is enqueued on ``stream``: ``used`` again, if nobody asks for it."""
 
     def wait_event(self, stream: Any, event: Any) -> None:
         """Make what is enqueued on ``stream`` from here on run after ``event``."""
-        ...
 
-    def is_done(self, event: Any) -> bool:
-        """Whether ``event`` has happened, without waiting."""
-        ...
+    def is_done(self, event: Any) -> bool: ...
 
     def wait_on_host(self, event: Any) -> None:
         """Block the calling thread, asleep, until ``event`` has happened."""
-        ...
 
-    def synchronize(self) -> None:
-        """Block the calling thread until the device has nothing to do."""
-        ...
+    def synchronize(self) -> None: ...
 
     def sleep(self, stream: Any, milliseconds: float) -> None:
         """Keep ``stream`` busy for about so long."""
-        ...
 
     def warm_up(self) -> None:
         """Make CUDA and its libraries take the memory that they take once."""
-        ...
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total bytes of the device, of all processes."""
-        ...
 
     def allocator_nbytes(self, kind: str, moment: str) -> int:
-        """Return a statistic of torch's allocator in bytes, ``current`` or ``peak``.
+        """Statistic of torch's allocator: requested, allocated or reserved bytes, ``current`` or ``peak``."""
 
-        ``kind`` is ``requested`` (what tensors asked for), ``allocated`` (blocks that hold them) or ``reserved`` (all
-        that the allocator has of the device).
-        """
-        ...
+    def reset_peaks(self) -> None: ...
 
-    def reset_peaks(self) -> None:
-        """Let the allocator's peaks start from now."""
-        ...
-
-    def release_cached(self) -> None:
-        """Give blocks that the allocator holds unused back to the device."""
-        ...
+    def release_cached(self) -> None: ...
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A uint8 tensor from torch's allocator; raises ``torch.OutOfMemoryError``."""
-        ...
 
     def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a small host tensor to the device, without waiting: on the current stream, from pinned memory."""
-        ...
+        """Copy a small host tensor to the device without waiting, on the current stream from pinned memory."""
 
     def register_host(self, address: int, nbytes: int) -> None:
-        """Pin a range of host memory, exactly.
-
-        Raises:
-            HardwareError: when CUDA refuses.
-        """
-        ...
+        """Pin a range of host memory, exactly; raises `HardwareError` when CUDA refuses."""
 
     def unregister_host(self, address: int) -> None:
         """Undo ``register_host``; copies from and to the range have finished."""
-        ...
 
-    def kernels(self) -> ChunkKernels:
-        """The kernels for chunks on this device, imported when they are first asked for."""
-        ...
+    def kernels(self) -> ChunkKernels: ...
 
 
 class TorchCuda:
-    """`CudaApi` of device ``index`` by torch.
-
-    Asking torch for the current stream takes as long as half a launch: the object is kept while the stream is the same.
-    """
+    """`CudaApi` of device ``index`` by torch, which keeps the current stream: asking for it is slow."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
@@ -202,7 +145,7 @@ class TorchCuda:
             cuda_sleep(int(milliseconds * _CYCLES_PER_MS))
 
     def warm_up(self) -> None:
-        """Matrix products load cuBLAS, whose workspaces stay: one for this thread, one for autograd's."""
+        """Load cuBLAS, whose workspaces stay: one for this thread, one for autograd's."""
         with torch.inference_mode(False), torch.enable_grad():
             for dtype in (torch.float32, torch.float16):
                 square = torch.zeros(_WARM_UP_NUMEL, _WARM_UP_NUMEL, dtype=dtype, device=self.torch_device)
@@ -227,7 +170,6 @@ class TorchCuda:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
-        """torch's pinned allocator keeps the pinned copy until this copy of it has finished."""
         target.copy_(table.pin_memory(), non_blocking=True)
 
     def register_host(self, address: int, nbytes: int) -> None:

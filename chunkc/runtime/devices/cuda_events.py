@@ -1,8 +1,7 @@
 """Events of the CUDA device's streams and of its worker, and the work of one launch.
 
-The event of work on a CUDA stream is CUDA's own. Making and destroying an event takes several times as long as
-recording it. So an event is recorded again when its `CudaEvent` has gone and nobody can ask for it any more. A stream
-that was told to wait for an event waits for what the event stood for at that time.
+Making a CUDA event takes several times as long as recording one, so events are recorded again when their `CudaEvent`
+has gone.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ _FEW_EVENTS: Final = 64
 
 
 class CudaEvent:
-    """Completion of work on a CUDA stream.
-
-    Attributes:
-        handle: the API's event; None while the work is held back.
-        key: of the stream.
-    """
+    """Completion of work on the CUDA stream of ``key``; ``handle`` is None while the work is held back."""
 
     __slots__ = ("__weakref__", "_api", "_enqueue", "failures", "handle", "key")
 
@@ -38,11 +32,9 @@ class CudaEvent:
         self.key = key
 
     def done(self) -> bool:
-        """Whether the work has finished, without waiting."""
         return self.handle is not None and self._api.is_done(self.handle)
 
     def wait(self) -> None:
-        """Block the host until the work has finished; raises a failure that the host was not told."""
         if not self.done():
             self.failures.num_host_waits += 1
         self.enqueue()
@@ -50,15 +42,12 @@ class CudaEvent:
         self.failures.raise_untold()
 
     def enqueue(self) -> None:
-        """See to it that the work is enqueued, waiting for the worker where it is held back."""
+        """See to it that the work is enqueued, waiting for the worker where the work is held back."""
         if self.handle is None:
             self._enqueue(self)
 
     def join(self) -> Failure | None:
-        """Block a worker until the work has finished, and return a failure that has been before it.
-
-        The work is not held back.
-        """
+        """Block a worker until the work, not held back, has finished; return a failure before it."""
         try:
             self._api.wait_on_host(self.handle)
         except RuntimeError as error:
@@ -92,10 +81,9 @@ class Held:
 
 
 class UsedEvents:
-    """The API's events that stand for launches, or have stood for launches.
+    """The API's events that stand, or have stood, for launches: twice as many as are held, or a few.
 
-    They are at most twice as many as were ever held at a time, or a few. No finalizer tells that one is free, since
-    Dynamo may trace finalizers: all are looked through now and then.
+    No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
     """
 
     def __init__(self) -> None:
@@ -104,7 +92,6 @@ class UsedEvents:
         self._look_at_num = _FEW_EVENTS
 
     def add(self, event: CudaEvent) -> None:
-        """``event`` has been enqueued."""
         self._used.append((weakref.ref(event), event.handle))
 
     def take_free(self) -> Any:

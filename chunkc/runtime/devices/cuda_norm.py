@@ -1,7 +1,4 @@
-"""Measurement of a chunk on a CUDA device, by kernels of ``chunkc.triton_kernels.grad_norm``.
-
-The kernels run on the compute stream.
-"""
+"""Norm of a chunk on a CUDA device, by kernels of ``triton_kernels.grad_norm`` on the compute stream."""
 
 from __future__ import annotations
 
@@ -14,17 +11,12 @@ from chunkc.runtime.update.cpu_adam import Piece
 
 
 class NormScratch:
-    """Working memory that all norms of a device share: they follow each other on one stream.
-
-    Attributes:
-        memory: none before the first norm is made; grows with the largest chunk, and is another tensor then.
-    """
+    """Working memory that all norms of a device share on one stream; grows with the largest chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def extend(self, num_tiles: int) -> None:
-        """Make room for a chunk of ``num_tiles``."""
         if self.memory.numel() < 2 * num_tiles + 2:
             self.memory = torch.empty(2 * num_tiles + 2, dtype=torch.float32, device=self.memory.device)
 
@@ -38,15 +30,7 @@ class NormScratch:
 
 
 class GpuNorm:
-    """Measures a chunk in device memory; made once per chunk and used every step.
-
-    Args:
-        kernels: what launches.
-        scratch: of the device.
-        gradient: the chunk's gradients, one dimension, in device memory.
-        pieces: the elements that are gradients.
-        out: the row to write, float64 [2] in device memory.
-    """
+    """Measures a chunk in device memory; arguments as `chunkc.runtime.devices.protocol.Device.make_norm`."""
 
     def __init__(
         self,

@@ -5,8 +5,7 @@
     h2d, d2h, comm   a CUDA stream each, which does not synchronise with the default stream
     cpu       one worker thread, in the order of launching
 
-**What makes one piece of work happen before another.** Work of one stream runs in the order of launching. Between
-streams, for a wait of ``b`` for ``a``:
+Work of one stream runs in the order of launching. Between streams, for a wait of ``b`` for ``a``:
 
     a on        b on      means                                              mechanism
     CUDA        CUDA      run reads a fetched slot; evict copies what a run  an event recorded behind ``a``, for which
@@ -21,32 +20,21 @@ streams, for a wait of ``b`` for ``a``:
     cpu         cpu       updates share scratch and threads                  one worker
     caller      any       parameters and gradients that are read, written,   blocking copies have finished; the others
                           loaded or brought back between programs; tables    are on the compute stream, behind which the
-                          of a step                                          side streams are put, below
+                          of a step                                          side streams are put at the first launch of
+                                                                             a thread after a ``synchronize``
     any         caller    reading a parameter                                ``synchronize``
 
-Where the current stream changes between two launches on compute, the new one first waits for what the old one had.
+**Holding back.** Work of a side stream that depends on unfinished host work waits in a queue on the host, and so does
+what follows on that stream or waits for it on another. The first launch or ``synchronize`` that finds the host work
+ended enqueues it. Where a run needs what is held back, the caller sleeps until the worker has come so far. At the end
+of a program nothing stays held back on ``comm``, for which other ranks wait.
 
-**What the caller does between programs** is no launch, so no event stands for it: a gather of the next program could
-begin before a copy on the compute stream has ended that writes what it sends. All of that begins with a
-``synchronize``. So the first launch of every thread after one puts the side streams behind the compute stream: another
-thread, which trains another model on the device, may launch before the caller has written.
+**Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: the worker needs the GIL, and
+calls of CUDA that wait for the device may hold it (launches once about a thousand are pending, allocations when memory
+is short, loading a kernel). If a stream waited for the worker, such a call would never return.
 
-**Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
-and what is launched on that stream after it, or waits for it on another (a gather its fetched slot), queues up as well.
-It is enqueued by the first launch or ``synchronize`` that finds the host work ended. Where a run needs what is held
-back, the caller sleeps until the worker has come so far: the compute stream would stand still there too, and the host
-has enqueued all that comes before it. At the end of a program nothing stays held back on ``comm``: the devices of other
-ranks wait for it, while this rank's thread may wait for those ranks.
-
-**Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: whatever is enqueued here can
-finish by itself, so no call of CUDA, whoever makes it, can wait for the worker, which needs the GIL. If a stream waited
-for the worker, any call that waits for the device with the GIL held would never return: Inductor's launches and its
-allocations hold it, a launch waits once about a thousand are pending, an allocation frees others when memory is short,
-and a kernel that is first called may be loaded, which may wait for the device too.
-
-**Failures** of the worker are told as `worker_streams` says. What is held back behind failed work does run,
-over parameters as they were, so that nothing hangs; what the caller launches next, or ``synchronize``, raises. Worker
-items that wait for an event fail in the meantime. Errors of CUDA itself raise where torch meets them.
+**Failures** of the worker are reported as `worker_streams` says. What is held back behind failed work does run, over
+parameters as they were, so that nothing hangs. Worker items that wait for an event fail in the meantime.
 """
 
 from __future__ import annotations
@@ -75,26 +63,13 @@ _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
 
 
 class _OfThread(threading.local):
-    """State of one launching thread.
-
-    ``followed`` is the latest ``synchronize`` after which this thread has put the side streams behind its own.
-    """
+    """State of one launching thread: the latest ``synchronize`` behind which it has put the side streams."""
 
     followed: object | None = None
 
 
 class CudaStreams:
-    """The five streams of one CUDA device; see the module docstring. Threads may launch at the same time.
-
-    Args:
-        name: of the device, for messages.
-        api: CUDA.
-        settings: delays, and whether everything is waited for at its launch.
-
-    Attributes:
-        num_worker_waits: how often the compute stream was kept waiting for the worker, by the caller's sleep.
-        worker_waits_s: how long.
-    """
+    """The five streams of one CUDA device. ``num_worker_waits`` counts the caller's sleeps for the worker."""
 
     def __init__(self, name: str, api: CudaApi, settings: DebugSettings) -> None:
         self.failures = Failures()
@@ -121,13 +96,7 @@ class CudaStreams:
         self._pid = os.getpid()
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
-        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
-
-        An earlier failure that the host was not told is raised.
-
-        Raises:
-            ChunkcError: after `close`, in a forked child, and for events of another device.
-        """
+        """Launch work as `Device.launch` says; raises `ChunkcError` for events of another device, too."""
         self.check_usable()
         self.failures.raise_untold()
         owned = [self._own(event, label) for event in waits]
@@ -141,10 +110,7 @@ class CudaStreams:
         return event
 
     def follow(self) -> None:
-        """Order all side streams behind the work on the current stream.
-
-        That is what is there now, and what the caller puts there until the next launch.
-        """
+        """Order all side streams behind the work on the current stream, now and until the next launch."""
         with self._lock:
             self._put_sides_behind(self._current())
             self._latest_synchronize = object()
@@ -155,7 +121,7 @@ class CudaStreams:
             self._api.wait_event(side, event)
 
     def synchronize(self) -> None:
-        """Wait for everything launched; raise the first failure the host was not told."""
+        """Wait for everything launched; raise the first failure that was not reported."""
         self.check_usable()
         self.num_synchronizes += 1
         self._latest_synchronize = object()
@@ -172,14 +138,12 @@ class CudaStreams:
         self._enqueue_held(self._side_key[Stream.COMM])
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``; in a thread of its own where the worker calls this, which would wait for itself."""
         if self._worker is not None and self._worker.thread is threading.current_thread():
             threading.Thread(target=work, name="chunkc-host").start()
         else:
             work()
 
     def check_usable(self) -> None:
-        """Raise after `close` and in a forked child."""
         if self._is_closed:
             raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
         if os.getpid() != self._pid:
@@ -189,10 +153,7 @@ class CudaStreams:
             )
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was launched, wait for the device, and stop the worker.
-
-        The call is idempotent, and does nothing in a forked child.
-        """
+        """Finish what was launched and stop the worker; idempotent, without effect in a forked child."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -262,7 +223,7 @@ class CudaStreams:
                     self._enqueue(item, self._side[item.stream])
 
     def _await(self, event: CudaEvent | HostCompletion) -> None:
-        """The caller sleeps until the device can be told to wait for ``event``."""
+        """Have the caller sleep until the device can be told to wait for ``event``."""
         if isinstance(event, CudaEvent):
             event.enqueue()
         elif not event.done():
@@ -272,7 +233,7 @@ class CudaStreams:
             self.worker_waits_s += time.perf_counter() - begun_s
 
     def _enqueue(self, item: Held, target: Any) -> None:
-        """Everything that ``item`` waits for is enqueued, or has ended on the host."""
+        """Enqueue ``item``, for which everything that it waits for is enqueued, or has ended on the host."""
         self._is_enqueuing, before = True, self._is_enqueuing  # a finaliser must not come between work and event
         try:
             for event in item.waits:
@@ -290,7 +251,6 @@ class CudaStreams:
             self._is_enqueuing = before
 
     def _run_visibly(self, item: Held, target: Any) -> None:
-        """In a range of the profiler, between delays."""
         self._pause(item.stream, target)
         with profiler_range(item.label):
             self._api.run(target, item.work)

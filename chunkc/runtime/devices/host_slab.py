@@ -1,21 +1,10 @@
 """Slabs: large pieces of host memory with their own mapping, given back to the system once freed.
 
-A slab is one private anonymous mapping, seen as a uint8 tensor. Three properties make it worth having instead of
-``torch.empty``:
-
-* **Not inherited by forks** (``MADV_DONTFORK``). Otherwise a DataLoader worker alive during an optimizer update makes
-  the kernel copy every page that the update writes: host memory once more per generation of workers. The flag exists
-  on Linux only; elsewhere a slab works and `Slab.is_fork_safe` is False. In a forked child the addresses are not
-  mapped: the child must not touch the tensor (it may drop it).
-* **Freed when told to.** Views of a slab may outlive it (a traceback, a user's variable), so unmapping it would turn
-  a stale read into a segmentation fault; ``mmap.close`` does just that, since ``torch.frombuffer`` keeps no buffer
-  export. `Slab.close` returns the *pages* instead (``MADV_DONTNEED``) and keeps the addresses until the last view
-  dies: memory goes back at once, a stale read sees zeros.
-* **Exact.** The mapping is the bytes asked for, rounded up to pages, outside of malloc: readings of malloc'ed bytes
-  (`chunkc.runtime.devices.malloc_meter`) do not contain it.
-
-The mapping is made through libc and not by the ``mmap`` module, whose objects unmap their addresses wherever they are
-collected: in a forked child these addresses may by then belong to something else.
+* **Not inherited by forks** (``MADV_DONTFORK``, Linux only): while a DataLoader worker is alive, the kernel would copy
+  every page that an update writes. A forked child must not touch the tensor.
+* **Freed by `Slab.close`.** Views may outlive a slab (a traceback, a user's variable), so unmapping it would make stale
+  reads crash. The *pages* go back (``MADV_DONTNEED``), and the addresses stay until the last view dies.
+* **Exact**, outside of malloc, and mapped by libc: objects of ``mmap`` would unmap in a forked child too.
 """
 
 from __future__ import annotations
@@ -42,20 +31,11 @@ _KEPT_NBYTES: Final = 2**24
 def allocate_slab(
     nbytes: int, *, huge_pages: bool = False, on_free: Callable[[int], None] | None = None
 ) -> tuple[torch.Tensor, Slab]:
-    """Map ``nbytes`` of zeroed, page-aligned host memory.
+    """Map ``nbytes`` of zeroed, page-aligned host memory, or raise `HardwareError`.
 
-    Args:
-        nbytes: size of the tensor; the mapping is this rounded up to pages (at least one).
-        huge_pages: ask the kernel for transparent huge pages (Linux; a hint that it may ignore).
-        on_free: called exactly once with ``nbytes`` when the pages have gone back, by `Slab.close` or because the last
-            view died. In the second case it may run at any point of any thread: it must neither block nor raise.
-
-    Returns:
-        The memory as a uint8 tensor, which with its views keeps the mapping alive, and a handle that does not.
-
-    Raises:
-        HardwareError: when the system refuses the mapping.
-        ValueError: when ``nbytes`` is negative.
+    ``huge_pages`` is a hint to Linux. ``on_free`` is called once with ``nbytes`` when the pages have gone back, at any
+    point of any thread: it must neither block nor raise. The uint8 tensor and its views keep the mapping alive, the
+    handle does not.
     """
     if nbytes < 0:
         raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
@@ -66,13 +46,7 @@ def allocate_slab(
 
 
 def map_private(nbytes: int) -> torch.Tensor:
-    """Return zeroed host memory with a mapping of its own, as uint8.
-
-    Forks inherit the memory, and the memory goes with its last view.
-
-    Raises:
-        OSError: when the system refuses the mapping.
-    """
+    """Map zeroed host memory of its own as uint8, which forks inherit; raises `OSError` when refused."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -80,28 +54,20 @@ def map_private(nbytes: int) -> torch.Tensor:
 
 
 def return_freed_pages() -> None:
-    """Make malloc give pages that it has only kept for later back to the system.
-
-    Without glibc nothing happens. glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed,
-    unless they lie at its end (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved
-    elsewhere stay resident.
-    """
+    """Make glibc's malloc give back pages that it keeps of freed blocks up to 32 MiB (mallopt(3))."""
     trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
     if trim is not None:
         trim(0)
 
 
 class FreedPages:
-    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB.
-
-    A block that malloc keeps need not fit the next tensor, so that several tensors' worth could stay resident.
-    """
+    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB."""
 
     def __init__(self) -> None:
         self._nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes of one tensor were freed; more than 32 MiB were none of malloc's heap."""
+        """Count the bytes of one freed tensor; one of more than 32 MiB was not in malloc's heap."""
         self._nbytes += nbytes if nbytes <= _MAPPED_NBYTES else 0
         if self._nbytes >= _KEPT_NBYTES:
             self._nbytes = 0
@@ -109,14 +75,7 @@ class FreedPages:
 
 
 class Slab:
-    """Handle of one slab; it does not keep the memory alive.
-
-    Attributes:
-        address: of the first byte.
-        nbytes: bytes asked for.
-        mapped_nbytes: bytes of the mapping, a multiple of the page size.
-        is_fork_safe: whether forked children do not inherit the memory.
-    """
+    """Handle of one slab; it does not keep the memory alive. ``mapped_nbytes`` are whole pages."""
 
     def __init__(self, pages: Any, nbytes: int, mapped_nbytes: int, on_free: Callable[[int], None] | None) -> None:
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
@@ -130,14 +89,10 @@ class Slab:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the pages have gone back, by `close` or with the last view."""
         return not self._report.alive
 
     def close(self) -> None:
-        """Give the pages back to the system now; idempotent, and without effect in a forked child.
-
-        Views stay readable (zeros) but must not be written: that would take pages again.
-        """
+        """Give the pages back now; idempotent, nothing in a forked child. Views read zeros."""
         pages = self._pages()
         if pages is None or os.getpid() != self._pid or self.is_closed:
             return
@@ -149,7 +104,6 @@ class Slab:
 
 
 def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
-    """Report freed memory to its owner, in the process that owns it."""
     if on_free is not None and os.getpid() == pid:
         on_free(nbytes)
 
@@ -177,7 +131,7 @@ def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ub
 
 
 def _unmap(address: int, mapped_nbytes: int, pid: int) -> None:
-    """Give the addresses back, in the process that mapped them only: a forked child does not have them."""
+    """Unmap in the process that mapped: a forked child does not have the addresses."""
     if os.getpid() == pid:
         unmap = _libc().munmap
         unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

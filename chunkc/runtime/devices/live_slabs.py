@@ -14,10 +14,7 @@ _HUGE_NBYTES: Final = 2**21
 
 
 def rounded_nbytes(nbytes: int) -> int:
-    """``nbytes`` as CUDA's caching allocator rounds them: to 512 bytes up to 1 MiB, to 2 MiB above.
-
-    Source: CUDACachingAllocator.cpp, kMinBlockSize, kSmallSize, kRoundLarge.
-    """
+    """Round as CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kRoundLarge): 512 bytes, or 2 MiB."""
     granularity = 512 if nbytes <= 2**20 else 2**21
     return -(-nbytes // granularity) * granularity
 
@@ -25,8 +22,7 @@ def rounded_nbytes(nbytes: int) -> int:
 class LiveSlabs:
     """Live slabs of one kind by address, and their bytes.
 
-    A slab goes by `free` or when its last view is collected, which may happen anywhere, even in the middle of a
-    method of this class: such bytes are queued and settled by the next call.
+    A slab may go with its last view in the middle of a method of this class, so its bytes are queued for the next call.
     """
 
     def __init__(self, kind: str) -> None:
@@ -55,7 +51,7 @@ class LiveSlabs:
         slab.close()
 
     def settle(self) -> int:
-        """Enter what was freed into the books; how many bytes that was."""
+        """Account for what was freed; return its bytes."""
         total = 0
         while self._freed:
             nbytes = self._freed.popleft()

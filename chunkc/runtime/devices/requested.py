@@ -1,11 +1,7 @@
 """Requested gradients: those of a backward that autograd asks for, on this rank and on any.
 
-A backward program makes the gradient of every parameter that its plan trains. Autograd may ask for fewer: the loss does
-not reach some outputs of the forward, or a parameter was frozen after it. The others are withheld: zeros land in their
-place, `param.grad` stays what it was, and the step leaves the parameter and its optimizer state alone, as torch's
-optimizers do.
-
-Ranks average gradients, so what one of them asks for is a gradient of all: the others contribute zeros to it.
+Others are withheld (docs/how_it_works.md, "Parameters that the loss does not reach"). Ranks average gradients, so one
+that any rank asks for is a gradient of all: the others contribute zeros to it.
 """
 
 from __future__ import annotations
@@ -23,13 +19,7 @@ _MAX_NAMED = 5
 
 
 class RequestedGradients:
-    """Which gradients the backwards of one model are asked for.
-
-    Args:
-        ranks: with which the model is trained.
-        params: all parameters by index.
-        name_of: of a parameter by its index.
-    """
+    """Requests of gradients by the backwards of one model; ``params`` are all parameters by index."""
 
     def __init__(self, ranks: Ranks, params: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
         self._ranks, self._params, self._name_of = ranks, params, name_of
@@ -44,14 +34,10 @@ class RequestedGradients:
         return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
 
     def number(self, own: Collection[int]) -> int:
-        """A number for ``own``, equal where the ranks ask for the same."""
         return digest_lines([str(i) for i in sorted(own)]) if self._ranks.size > 1 else 0
 
     def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
-        """Return the gradients that some rank asks for.
-
-        They are ``own`` where the ``numbers`` of all are equal. Else they are the union, which a warning says once.
-        """
+        """Return the gradients that some rank asks for; warns once where the ``numbers`` of ranks differ."""
         if len(set(numbers)) == 1:
             return own
         texts = self._ranks.collect(",".join(map(str, sorted(own))).encode())

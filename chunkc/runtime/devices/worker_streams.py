@@ -1,15 +1,11 @@
 """Streams and events of the emulated device.
 
-The caller's thread computes, and one worker thread serves each other stream. Nothing polls: a worker blocks on its
-queue, then on the events its work waits for, and an event is a latch that opens when its work has finished. Workers
-know their queue and the shared `Failures`, never the device, so that a device that nobody uses any more can be
-collected and its workers stopped.
+The caller's thread computes, and one worker thread serves each other stream. Workers know their queue and the shared
+`Failures`, never the device, so that an unused device can be collected and its workers stopped.
 
 **Failures.** What ``work`` raises fails its event; whatever waits for that event does not run and fails likewise. The
-host is told once: by the next launch or `Streams.synchronize`, or by waiting for a failed event, whichever comes
-first. Work launched before the host was told adds nothing; work launched afterwards that still waits for a failed
-event is a new mistake and is told again. Work on the compute stream runs on the caller's thread, so it raises there
-and then.
+failure is reported to the host once: by the next launch or `Streams.synchronize`, or by waiting for a failed event.
+Work launched after the report that still waits for a failed event is a new mistake and is reported again.
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ _LOGGER = logging.getLogger("chunkc")
 
 
 class Failure:
-    """An exception on its way to the host, and the host's telling about it, counted from 1 (0: none)."""
+    """An exception on its way to the host, and the number of the report of it, counted from 1 (0: none)."""
 
     __slots__ = ("error", "telling")
 
@@ -48,11 +44,7 @@ class Failure:
 
 
 class Failures:
-    """Failures that the workers of a device have raised and the host has not been told.
-
-    Attributes:
-        num_tellings: how often the host was told; work remembers the count at its launch.
-    """
+    """Failures of a device's workers; ``num_reports`` counts those that the host was given."""
 
     def __init__(self) -> None:
         self.num_tellings = 0
@@ -61,13 +53,13 @@ class Failures:
         self._untold: Failure | None = None
 
     def record(self, failure: Failure, launched_at: int) -> None:
-        """Keep the first failure of work launched at telling ``launched_at``, unless the host knew it by then."""
+        """Keep the first failure of work launched after report ``launched_at``, unless reported by then."""
         with self._lock:
             if self._untold is None and (failure.telling == 0 or failure.telling <= launched_at):
                 self._untold = failure
 
     def told(self, failure: Failure) -> None:
-        """The host gets ``failure`` now."""
+        """Note that the host gets ``failure`` now."""
         with self._lock:
             self.num_tellings += 1
             failure.telling = self.num_tellings
@@ -75,7 +67,7 @@ class Failures:
                 self._untold = None
 
     def raise_untold(self) -> None:
-        """Tell the host what it does not know yet, if anything."""
+        """Raise the failure that was not reported yet, if any."""
         failure = self._untold
         if failure is not None:
             self.told(failure)
@@ -83,11 +75,10 @@ class Failures:
 
     @property
     def untold(self) -> Failure | None:
-        """The failure that the host has not been told yet."""
         return self._untold
 
     def take_untold(self) -> Failure | None:
-        """Take the failure that nobody will be told any more."""
+        """Take the failure that nobody will be given any more."""
         with self._lock:
             failure, self._untold = self._untold, None
             return failure
@@ -97,15 +88,11 @@ class Awaited(Protocol):
     """Something that a worker can wait for."""
 
     def join(self) -> Failure | None:
-        """Block until it has happened; how it failed."""
-        ...
+        """Block until the event has happened; return how it failed."""
 
 
 class Completion:
-    """Event of one piece of work on ``stream``, if any.
-
-    The event is done from the start when made with ``is_done``. ``span`` is there where time is kept.
-    """
+    """Event of one piece of work on ``stream``, if any; ``span`` is there where time is kept."""
 
     __slots__ = ("_failure", "_failures", "_latch", "span", "stream")
 
@@ -119,7 +106,6 @@ class Completion:
         self._latch = Latch(is_open=is_done)
 
     def done(self) -> bool:
-        """Whether the work has finished or failed, without waiting."""
         return self._latch.is_open
 
     def wait(self) -> None:
@@ -129,19 +115,19 @@ class Completion:
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """`wait` that is not counted: the compute stream's own."""
+        """Wait without counting the wait: the compute stream's own."""
         failure = self.join()
         if failure is not None:
             self._failures.told(failure)
             raise failure.error
 
     def join(self) -> Failure | None:
-        """Block until the work has finished; how it failed."""
+        """Block until the work has finished; return how it failed."""
         self._latch.wait()
         return self._failure
 
     def settle(self, failure: Failure | None) -> None:
-        """Called once, by whoever carried the work out."""
+        """Complete the event; called once, by whoever carried the work out."""
         self._failure = failure
         self._latch.open()
 
@@ -158,7 +144,6 @@ class Delays:
         return self._random.uniform(0, self._max_delay_ms) if self._max_delay_ms > 0 else 0.0
 
     def pause(self) -> None:
-        """Sleep for the next delay of the sequence."""
         delay_ms = self.next_ms()
         if delay_ms > 0:
             time.sleep(delay_ms / 1000)
@@ -185,7 +170,7 @@ class Surroundings:
     timekeeper: Timekeeper
 
     def attempt(self, label: str, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
-        """Carry ``work`` out, in its time and in a range of torch's profiler; how it failed."""
+        """Carry ``work`` out, in its time and in a range of torch's profiler; return how it failed."""
         self.delays.pause()
         if span is not None:
             self.timekeeper.begin(span)
@@ -205,7 +190,7 @@ class Surroundings:
 
 
 class Worker:
-    """The thread of one stream. It carries out its queue in order until it meets None."""
+    """The thread of one stream, which carries out its queue in order until it meets None."""
 
     def __init__(self, name: str, stream: Stream, failures: Failures, surroundings: Surroundings) -> None:
         self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
@@ -231,19 +216,10 @@ def _serve(items: queue.SimpleQueue[Item | None], place: str, failures: Failures
 
 
 class Streams:
-    """The five streams of one emulated device.
+    """The five streams of one emulated device; the compute stream has one caller at a time.
 
-    Launching costs a few microseconds. The compute stream has one caller at a time, on whichever thread.
-
-    Args:
-        name: of the device, for messages.
-        max_delay_ms, seed: random pauses before and after each piece of work.
-        synchronous: carry everything out at its launch, on the calling thread.
-        long_work: entered around each piece of work.
-        timekeeper: paces and records; by default it does neither.
-
-    Attributes:
-        stalled_s: how long the compute stream has waited so far, by the stream whose work it waited for.
+    ``synchronous``: carry everything out at its launch, on the calling thread. ``long_work`` is entered around work.
+    ``stalled_s``: how long the compute stream has waited so far, by the stream whose work it waited for.
     """
 
     def __init__(
@@ -278,13 +254,9 @@ class Streams:
         work: Callable[[], None],
         pace: Pace | None = None,
     ) -> Completion:
-        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
+        """Launch work as `Device.launch` says, at ``pace`` if throttled.
 
-        An earlier failure that the host was not told is raised. ``pace`` is what the work takes on a throttled device.
-
-        Raises:
-            ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
-                synchronous mode for events that are not done.
+        Raises `ChunkcError` for events of no emulated device, too, and in synchronous mode for unfinished ones.
         """
         self.check_usable()
         self.failures.raise_untold()
@@ -299,7 +271,7 @@ class Streams:
         return completion
 
     def synchronize(self) -> None:
-        """Wait for everything launched, and raise the first failure the host was not told; then all is clear."""
+        """Wait for everything launched, and raise the first failure that was not reported."""
         self.check_usable()
         self.num_synchronizes += 1
         marks = []
@@ -311,7 +283,6 @@ class Streams:
         self.failures.raise_untold()
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``; in a thread of its own where a worker calls this, which would wait for itself."""
         if any(worker.thread is threading.current_thread() for worker in list(self._workers.values())):
             threading.Thread(target=work, name="chunkc-host").start()
         else:
@@ -353,7 +324,7 @@ class Streams:
         return Completion(self.failures, is_done=True, span=span)
 
     def _await(self, event: Completion) -> None:
-        """The compute stream waits for ``event``, and remembers how long and for which stream."""
+        """Have the compute stream wait for ``event``, and count the time by the stream of ``event``."""
         if event.done() or event.stream is None:
             event.raise_failure()
             return
@@ -382,7 +353,6 @@ class Streams:
         return event
 
     def check_usable(self) -> None:
-        """Raise after `close` and in a forked child."""
         if self._is_closed:
             raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
         if os.getpid() != self._pid:
