@@ -1,8 +1,8 @@
 """The chunk store: the memory of one model's layout, and views of parameters in it.
 
 Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
-there as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
-variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
+there as in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32, momentum,
+variance. Device memory is one arena; slots are byte ranges of it.
 """
 
 from __future__ import annotations
@@ -44,11 +44,8 @@ class Part:
 class ChunkStore:
     """Arena and homes of one layout, from when the store is made to ``close``.
 
-    Homes take their pages as parameters come (`touch`), so that what these come from can go meanwhile, and are pinned
-    when all have come (`pin`).
-
-    Attributes:
-        snapshot: of an earlier moment, as long as somebody reads it.
+    Homes take their pages as parameters come (`touch`), and are pinned when all have come (`pin`). ``snapshot`` is of
+    an earlier moment, as long as somebody reads it.
     """
 
     def __init__(self, layout: Layout, device: Device) -> None:
@@ -86,19 +83,12 @@ class ChunkStore:
                     self._device.touch_home(tensor[part.start : part.end])
 
     def pin(self) -> None:
-        """All parameters stand in their chunks: the first launch may come.
-
-        Raises:
-            HardwareError: when the system does not pin the homes; they keep what they hold.
-        """
+        """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
         for slab in (self._payload_slab, self._triple_slab):
             self._device.pin_home(slab)
 
     def close(self) -> None:
-        """Give all memory back; no view may be used afterwards.
-
-        The garbage collector may call this while torch traces something else, so no operator runs here.
-        """
+        """Give all memory back. The garbage collector may call this while torch traces: no operator runs here."""
         self.end_snapshot(self.snapshot)
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
@@ -107,25 +97,17 @@ class ChunkStore:
         self.arena = self._payload_slab = self._triple_slab = self._nothing
 
     def before_write(self, chunk: int) -> None:
-        """Prepare a write to a chunk; return when no snapshot needs what stands there now.
-
-        The call comes before param32 or moments of the chunk change where they live. For an untrained chunk the call
-        comes before the payload changes. See `chunkc.runtime.storage.snapshot`.
-        """
+        """Return when no snapshot needs what stands in a chunk; to be called before its masters change."""
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.before_write(chunk)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep ``snapshot`` from now on, and give up an earlier one that nobody ended.
-
-        The reader of the earlier snapshot is told so.
-        """
+        """Keep ``snapshot`` from now on, and give up an earlier one that nobody ended."""
         self.end_snapshot(self.snapshot)
         self.snapshot = snapshot
 
     def end_snapshot(self, snapshot: Snapshot | None) -> None:
-        """Nobody reads ``snapshot`` any more."""
         if snapshot is not None:
             snapshot.close()
         if self.snapshot is snapshot:
@@ -143,11 +125,11 @@ class ChunkStore:
         return tuple(parts)
 
     def parts(self, param: int) -> tuple[Part, ...]:
-        """Where the elements of a parameter are, in their order in memory."""
+        """Ranges of the elements of a parameter, in their order in memory."""
         return self._parts[param]
 
     def own_runs(self, param: int) -> tuple[tuple[Part, ...], ...]:
-        """The parts of a parameter in this rank's chunks; those that follow each other in it are together."""
+        """The parts of a parameter in this rank's chunks; those that follow each other are together."""
         runs: list[list[Part]] = []
         for part in self._parts[param]:
             if not self.is_own(part.chunk):
@@ -186,16 +168,13 @@ class ChunkStore:
         return self.arena[offset : offset + sum(c.nbytes for c in chunks)].view(_dtype(chunks[0].dtype))
 
     def slot_bytes(self, slot: int) -> torch.Tensor:
-        """All bytes of a slot."""
         place = self.layout.slots[slot]
         return self.arena[place.offset : place.end]
 
     def triple_home(self, chunk: Chunk) -> Triple:
-        """The host-homed optimizer state of a chunk."""
         return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
 
     def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
-        """The optimizer state of a chunk in a slot."""
         return _triple(self.arena, self.layout.slots[slot].offset, chunk)
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:

@@ -1,12 +1,8 @@
 """Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
 
-param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
-All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
-of the parameter are, in host memory or on the device; what is written may come from anywhere.
-
-Where several ranks share the chunks, all of them read and write together: what is read is put together from the owners'
-chunks, in host memory, and of what is written each keeps its own part. Where there are replicas, what is read is the
-first one's.
+param32 is valid at every moment, so a trained parameter is read from it; the payload may hold a gradient. The caller
+has drained the device. Where ranks share the chunks, all read and write together: what is read is put together in host
+memory, from the first replica; of what is written each rank keeps its own part.
 """
 
 from __future__ import annotations
@@ -31,10 +27,7 @@ class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
-        """Bind a chunk store, the slots of its device-homed tensors and the ranks.
-
-        ``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device.
-        """
+        """Bind a store to ``static_slots``, of payloads (``c3``) and triples (``os3``) homed on the device."""
         self._store = store
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
@@ -42,13 +35,10 @@ class ChunkValues:
         self._grad_chunks = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
-        """Move what is left in ``staging`` into chunks, one parameter at a time.
+        """Move what is left in ``staging`` into chunks, one parameter at a time; an interrupted move resumes.
 
-        The move can be interrupted and resumed. Parameters move in the order of the chunks, so that homes take their
-        pages as fast as ``staging`` lets go of its own.
-
-        Raises:
-            HardwareError: when homes cannot be pinned; all parameters stand in their chunks then.
+        Parameters move in the order of the chunks, so that homes take their pages as fast as ``staging`` lets go of its
+        own. Raises `HardwareError` when homes cannot be pinned; all parameters stand in their chunks then.
         """
         freed = FreedPages()
         for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
@@ -68,7 +58,6 @@ class ChunkValues:
         return place.chunk, place.offset
 
     def is_trained(self, index: int) -> bool:
-        """Whether the parameter has an optimizer state."""
         return self._chunk_of(index).list is ChunkList.TRAINED
 
     def read_param(self, index: int) -> torch.Tensor:
@@ -91,7 +80,7 @@ class ChunkValues:
             self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
 
     def read_gradient(self, index: int) -> torch.Tensor:
-        """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
+        """A copy of the gradient in the payload or in the gradient chunk beside it."""
         return self._whole(index, self._gradient)
 
     def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
@@ -101,17 +90,10 @@ class ChunkValues:
             multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
-        """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
-        """Return a copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped.
-
-        Where nothing is trained, ``param32`` is the parameter.
-
-        Raises:
-            ChunkcError: for moments of a parameter that the compiled graph does not train.
-        """
+        """A float32 copy of ``exp_avg``, ``exp_avg_sq`` or ``param32``; moments of none trained raise."""
         if name == "param32":
             return self.read_param(index).float()
         if not self.is_trained(index):
@@ -123,16 +105,12 @@ class ChunkValues:
         return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """Replace both moments."""
         self._before_write(index)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
 
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and, where given, of its moments.
-
-        The new elements are 1-D, one tensor for each run of parts.
-        """
+        """Replace this rank's elements of a parameter and its moments, 1-D, a tensor for each run of parts."""
         self._before_write(index)
         lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
         if self.is_trained(index):
@@ -152,8 +130,7 @@ class ChunkValues:
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
         """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
 
-        The values are those of now. There is one snapshot at a time: an earlier one ends. ``end_snapshot`` of the store
-        must follow the last read.
+        An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
         snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
@@ -161,7 +138,7 @@ class ChunkValues:
         return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
+        """Tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
         found = self._layout.chunks[chunk]
         return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
 
@@ -170,7 +147,6 @@ class ChunkValues:
             self._store.before_write(chunk.index)
 
     def _own_parts(self, index: int) -> Iterator[tuple[Chunk, slice]]:
-        """The chunks of this rank that hold elements of a parameter, and where in them."""
         for part in self._store.parts(index):
             if self._store.is_own(part.chunk):
                 yield self._layout.chunks[part.chunk], slice(part.start, part.end)
