@@ -1,7 +1,7 @@
 """Whether autograd's engine runs the whole backward of a compiled forward.
 
 Gradients land in chunks and never reach autograd, so ``backward(inputs=...)`` and ``torch.autograd.grad`` cannot pick
-some of them: both are noticed, inside the backward, by the nodes that would have accumulated the other gradients.
+some of them: the nodes that would have accumulated the others notice both inside the backward.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from chunkc._torch_compat.core import engine_runs, pytree
 
 
 def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:
-    """The nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there.
-
-    Breadth first from the outputs, until all are found; a parameter that no output depends on has none.
-    """
+    """Find the nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there."""
     wanted = {id(param): key for key, param in params.items()}
     todo = deque(t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn)
     seen, found = set(todo), dict[int, Node]()
