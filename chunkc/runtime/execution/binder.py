@@ -32,10 +32,7 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
-        norm_table: where norms and the decision on them stand; a plan that measures has one.
-        ranks: with which chunks are exchanged.
-        updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
-            gradient chunk's (-1 where there is none), or None.
+        updates: by chunk and slots of the chunk, its triple and its gradient chunk (-1 for none); no slots on the host.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
     """
 
@@ -106,10 +103,7 @@ class Binder:
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
     def _open(self, action: Action) -> Callable[[], None]:
-        """Open a slot: gradients that ranks add up begin at 0.
-
-        What any other slot holds until it is written is nobody's.
-        """
+        """Open a slot: gradients that ranks add up begin at 0."""
         if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
             memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
@@ -269,10 +263,7 @@ class Binder:
         return stash
 
     def _share(self, chunk: Chunk) -> float:
-        """Return the factor by which gradients are multiplied as they land.
-
-        Ranks that share chunks add up the gradients of micro-batches, and average others.
-        """
+        """Factor of landing gradients: ranks that share chunks add up those of micro-batches, average others."""
         adds_up = chunk.partner is not None and self.plan.accumulate > 1
         return 1.0 / self.plan.layout.world_size if adds_up else 1.0
 

@@ -53,8 +53,8 @@ class CompiledGraph:
 class RunEnvironment:
     """State that changes while programs run: values by name, and bytes moved by each program's latest run.
 
-    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
-    ``withheld``: parameters whose gradient nobody asked for: zeros land in its place.
+    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds. ``withheld``: parameters
+    whose gradient nobody asked for: zeros land in its place.
     """
 
     env: dict[str, Any] = field(default_factory=dict)
@@ -67,8 +67,7 @@ class RunEnvironment:
 class BoundAction:
     """An action with the function that does it.
 
-    ``update`` stands in for ``work`` where hyperparameters are needed. ``is_sum``: the findings of norms stand once the
-    action has happened.
+    ``update`` stands in for ``work`` where hyperparameters are needed. After ``is_sum`` norms can be read.
     """
 
     label: str
@@ -89,7 +88,6 @@ class AnnouncedUpdate:
     chunk: int
 
     def update(self, inputs: StepInputs) -> None:
-        """Say so first."""
         self.store.before_write(self.chunk)
         self.inner.update(inputs)
 

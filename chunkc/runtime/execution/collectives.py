@@ -1,8 +1,7 @@
 """Exchanges of a plan (``gather``, ``reduce``, ``sum``) as functions over the memory of the chunks.
 
-A group's chunks stand one behind the other in the arena, so it is one tensor, of which this rank's chunk is a part:
-both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others, and of
-a reduction what it takes to have the mean over replicas.
+A group is one tensor in the arena, of which this rank's chunk is a part: both collectives work in place. What a rank
+receives is counted as the plan counts it: the chunks of the others, and what a mean over replicas takes.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ class Exchanges:
         return gather
 
     def reduce(self, group: int, first_slot: int, text: str) -> Work:
-        """Put the mean of the own chunk over all ranks into that chunk.
-
-        Gradient chunks to which micro-batches add take the sum of contributions that were divided as they landed.
-        """
+        """Put the mean of the own chunk over all ranks into that chunk: a sum of shares that landed divided."""
         whole, own = self._parts(group, first_slot)
         place, layout = self._place(text), self.plan.layout
         count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))

@@ -1,7 +1,6 @@
 """The executor, which carries out the programs of one plan, action by action, on a device.
 
-The executor decides nothing. All actions are bound to memory when it is made, so that a step allocates nothing and
-looks nothing up. Running a program is: launch each action on its stream with the events of the labels it waits for.
+The executor decides nothing. All actions are bound to memory when it is made, so that a step allocates nothing.
 Values of the graphs live in an environment by name and leave it at their last use.
 """
 
@@ -34,7 +33,6 @@ class Executor:
     """Runs the programs of ``plan`` over the memory of ``store``.
 
     Attributes:
-        plan: what it runs.
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
@@ -75,16 +73,13 @@ class Executor:
         self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
 
     def enter_step(self, number: int) -> None:
-        """The next forward is one of step ``number``: with several micro-batches, bytes moved for it add up."""
+        """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
         if number != self.step_number:
             self.step_number = number
             self._counted.clear()
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation.
-
-        With several micro-batches: in all programs since the latest step was entered.
-        """
+        """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
         names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
         return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
 
@@ -96,9 +91,7 @@ class Executor:
         return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
 
     def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
-        """Agree with all ranks that they are about to run ``program``; return ``number`` of every rank.
-
-        ``state``: what else the ranks must have alike.
+        """Agree with all ranks on ``state`` and on running ``program``; return ``number`` of every rank.
 
         Raises:
             RankError: when they do other things, or exchange other chunks.
@@ -130,11 +123,9 @@ class Executor:
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
-        Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
-        land are added to them. Of parameters ``withheld`` zeros land, whatever the graph makes.
-
-        Under a ``loss_scale`` its tangents are multiplied by the scale, and so are the gradients in chunks; those that
-        come back are not.
+        Gradients of parameters ``accumulated`` are added to those in their chunks; of those ``withheld`` zeros land.
+        Under a ``loss_scale`` tangents are multiplied by the scale, and so are the gradients in chunks; those that come
+        back are not.
         """
         self._frame.accumulated, self._frame.withheld = accumulated, withheld
         if loss_scale is None:
@@ -151,13 +142,9 @@ class Executor:
         found: torch.Tensor | None = None,
         loss_scale: LossScale | None = None,
     ) -> StepDecision | None:
-        """Launch the step program with these hyperparameters; host updates run while the caller goes on.
+        """Launch the step program with arguments of `StepInputs`; host updates run while the caller goes on.
 
-        Args:
-            hypers, steps, factor, found, loss_scale: as in `StepInputs`; the last three only where the plan measures.
-
-        Returns:
-            What becomes of it, where ``found`` may have it skipped.
+        Returns the decision where ``found`` may have the step skipped. The last three are only for plans with norms.
         """
         norm_table, num_params = self.norm_table, len(self.plan.layout.params)
         if norm_table is None:
@@ -172,24 +159,24 @@ class Executor:
         self._launch("restore")
 
     def abandon(self) -> None:
-        """From the forward's exit state to cold, joined."""
+        """Go from the forward's exit state to cold, joined."""
         self._launch("abandon")
         self.join()
 
     def resume(self) -> None:
-        """From cold, joined, to the forward's exit state."""
+        """Go from cold, joined, to the forward's exit state."""
         self.join()
         self._launch("resume")
         self.join()
 
     def reduce_all(self) -> None:
-        """Reduce what micro-batches have left unreduced, joined, and let go of what they kept."""
+        """Reduce what micro-batches have left unreduced, joined."""
         self.join()
         self._launch("reduce_all")
         self.join()
 
     def recover(self) -> None:
-        """After an interrupted program: join, and every payload at its home equals its param32 again."""
+        """Join after an interrupted program, and cast every payload at its home from its param32 again."""
         with suppress(Exception):  # the exception that led here is already on its way to the caller
             self._device.synchronize()
         self.forget_launched()
@@ -197,7 +184,7 @@ class Executor:
             recover()
 
     def forget_launched(self) -> None:
-        """Let go of values of the graphs, and of the events of what has been launched."""
+        """Let go of values of the graphs, and of the events of launches."""
         self._frame.env = {}
         self._events.clear()
 
@@ -245,10 +232,7 @@ class Executor:
         self.num_actions += len(self._programs[name])
 
     def _count_from_zero(self, name: str) -> None:
-        """Forget the bytes that a program moved, unless it runs again for the same step.
-
-        Copies of the step before may still be under way, but none of a program that is about to run.
-        """
+        """Forget the bytes that a program moved, unless it runs again for the same step."""
         if self.plan.accumulate == 1 or name not in self._counted:
             moved = self._frame.moved_nbytes
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})

@@ -1,7 +1,6 @@
 """A graph without a plan: operators run one after another, each with just the parameters it reads.
 
-This is how the first iteration runs when a forward breaks into several graphs, since the layout is made once all of
-them are known. On the device stand the values of the graph and the parameters of one operator, no arena.
+So the first iteration runs when a forward breaks into several graphs: the layout is made once all are known.
 """
 
 from __future__ import annotations
@@ -19,13 +18,10 @@ ReadParam = Callable[[int], torch.Tensor]
 class UnplannedGraph:
     """Runs a captured forward and its backward.
 
-    Attributes:
-        graded_params: indexes of the parameters whose gradients its backward makes.
-        used_params: those and the ones that its backward reads.
+    ``graded_params``: those whose gradients its backward makes; ``used_params``: those and the ones that it reads.
     """
 
     def __init__(self, graphs: Mapping[Literal["forward", "backward"], CompiledGraph]) -> None:
-        """Segments of ``graphs`` begin wherever an operator reads parameters."""
         self._graphs = graphs
         made = graphs["backward"].gradients if "backward" in graphs else {}
         segments = graphs["backward"].graph.segments if "backward" in graphs else ()
