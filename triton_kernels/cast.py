@@ -1,7 +1,4 @@
-"""Casts between float32 and 16 bits, rounding to nearest even.
-
-`cast` takes whole tensors; `restore` makes a chunk's param16 from its param32.
-"""
+"""Casts between float32 and 16 bits, rounding to nearest even: of whole tensors, and of chunks."""
 
 from __future__ import annotations
 
@@ -26,18 +23,13 @@ from chunkc.triton_kernels.launch import (
 
 
 def cast(source: Tensor, target: Tensor) -> None:
-    """Write ``source`` to ``target``, on the current stream; see `cast_launch`."""
     cast_launch(source, target).run()
 
 
 def cast_launch(source: Tensor, target: Tensor) -> Launch:
-    """The cast of ``source`` [numel] to ``target`` [numel], of any size.
+    """The cast of ``source`` to ``target``: float32, float16 or bfloat16 [numel], without shared memory.
 
-    Both are contiguous, with one dimension, float32, float16 or bfloat16; they share no memory. Values beyond the
-    target's range become infinite, NaN stays NaN.
-
-    Raises:
-        ValueError: when a tensor breaks these rules.
+    Values beyond the target's range become infinite, NaN stays NaN. Raises ValueError where the tensors do not fit.
     """
     check_list("source", source, target)
     check_list("target", target, target)
@@ -46,20 +38,14 @@ def cast_launch(source: Tensor, target: Tensor) -> Launch:
 
 
 def restore(param32: Tensor, payload: Tensor, tiles: Tensor) -> None:
-    """Write param16 from param32, on the current stream; see `restore_launch`."""
     restore_launch(param32, payload, tiles).run()
 
 
 def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
     """The cast of the elements that ``tiles`` cover, over whatever the payload holds there.
 
-    Args:
-        param32: float32 [numel].
-        payload: float32, float16 or bfloat16 [numel]. Where it is ``param32`` itself, there is nothing to do.
-        tiles: int32 [num_tiles, 3], from `launch.make_tiles`. What no tile covers is neither read nor written.
-
-    Raises:
-        ValueError: when a tensor breaks these rules.
+    ``param32`` is float32 [numel], ``payload`` float32, float16 or bfloat16 [numel]; where it is ``param32`` itself,
+    there is nothing to do. ``tiles`` are from `launch.make_tiles`.
     """
     check_list("param32", param32, payload)
     check_list("payload", payload, payload)
@@ -74,7 +60,7 @@ def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
 def cast_kernel(
     source_ptr: tl.tensor, target_ptr: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr, EDGE: tl.constexpr
 ) -> None:
-    """Program ``i`` casts elements from ``i * BLOCK``."""
+    """Cast elements from ``i * BLOCK``, program ``i``."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     end = tl.minimum(start + BLOCK, numel)
     _cast_range(source_ptr, target_ptr, start, end, BLOCK, EDGE)
@@ -84,7 +70,6 @@ def cast_kernel(
 def restore_kernel(
     param32_ptr: tl.tensor, payload_ptr: tl.tensor, tiles_ptr: tl.tensor, BLOCK: tl.constexpr, EDGE: tl.constexpr
 ) -> None:
-    """Program ``i`` casts tile ``i``."""
     start, end, _ = tile_bounds(tiles_ptr)
     _cast_range(param32_ptr, payload_ptr, start, end, BLOCK, EDGE)
 
@@ -98,7 +83,6 @@ def _cast_range(
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ) -> None:
-    """Cast [start, end)."""
     at, mask = whole_vectors(start, end, BLOCK, 0)
     _cast_lanes(source_ptr + at, target_ptr + at, mask)
     if has_edges(start, end):
