@@ -147,8 +147,8 @@ class Device(Protocol):
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; work of one stream runs in the order of launching.
 
-        ``work`` may only enqueue onto the device or use host memory that the plan orders. After a failed wait it does not
-        run and its event fails alike. Raises an unreported failure, and `ChunkcError` as ``check_usable``.
+        ``work`` may only enqueue onto the device or use host memory that the plan orders. After a failed wait it does
+        not run and its event fails alike. Raises an unreported failure, and `ChunkcError` as ``check_usable``.
         """
 
     def paced_launch(self, plan: Plan) -> Launch | None:
