@@ -39,7 +39,7 @@ class CudaEvent:
             self.failures.num_host_waits += 1
         self.enqueue()
         self._api.wait_on_host(self.handle)
-        self.failures.raise_untold()
+        self.failures.raise_unreported()
 
     def enqueue(self) -> None:
         """See to it that the work is enqueued, waiting for the worker where the work is held back."""
@@ -52,35 +52,25 @@ class CudaEvent:
             self._api.wait_on_host(self.handle)
         except RuntimeError as error:
             return Failure(error)
-        return self.failures.untold
-
-
-class HostCompletion(Completion):
-    """Event of one piece of the worker's work."""
-
-    __slots__ = ("failures",)
-
-    def __init__(self, failures: Failures) -> None:
-        super().__init__(failures)
-        self.failures = failures
+        return self.failures.unreported
 
 
 @dataclass(slots=True)  # one for each launch, and a frozen one takes three times as long to make
-class Held:
+class CudaWork:
     """Work of a CUDA stream; of a side stream it may wait for host work, or for what is held before it."""
 
     stream: Stream
     label: str
-    waits: Sequence[CudaEvent | HostCompletion]
+    waits: Sequence[CudaEvent | Completion]
     work: Callable[[], None]
     event: CudaEvent
 
     def is_ready(self) -> bool:
         """Whether all host work that it waits for has ended, and all else is enqueued."""
-        return all(e.done() if isinstance(e, HostCompletion) else e.handle is not None for e in self.waits)
+        return all(e.done() if isinstance(e, Completion) else e.handle is not None for e in self.waits)
 
 
-class UsedEvents:
+class EventPool:
     """The API's events that stand, or have stood, for launches: twice as many as are held, or a few.
 
     No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
