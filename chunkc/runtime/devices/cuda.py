@@ -65,7 +65,7 @@ class CudaDevice:
         self.host_budget_nbytes = host_budget_nbytes
         self.leaves_slack, self.kept_host_nbytes = False, 0  # slack and free host memory are measured
         self.settings = settings if settings is not None else DebugSettings()
-        self.num_arena_allocations = 0
+        self._num_arenas = 0
         self._reserved_nbytes = 0
         self._arenas: list[tuple[Callable[[], bool], int]] = []
         self._homes = HostHomes(api.register_host, api.unregister_host)
@@ -74,7 +74,11 @@ class CudaDevice:
         self._kernels: ChunkKernels | None = None
         self._has_warned = False
         self._reading = AllocatorReading(api)
+        self.start_reading, self.pause_reading = self._reading.start, self._reading.pause
+        self.resume_reading = self._reading.resume
+        self.touch_home, self.pin_home, self.free_home = self._homes.touch, self._homes.pin, self._homes.free
         self._streams = CudaStreams(name, api, self.settings)
+        self.enqueue_exchanges = self._streams.enqueue_exchanges
         self._stop = Finalizer(self, _stop, self._streams, self._homes)  # also at exit
 
     def _take_budget(self) -> None:
@@ -94,7 +98,7 @@ class CudaDevice:
         self._take_budget()
 
     def num_allocations(self) -> int:
-        return self.num_arena_allocations + self._homes.num_allocations
+        return self._num_arenas + self._homes.num_allocations
 
     def num_host_syncs(self) -> int:
         return self._streams.num_synchronizes + self._streams.failures.num_host_waits
@@ -143,7 +147,7 @@ class CudaDevice:
         arena = self._allocate(nbytes)
         if arena.data_ptr() % ALIGNMENT_NBYTES:
             raise HardwareError(f"{self.name}: the allocator gave an arena that is not aligned to {ALIGNMENT_NBYTES}")
-        self.num_arena_allocations += 1
+        self._num_arenas += 1
         self._arenas.append((outlives(arena.untyped_storage()), nbytes))
         self.freed(arena)
         self._streams.follow()
@@ -172,15 +176,6 @@ class CudaDevice:
                 "host bytes are free: let go of another model on this device, or name more host memory in hw"
             )
         return self._homes.allocate(nbytes, is_pinned=is_pinned)
-
-    def touch_home(self, part: torch.Tensor) -> None:
-        self._homes.touch(part)
-
-    def pin_home(self, home: torch.Tensor) -> None:
-        self._homes.pin(home)
-
-    def free_home(self, home: torch.Tensor) -> None:
-        self._homes.free(home)
 
     def make_update(
         self,
@@ -212,35 +207,26 @@ class CudaDevice:
         """Launch on CUDA streams or the worker. Work of CUDA streams is enqueued, and raises, here."""
         return self._streams.launch(stream, label, waits, work)
 
+    def check_usable(self) -> None:
+        self._streams.check_usable()
+
+    def synchronize(self) -> None:
+        self._streams.synchronize()
+
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        self._streams.call_from_host(work)
+
     def paced_launch(self, plan: Plan) -> Launch | None:
         """Return None: a GPU is as fast as it is."""
         return None
-
-    def check_usable(self) -> None:
-        self._streams.check_usable()
 
     def freed(self, memory: torch.Tensor) -> None:
         if self.settings.poison:
             memory.fill_(_POISON)
 
-    def synchronize(self) -> None:
-        self._streams.synchronize()
-
     def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
         """Bind ``work`` to the calling thread's current CUDA stream: threads begin on the default one."""
         return partial(self._api.run, self._api.current_stream(), work)
-
-    def call_from_host(self, work: Callable[[], None]) -> None:
-        self._streams.call_from_host(work)
-
-    def start_reading(self) -> None:
-        self._reading.start()
-
-    def pause_reading(self) -> None:
-        self._reading.pause()
-
-    def resume_reading(self) -> None:
-        self._reading.resume()
 
     def sample_nonmodel(self) -> None:
         """Nothing: the allocator keeps the highest level by itself."""
@@ -270,9 +256,6 @@ class CudaDevice:
 
     def allocator_peaks(self) -> dict[str, int]:
         return {f"{kind}_peak_nbytes": self._api.allocator_nbytes(kind, "peak") for kind in ("allocated", "reserved")}
-
-    def enqueue_exchanges(self) -> None:
-        self._streams.enqueue_exchanges()
 
     def close(self) -> None:
         self._streams.close()

@@ -63,8 +63,7 @@ class EmulatedDevice:
         self.device_budget_nbytes = device_budget_nbytes
         self.host_budget_nbytes = host_budget_nbytes
         self.settings = settings if settings is not None else DebugSettings()
-        self.num_arena_allocations = 0
-        self.num_home_allocations = 0
+        self._num_allocations = 0
         self.meter = NonModelMeter()
         self.timekeeper = Timekeeper(law)
         self._law = law
@@ -81,21 +80,14 @@ class EmulatedDevice:
             long_work=self.meter.long_work(),
             timekeeper=self.timekeeper,
         )
+        self.pause_reading, self.resume_reading = self.meter.pause, self.meter.resume
         self._stop = Finalizer(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
 
-    @property
-    def num_synchronizes(self) -> int:
-        return self._streams.num_synchronizes
-
-    @property
-    def num_host_waits(self) -> int:
-        return self._streams.failures.num_host_waits
-
     def num_allocations(self) -> int:
-        return self.num_arena_allocations + self.num_home_allocations
+        return self._num_allocations
 
     def num_host_syncs(self) -> int:
-        return self.num_synchronizes + self.num_host_waits
+        return self._streams.num_synchronizes + self._streams.failures.num_host_waits
 
     def stalled_s(self) -> dict[Stream, float]:
         return dict(self._streams.stalled_s)
@@ -113,12 +105,6 @@ class EmulatedDevice:
         with self._lock:
             self._settle()
             return self.host_budget_nbytes - self._homes.nbytes
-
-    def rounded_arena_nbytes(self) -> int:
-        """Bytes of the live arenas after the rounding of CUDA's caching allocator; for reports only."""
-        with self._lock:
-            self._settle()
-            return self._arenas.rounded_nbytes
 
     def reserve(self, nbytes: int) -> None:
         _check_size(nbytes)
@@ -157,7 +143,7 @@ class EmulatedDevice:
                     f"bytes, of which arenas hold {used_nbytes}: reserve before allocating"
                 )
             arena = self._arenas.allocate(nbytes)
-            self.num_arena_allocations += 1
+            self._num_allocations += 1
         self.freed(arena)
         return arena
 
@@ -177,7 +163,7 @@ class EmulatedDevice:
                     "host bytes are free: let go of another model on this device, or name more host memory in hw"
                 )
             home = self._homes.allocate(nbytes)
-            self.num_home_allocations += 1
+            self._num_allocations += 1
         return home
 
     def touch_home(self, part: torch.Tensor) -> None:
@@ -213,6 +199,15 @@ class EmulatedDevice:
         """Launch. Compute work, and in synchronous mode all work, runs and raises here, on the calling thread."""
         return self._streams.launch(stream, label, waits, work)
 
+    def check_usable(self) -> None:
+        self._streams.check_usable()
+
+    def synchronize(self) -> None:
+        self._streams.synchronize()
+
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        self._streams.call_from_host(work)
+
     def paced_launch(self, plan: Plan) -> Launch | None:
         """`launch` for the actions of ``plan`` by their text, each at the pace of the law; None without a law."""
         if self._law is None:
@@ -231,15 +226,9 @@ class EmulatedDevice:
     def memory_text(self) -> str:
         return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"
 
-    def check_usable(self) -> None:
-        self._streams.check_usable()
-
     def freed(self, memory: torch.Tensor) -> None:
         if self.settings.poison:
             memory.fill_(_POISON)
-
-    def synchronize(self) -> None:
-        self._streams.synchronize()
 
     def enqueue_exchanges(self) -> None:
         """Nothing: every stream is a thread, which goes on by itself."""
@@ -248,9 +237,6 @@ class EmulatedDevice:
         """Return ``work`` itself: every thread computes on the host."""
         return work
 
-    def call_from_host(self, work: Callable[[], None]) -> None:
-        self._streams.call_from_host(work)
-
     def start_reading(self) -> None:
         """Read non-model bytes against this moment's level from here on; warn where they cannot be read."""
         if not self.meter.available:
@@ -258,12 +244,6 @@ class EmulatedDevice:
                 "%s cannot read non-model bytes on this system (needs glibc's malloc): 0 is shown", self.name
             )
         self.meter.start()
-
-    def pause_reading(self) -> None:
-        self.meter.pause()
-
-    def resume_reading(self) -> None:
-        self.meter.resume()
 
     def sample_nonmodel(self) -> None:
         self.meter.sample()

@@ -81,7 +81,6 @@ class Slab:
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
         self.nbytes = nbytes
         self.mapped_nbytes = mapped_nbytes
-        self.is_fork_safe = _IS_LINUX
         self._pid = os.getpid()
         self._pages = weakref.ref(pages)
         self._report = Finalizer(pages, _call, on_free, nbytes, self._pid)

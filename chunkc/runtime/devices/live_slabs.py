@@ -1,4 +1,4 @@
-"""Live slabs of one kind, with their exact bytes and those that a caching allocator would take."""
+"""Live slabs of one kind, with their exact bytes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ from chunkc.runtime.devices.host_slab import Slab, allocate_slab
 _HUGE_NBYTES: Final = 2**21
 
 
-def rounded_nbytes(nbytes: int) -> int:
-    """Round as CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kRoundLarge): 512 bytes, or 2 MiB."""
-    granularity = 512 if nbytes <= 2**20 else 2**21
-    return -(-nbytes // granularity) * granularity
-
-
 class LiveSlabs:
     """Live slabs of one kind by address, and their bytes.
 
@@ -29,8 +23,7 @@ class LiveSlabs:
         self._kind = kind
         self._by_address: dict[int, Slab] = {}
         self._freed: deque[int] = deque()
-        self._nbytes = 0
-        self._rounded_nbytes = 0
+        self.nbytes = 0
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -38,8 +31,7 @@ class LiveSlabs:
         memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES, on_free=self._freed.append)
         self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
         self._by_address[slab.address] = slab
-        self._nbytes += nbytes
-        self._rounded_nbytes += rounded_nbytes(nbytes)
+        self.nbytes += nbytes
         return memory
 
     def free(self, memory: torch.Tensor) -> None:
@@ -52,18 +44,8 @@ class LiveSlabs:
 
     def settle(self) -> int:
         """Account for what was freed; return its bytes."""
-        total = 0
+        freed_nbytes = 0
         while self._freed:
-            nbytes = self._freed.popleft()
-            self._nbytes -= nbytes
-            self._rounded_nbytes -= rounded_nbytes(nbytes)
-            total += nbytes
-        return total
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
-
-    @property
-    def rounded_nbytes(self) -> int:
-        return self._rounded_nbytes
+            freed_nbytes += self._freed.popleft()
+        self.nbytes -= freed_nbytes
+        return freed_nbytes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.layout import Chunk, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.storage.snapshot import Snapshot
@@ -204,8 +204,3 @@ def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def is_trained(chunk: Chunk) -> bool:
-    """Whether a chunk has an optimizer state."""
-    return chunk.list is ChunkList.TRAINED
