@@ -60,11 +60,11 @@ class HostCores:
 
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:
     """Return this rank's cores, or None where no other rank is on its machine. Collective."""
-    mine = [_machine(root), usable_cores()]
-    places = [json.loads(text) for text in ranks.collect(json.dumps(mine).encode())]
-    if sum(machine == mine[0] for machine, _ in places) == 1:
+    own_place = [_machine(root), usable_cores()]
+    places = [json.loads(text) for text in ranks.collect(json.dumps(own_place).encode())]
+    if sum(machine == own_place[0] for machine, _ in places) == 1:
         return None
-    alike = [rank for rank, place in enumerate(places) if place == mine]
+    alike = [rank for rank, place in enumerate(places) if place == own_place]
     nodes = numa_nodes(usable_cores(), root)
     return HostCores(divided(nodes, len(alike))[alike.index(ranks.rank)], len(nodes) > 1)
 
@@ -80,9 +80,9 @@ def numa_nodes(usable: Sequence[int], root: Path = Path("/")) -> list[tuple[int,
     """Group ``usable`` by NUMA node, in order; cores without one come last, as a node of their own."""
     files = list((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
     files.sort(key=lambda file: int(file.parent.name.removeprefix("node")))
-    found = [_parse(file.read_text(encoding="ascii")) for file in files]
-    elsewhere = set(usable).difference(*found)
-    return [node for cores in (*found, elsewhere) if (node := tuple(sorted(cores.intersection(usable))))]
+    node_cores = [_parse(file.read_text(encoding="ascii")) for file in files]
+    elsewhere = set(usable).difference(*node_cores)
+    return [node for cores in (*node_cores, elsewhere) if (node := tuple(sorted(cores.intersection(usable))))]
 
 
 def divided(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, ...]]:

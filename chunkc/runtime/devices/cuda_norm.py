@@ -24,7 +24,7 @@ class NormScratch:
         """float32 [2, num_tiles]."""
         return self.memory[: 2 * num_tiles].view(2, num_tiles)
 
-    def found(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """Return the result of the latest norm, float32 [2]."""
         return self.memory[-2:]
 
@@ -48,13 +48,13 @@ class GpuNorm:
         scratch.extend(self._tiles.shape[0])
         self._out = out
         self._launch: KernelLaunch | None = None
-        self._over = self._found = torch.empty(0, device="cpu")
+        self._launched_over = self._result = torch.empty(0, device="cpu")
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self._launch is None or self._scratch.memory is not self._over:
-            self._over, self._found = self._scratch.memory, self._scratch.found()
+        if self._launch is None or self._scratch.memory is not self._launched_over:
+            self._launched_over, self._result = self._scratch.memory, self._scratch.result()
             partial = self._scratch.of(self._tiles.shape[0])
-            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._found, partial)
+            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._result, partial)
         self._launch()
-        self._out.copy_(self._found)
+        self._out.copy_(self._result)

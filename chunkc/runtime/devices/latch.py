@@ -26,8 +26,8 @@ class Latch:
     def wait(self) -> None:
         if self.is_open:
             return
-        own = threading.Lock()
-        own.acquire()
-        self._sleepers.append(own)
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
         if not self.is_open:
-            own.acquire()
+            sleeper.acquire()

@@ -52,8 +52,8 @@ def malloc_reader() -> Reader | None:
 
     before = read()
     probe = torch.empty(_PROBE_NBYTES, dtype=torch.uint8)
-    seen = read() - before
-    return read if probe.numel() // 2 < seen < probe.numel() * 2 else None
+    probed_nbytes = read() - before
+    return read if probe.numel() // 2 < probed_nbytes < probe.numel() * 2 else None
 
 
 class NonModelMeter:

@@ -121,10 +121,10 @@ class HostHomes:
         if memory.numel() == 0:
             return
         with self._lock:
-            found = self._homes.pop(memory.data_ptr(), None)
-        if found is None:
+            home = self._homes.pop(memory.data_ptr(), None)
+        if home is None:
             raise HardwareError("not the start of a home of this device, or already freed")
-        self._give_back(found)
+        self._give_back(home)
 
     def close(self) -> None:
         """Free all homes; without effect in a forked child, which has none of them."""

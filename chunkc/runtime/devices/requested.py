@@ -33,14 +33,14 @@ class RequestedGradients:
         """List which of ``graded`` are frozen now, line by line; all ranks must have the list alike."""
         return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
 
-    def number(self, own: Collection[int]) -> int:
-        return digest_lines([str(i) for i in sorted(own)]) if self._ranks.size > 1 else 0
+    def number(self, requested: Collection[int]) -> int:
+        return digest_lines([str(i) for i in sorted(requested)]) if self._ranks.size > 1 else 0
 
-    def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
+    def of_any(self, requested: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
         """Return the gradients that some rank asks for; warns once where the ``numbers`` of ranks differ."""
         if len(set(numbers)) == 1:
-            return own
-        texts = self._ranks.collect(",".join(map(str, sorted(own))).encode())
+            return requested
+        texts = self._ranks.collect(",".join(map(str, sorted(requested))).encode())
         of_ranks = [frozenset(int(i) for i in text.split(b",") if i) for text in texts]
         union = frozenset[int]().union(*of_ranks)
         if not self._has_warned:
@@ -50,7 +50,7 @@ class RequestedGradients:
 
     def _warn(self, partial: Sequence[int], of_ranks: Sequence[frozenset[int]]) -> None:
         first = partial[0]
-        have = [str(rank) for rank, own in enumerate(of_ranks) if first in own]
+        have = [str(rank) for rank, requested in enumerate(of_ranks) if first in requested]
         names = ", ".join(map(self._name_of, partial[:_MAX_NAMED]))
         more = f" and {len(partial) - _MAX_NAMED} more" if len(partial) > _MAX_NAMED else ""
         if self._ranks.is_first:
