@@ -8,13 +8,14 @@ variance. Device memory is one arena; slots are byte ranges of it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from chunkc.ir.layout import Chunk, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
-from chunkc.runtime.storage.snapshot import Snapshot
+from chunkc.runtime.storage.snapshot import Part, Snapshot
 from chunkc.runtime.update.cpu_adam import Piece
 
 
@@ -29,16 +30,6 @@ class Triple:
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.param32, self.exp_avg, self.exp_avg_sq
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements ``[start, end)`` of ``chunk``, which hold a parameter's elements from ``first`` on."""
-
-    chunk: int
-    start: int
-    end: int
-    first: int
 
 
 class ChunkStore:
@@ -77,10 +68,10 @@ class ChunkStore:
             if not self.is_own(part.chunk):
                 continue
             if chunk.home is Home.HOST:
-                self._device.touch_home(self.payload_home(chunk)[part.start : part.end])
+                self._device.touch_home(self.payload_home(chunk)[part.in_chunk])
             if chunk.os_home is Home.HOST:
                 for tensor in self.triple_home(chunk).tensors:
-                    self._device.touch_home(tensor[part.start : part.end])
+                    self._device.touch_home(tensor[part.in_chunk])
 
     def pin(self) -> None:
         """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
@@ -142,10 +133,8 @@ class ChunkStore:
 
     def pieces(self, chunk: int) -> list[Piece]:
         """The parameters in a chunk, by offset, for the update."""
-        found = []
-        for param in self.layout.params_of(chunk):
-            found += [Piece(param, p.start, p.end) for p in self._parts[param] if p.chunk == chunk]
-        return found
+        params = self.layout.params_of(chunk)
+        return [Piece(param, p.start, p.end) for param in params for p in self._parts[param] if p.chunk == chunk]
 
     def is_own(self, chunk: int) -> bool:
         """Whether this rank owns a chunk: it alone has a home for it."""
@@ -188,11 +177,8 @@ class ChunkStore:
 
 
 def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
-    found, offset = {}, 0
-    for chunk, nbytes in zip(chunks, sizes, strict=True):
-        found[chunk.index] = offset
-        offset += nbytes
-    return found
+    indexes = (chunk.index for chunk in chunks)
+    return dict(zip(indexes, accumulate(sizes, initial=0), strict=False))
 
 
 def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:

@@ -16,7 +16,7 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.runtime.devices.host_slab import FreedPages
 from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
-from chunkc.runtime.storage.snapshot import Snapshot, SnapshotReader
+from chunkc.runtime.storage.snapshot import Part, Snapshot, SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore
 from chunkc.runtime.update.loss_scale import multiply
 
@@ -77,7 +77,7 @@ class ChunkValues:
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
+            self._payload(chunk)[part.in_chunk].copy_(self._triple(chunk).param32[part.in_chunk])
 
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of the gradient in the payload or in the gradient chunk beside it."""
@@ -86,7 +86,7 @@ class ChunkValues:
     def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
         """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            gradient = self._gradient(chunk)[part]
+            gradient = self._gradient(chunk)[part.in_chunk]
             multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
@@ -122,10 +122,9 @@ class ChunkValues:
             lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
         for of, flats in lists:
             for run, flat in zip(self._store.own_runs(index), flats, strict=True):
-                for part in run:
-                    first = part.first - run[0].first
-                    place = of(self._layout.chunks[part.chunk])[part.start : part.end]
-                    place.copy_(flat[first : first + part.end - part.start])
+                sizes = [part.end - part.start for part in run]
+                for part, elements in zip(run, torch.split(flat, sizes), strict=True):
+                    of(self._layout.chunks[part.chunk])[part.in_chunk].copy_(elements)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
         """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
@@ -139,17 +138,17 @@ class ChunkValues:
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
         """Tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
-        found = self._layout.chunks[chunk]
-        return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
+        info = self._layout.chunks[chunk]
+        return self._triple(info).tensors if info.list is ChunkList.TRAINED else (self._payload(info),)
 
     def _before_write(self, index: int) -> None:
         for chunk, _ in self._own_parts(index):
             self._store.before_write(chunk.index)
 
-    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, slice]]:
+    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, Part]]:
         for part in self._store.parts(index):
             if self._store.is_own(part.chunk):
-                yield self._layout.chunks[part.chunk], slice(part.start, part.end)
+                yield self._layout.chunks[part.chunk], part
 
     def _chunk_of(self, index: int) -> Chunk:
         return self._layout.chunks[self._layout.placements[index].chunk]
@@ -169,46 +168,40 @@ class ChunkValues:
         return self._store.triple_home(chunk)
 
     def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
-        info, chunks = self._layout.params[index], self._layout.chunks
-        parts = [of(chunks[p.chunk])[p.start : p.end] for p in self._store.parts(index)]
-        dtype = parts[0].dtype if parts else getattr(torch, info.dtype)
-        device = parts[0].device if parts else torch.device("cpu")
-        found = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
-        flat = _flat(found)
-        for place, part in zip(self._store.parts(index), parts, strict=True):
-            flat[place.first : place.first + place.end - place.start].copy_(part)
-        return found
+        info, parts = self._layout.params[index], self._store.parts(index)
+        ranges = [of(self._layout.chunks[part.chunk])[part.in_chunk] for part in parts]
+        dtype = ranges[0].dtype if ranges else getattr(torch, info.dtype)
+        device = ranges[0].device if ranges else torch.device("cpu")
+        value = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
+        for part, elements in zip(parts, ranges, strict=True):
+            _flat(value)[part.in_param].copy_(elements)
+        return value
 
     def _whole(self, index: int, of: Callable[[Chunk], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A parameter-shaped copy of ``of`` its chunks, which are in ``dtype`` or the parameter's own."""
         if self._ranks.size == 1:
             return self._gather(index, of)
         info = self._layout.params[index]
-        found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
-        found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
-        flat, parts = _flat(found.zero_()), self._store.parts(index)
-        is_first = self._ranks.rank < self._layout.world_size
-        for part in parts:
-            if is_first and self._store.is_own(part.chunk):
-                own = of(self._layout.chunks[part.chunk])[part.start : part.end]
-                flat[part.first : part.first + own.numel()].copy_(own)
-        if len({self._layout.owner(part.chunk) for part in parts}) == 1:
-            self._ranks.broadcast(flat, self._layout.owner(parts[0].chunk))
+        value_dtype = getattr(torch, info.dtype) if dtype is None else dtype
+        value = torch.empty_strided(info.shape, info.stride, dtype=value_dtype, device="cpu")
+        flat = _flat(value.zero_())
+        if self._ranks.rank < self._layout.world_size:
+            for chunk, part in self._own_parts(index):
+                flat[part.in_param].copy_(of(chunk)[part.in_chunk])
+        owners = {self._layout.owner(part.chunk) for part in self._store.parts(index)}
+        if len(owners) == 1:
+            self._ranks.broadcast(flat, owners.pop())
         else:
             self._ranks.combine(flat)
-        return found
+        return value
 
     def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
-        info, chunks = self._layout.params[index], self._layout.chunks
-        dense = value
+        info, dense = self._layout.params[index], value
         if value.stride() != info.stride:
             dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
         flat = _flat(dense.detach())
-        for part in self._store.parts(index):
-            if not self._store.is_own(part.chunk):
-                continue
-            count = part.end - part.start
-            of(chunks[part.chunk])[part.start : part.end].copy_(flat[part.first : part.first + count])
+        for chunk, part in self._own_parts(index):
+            of(chunk)[part.in_chunk].copy_(flat[part.in_param])
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

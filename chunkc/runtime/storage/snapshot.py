@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -94,13 +94,22 @@ def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-class PartOfParam(Protocol):
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``[start, end)`` of ``chunk``, which hold a parameter's elements from ``first`` on."""
+
+    chunk: int
+    start: int
+    end: int
+    first: int
+
     @property
-    def chunk(self) -> int: ...
+    def in_chunk(self) -> slice:
+        return slice(self.start, self.end)
+
     @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    def in_param(self) -> slice:
+        return slice(self.first, self.first + self.end - self.start)
 
 
 class SnapshotReader:
@@ -110,7 +119,7 @@ class SnapshotReader:
     parts of a parameter by its index, together where they follow each other.
     """
 
-    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[PartOfParam]]]) -> None:
+    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[Part]]]) -> None:
         self.snapshot = snapshot
         self._runs = runs
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -127,4 +136,4 @@ class SnapshotReader:
         for chunk in needed:
             if chunk not in self._taken:
                 self._taken[chunk] = self.snapshot.take(chunk)
-        return tuple(torch.cat([self._taken[p.chunk][position][p.start : p.end] for p in run]) for run in runs)
+        return tuple(torch.cat([self._taken[p.chunk][position][p.in_chunk] for p in run]) for run in runs)

@@ -94,10 +94,9 @@ class StagingStore:
         if self._ranks.size == 1:
             return value
         with torch.inference_mode(False), torch.no_grad():
-            found = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
-            dense = found.as_strided((found.numel(),), (1,))
-            self._ranks.broadcast(dense)
-            return found
+            received = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
+            self._ranks.broadcast(received.as_strided((received.numel(),), (1,)))
+            return received
 
     def exact(self, index: int) -> torch.Tensor:
         """The finest value known: a loaded param32, else the staged tensor itself."""
@@ -129,14 +128,14 @@ class StagingStore:
         state = self._states.get(index)
         if self._ranks.size == 1:
             return state
-        own = bytes([state is not None, state is not None and state.param32 is not None])
-        has_state, has_param32 = self._ranks.collect(own)[0]
+        flags = bytes([state is not None, state is not None and state.param32 is not None])
+        has_state, has_param32 = self._ranks.collect(flags)[0]
         if not has_state:
             return None
         like = torch.empty_like(self._held(index), device="meta", dtype=torch.float32)
-        found = state or StagedState(like, like, like if has_param32 else None)
-        moments = self._from_first(found.exp_avg), self._from_first(found.exp_avg_sq)
-        return StagedState(*moments, None if found.param32 is None else self._from_first(found.param32))
+        shape = state or StagedState(like, like, like if has_param32 else None)
+        moments = self._from_first(shape.exp_avg), self._from_first(shape.exp_avg_sq)
+        return StagedState(*moments, None if shape.param32 is None else self._from_first(shape.param32))
 
     def state_or_zeros(self, index: int) -> StagedState:
         value, state = self.exact(index), self.state(index)
