@@ -18,20 +18,20 @@ from chunkc._torch_compat.core import engine_runs, pytree
 
 def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:
     """Find the nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there."""
-    wanted = {id(param): key for key, param in params.items()}
+    key_of = {id(param): key for key, param in params.items()}
     todo = deque(t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn)
-    seen, found = set(todo), dict[int, Node]()
-    while todo and len(found) < len(params):
+    seen, accumulators = set(todo), dict[int, Node]()
+    while todo and len(accumulators) < len(params):
         for node, _ in todo.popleft().next_functions:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            key = wanted.get(id(getattr(node, "variable", None)))
+            key = key_of.get(id(getattr(node, "variable", None)))
             if key is not None:
-                found[key] = node
+                accumulators[key] = node
             else:
                 todo.append(node)
-    return found
+    return accumulators
 
 
 def left_out(accumulators: Mapping[int, Node], keys: Collection[int]) -> list[int]:

@@ -208,10 +208,7 @@ class ManagedTensor(torch.Tensor):
 def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: x._inner, (args, kwargs))
     out = func(*inner_args, **inner_kwargs)
-    if func in _ALIASES:
-        first = args[0]
-        return _like(first, out)
-    return out
+    return _like(args[0], out) if func in _ALIASES else out
 
 
 def _alias(tensor: ManagedTensor) -> ManagedTensor:
@@ -283,8 +280,8 @@ def _read(tensor: ManagedTensor) -> torch.Tensor:
 def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
     runtime = _store(tensor)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        found = f"{tuple(value.shape)} {value.dtype}"
-        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
+        result = f"{tuple(value.shape)} {value.dtype}"
+        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {result}")
     if tensor._role == "grad":
         runtime.write_grad(tensor._chunkc_index, tensor._chunkc_stamp, value)
     else:
@@ -356,12 +353,12 @@ def _place(tensor: ManagedTensor) -> object:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:
-    found: list[ManagedTensor] = []
+    written: list[ManagedTensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
-    return found
+            written += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
+    return written
 
 
 def _plain(tensor: ManagedTensor) -> torch.Tensor:
