@@ -40,7 +40,7 @@ class Binder:
     store: ChunkStore
     device: Device
     graphs: Mapping[GraphKind, CompiledGraph]
-    frame: RunEnvironment
+    env: RunEnvironment
     norm_table: GradNormTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class Binder:
             update = self._norm_table(action)
         work = update.restore if update is not None else self._work(action)
         self._occupancy.apply(action)
-        wanted = None if action.op is Op.RESTORE else update
-        return BoundAction(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
+        applied = None if action.op is Op.RESTORE else update
+        return BoundAction(label, str(action), action.stream, action.waits, work, applied, action.op is Op.SUM)
 
     def _work(self, action: Action) -> Callable[[], None]:
         makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
@@ -140,13 +140,13 @@ class Binder:
         copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
 
         def copy() -> None:
-            for one in copies:
-                one()
+            for copy_tensor in copies:
+                copy_tensor()
 
         return copy
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
-        nbytes, moved, key = source.numel() * source.element_size(), self.frame.moved_nbytes, (self._program, stream)
+        nbytes, moved, key = source.numel() * source.element_size(), self.env.moved_nbytes, (self._program, stream)
 
         def copy() -> None:
             target.copy_(source, non_blocking=True)
@@ -159,7 +159,7 @@ class Binder:
         return lambda: device.freed(memory)
 
     def _exchanges(self) -> Exchanges:
-        return Exchanges(self.plan, self.store, self.ranks, self.frame, self._program)
+        return Exchanges(self.plan, self.store, self.ranks, self.env, self._program)
 
     def _gather(self, action: Action) -> Callable[[], None]:
         group, first = self._group(action)
@@ -192,8 +192,8 @@ class Binder:
                 f"`{action}` is for a job of {layout.num_ranks} ranks, this one has {self.ranks.size}: launch the "
                 "script with as many ranks as it was planned for"
             )
-        own = layout.groups[action.index].chunks[layout.rank]
-        return action.index, self._slot_of(own) - layout.rank
+        own_chunk = layout.groups[action.index].chunks[layout.rank]
+        return action.index, self._slot_of(own_chunk) - layout.rank
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""
@@ -212,14 +212,14 @@ class Binder:
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
         payloads = [(i, self._payload(param)) for i, param in segment.params]
         names = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)]
-        frame, outputs, device = self.frame, segment.outputs, self.device
+        env, outputs, device = self.env, segment.outputs, self.device
 
         def work() -> None:
-            env = frame.env
-            args = [env.pop(name) if dies else env.get(name) for name, dies in names]
+            values = env.values
+            args = [values.pop(name) if dies else values.get(name) for name, dies in names]
             for i, payload in payloads:
                 args[i] = payload
-            env.update(zip(outputs, run(args), strict=True))
+            values.update(zip(outputs, run(args), strict=True))
             device.sample_nonmodel()
 
         return work
@@ -240,15 +240,13 @@ class Binder:
                 name = names[param]
                 is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
                 landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
-        frame, share = self.frame, self._share(chunk)
+        env, share = self.env, self._share(chunk)
 
         def stash() -> None:
             for param, name, is_last, target, part_of in landing:
-                whole, is_added = (
-                    frame.env.pop(name) if is_last else frame.env[name],
-                    adds and param in frame.accumulated,
-                )
-                if param in frame.withheld:
+                whole = env.values.pop(name) if is_last else env.values[name]
+                is_added = adds and param in env.accumulated
+                if param in env.withheld:
                     if not is_added:
                         target.zero_()
                     continue
@@ -280,9 +278,8 @@ class Binder:
         info = self.plan.layout.params[param]
         memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
         part = next(p for p in self.store.parts(param) if p.chunk == mapped)
-        target = self.store.payload_slot(chunk, slot)[part.start : part.end]
-        span = slice(part.first, part.first + part.end - part.start)
-        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
+        target = self.store.payload_slot(chunk, slot)[part.in_chunk]
+        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[part.in_param]
 
     def _norm_table(self, action: Action) -> GradNormTable:
         if self.norm_table is None:
@@ -294,8 +291,8 @@ class Binder:
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
         norm_table = self._norm_table(action)
-        landed = {param for segment in self.plan.segments for param in segment.lands}
-        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
+        graded_params = {param for segment in self.plan.segments for param in segment.lands}
+        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in graded_params]
         gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
         return self.device.make_norm(gradient, pieces, norm_table.table[chunk.index])
 

@@ -57,7 +57,7 @@ class RunEnvironment:
     whose gradient nobody asked for: zeros land in its place.
     """
 
-    env: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     accumulated: Set[int] = frozenset()
     withheld: Set[int] = frozenset()
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)

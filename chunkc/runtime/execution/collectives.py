@@ -29,7 +29,7 @@ class Exchanges:
     plan: Plan
     store: ChunkStore
     ranks: Ranks
-    frame: RunEnvironment
+    env: RunEnvironment
     program: str
 
     def gather(self, group: int, first_slot: int, text: str) -> Work:
@@ -74,7 +74,7 @@ class Exchanges:
         return whole, whole.chunk(layout.world_size)[layout.rank]
 
     def _counting(self, received_nbytes: int) -> Work:
-        moved, key = self.frame.moved_nbytes, (self.program, Stream.COMM)
+        moved, key = self.env.moved_nbytes, (self.program, Stream.COMM)
 
         def count() -> None:
             moved[key] = moved.get(key, 0) + received_nbytes

@@ -63,14 +63,14 @@ class Executor:
         self._graphs = graphs
         self._ranks = ranks or Ranks()
         self._exchanged: dict[str, int] = {}
-        self._frame = RunEnvironment()
+        self._env = RunEnvironment()
         self._events: dict[str, Event] = {}
         self.step_number = -1
         self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame, self.norm_table, self._ranks)
+        binder = Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
-        self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
+        self._used_values = {name: _used_values(compiled) for name, compiled in self._graphs.items()}
 
     def enter_step(self, number: int) -> None:
         """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
@@ -81,7 +81,7 @@ class Executor:
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
         names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
-        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in names)
 
     def exchanges(self, program: str) -> list[str]:
         """List what all ranks must have alike in a program: collectives in order, and gradients that land."""
@@ -127,7 +127,7 @@ class Executor:
         Under a ``loss_scale`` tangents are multiplied by the scale, and so are the gradients in chunks; those that come
         back are not.
         """
-        self._frame.accumulated, self._frame.withheld = accumulated, withheld
+        self._env.accumulated, self._env.withheld = accumulated, withheld
         if loss_scale is None:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
@@ -185,7 +185,7 @@ class Executor:
 
     def forget_launched(self) -> None:
         """Let go of values of the graphs, and of the events of launches."""
-        self._frame.env = {}
+        self._env.values = {}
         self._events.clear()
 
     def join(self) -> None:
@@ -196,37 +196,37 @@ class Executor:
             self._events.clear()
 
     def _run_graph(self, program: str, graph: GraphKind, args: list[Any]) -> list[Any]:
-        compiled, frame = self._graphs[graph], self._frame
+        compiled, env = self._graphs[graph], self._env
         pairs = zip(compiled.graph.inputs, args, strict=True)
-        frame.env = {n: value for n, value in pairs if n in self._wanted[graph]}
+        env.values = {n: value for n, value in pairs if n in self._used_values[graph]}
         args.clear()
         del pairs
         try:
             self._launch(program)
             return [self._result(entry, compiled) for entry in compiled.graph.result]
         finally:
-            frame.env = {}
+            env.values = {}
 
     def _result(self, entry: str | tuple[Any], compiled: CompiledGraph) -> Any:
         if not isinstance(entry, str):
             return entry[0]
-        return None if entry in compiled.gradients else self._frame.env[entry]
+        return None if entry in compiled.gradients else self._env.values[entry]
 
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device = self._events, self._device
         launch = device.launch if self._paced_launch is None else self._paced_launch
         self._count_from_zero(name)
-        for position, bound in enumerate(self._programs[name]):
-            waits = [events[w] for w in bound.waits if w in events]
-            work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
+        for position, action in enumerate(self._programs[name]):
+            waits = [events[w] for w in action.waits if w in events]
+            work = action.work if action.update is None or inputs is None else partial(action.update.update, inputs)
             try:
-                events[bound.label] = launch(bound.stream, bound.text, waits, work)
+                events[action.label] = launch(action.stream, action.text, waits, work)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(name, position, error) from error
-            if bound.is_sum and self.norm_table is not None:
-                self.norm_table.ready = (events[bound.label],)
+            if action.is_sum and self.norm_table is not None:
+                self.norm_table.ready = (events[action.label],)
             if self.trace is not None:
-                self.trace.append(bound.text)
+                self.trace.append(action.text)
         if self._ranks.size > 1:
             device.enqueue_exchanges()
         self.num_actions += len(self._programs[name])
@@ -234,7 +234,7 @@ class Executor:
     def _count_from_zero(self, name: str) -> None:
         """Forget the bytes that a program moved, unless it runs again for the same step."""
         if self.plan.accumulate == 1 or name not in self._counted:
-            moved = self._frame.moved_nbytes
+            moved = self._env.moved_nbytes
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
         self._counted.add(name)
 
@@ -251,12 +251,12 @@ class Executor:
         )
 
 
-def _wanted(compiled: CompiledGraph) -> frozenset[str]:
+def _used_values(compiled: CompiledGraph) -> frozenset[str]:
     taken = {name for segment in compiled.graph.segments for name in segment.inputs}
     return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
 
 
 def _label_of(plan: Plan, program: str, op: Op) -> str:
     """The label of the first ``op`` in a program; empty where there is none."""
-    found = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
-    return next(found, "")
+    labels = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
+    return next(labels, "")

@@ -23,9 +23,9 @@ class UnplannedGraph:
 
     def __init__(self, graphs: Mapping[Literal["forward", "backward"], CompiledGraph]) -> None:
         self._graphs = graphs
-        made = graphs["backward"].gradients if "backward" in graphs else {}
+        gradients = graphs["backward"].gradients if "backward" in graphs else {}
         segments = graphs["backward"].graph.segments if "backward" in graphs else ()
-        self.graded_params = tuple(sorted(made.values()))
+        self.graded_params = tuple(sorted(gradients.values()))
         self.used_params = frozenset((*self.graded_params, *(p for s in segments for _, p in s.params)))
 
     def forward(self, args: list[Any], read_param: ReadParam) -> list[Any]:
