@@ -97,8 +97,8 @@ def tile_squares_kernel(
     for skipped in range(0, (end - start).to(tl.int32), UNROLLED * BLOCK):
         for block in tl.static_range(UNROLLED):
             at, mask = whole_vectors(start, end, BLOCK, skipped + block * BLOCK)
-            found, is_finite = _measured(grad_ptr + at, mask)
-            lane_squares += found
+            block_squares, is_finite = _measured(grad_ptr + at, mask)
+            lane_squares += block_squares
             are_finite = are_finite & is_finite
     squares, flag = tl.sum(lane_squares, axis=0), _flag(are_finite)
     if has_edges(start, end):
