@@ -23,8 +23,7 @@ KernelLaunch = Callable[[], None]
 class ChunkKernels(Protocol):
     """The kernels of chunks, checked and made ready once; ``chunkc.triton_kernels`` has shapes and dtypes."""
 
-    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        """The table of tiles of a chunk that an update takes."""
+    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
     def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
@@ -68,8 +67,7 @@ class CudaApi(Protocol):
 
     def synchronize(self) -> None: ...
 
-    def sleep(self, stream: Any, milliseconds: float) -> None:
-        """Keep ``stream`` busy for about so long."""
+    def sleep(self, stream: Any, milliseconds: float) -> None: ...
 
     def warm_up(self) -> None:
         """Make CUDA and its libraries take the memory that they take once."""
@@ -193,8 +191,6 @@ class TorchCuda:
 
 
 class TritonKernels:
-    """``chunkc.triton_kernels``, imported when it is made."""
-
     def __init__(self) -> None:
         from chunkc.triton_kernels.cast import restore_launch
         from chunkc.triton_kernels.chunk_adam import chunk_adam_launch

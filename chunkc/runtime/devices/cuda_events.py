@@ -24,7 +24,6 @@ class CudaEvent:
     __slots__ = ("__weakref__", "_api", "_enqueue", "failures", "handle", "key")
 
     def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
-        """``enqueue`` makes held work go to its stream."""
         self._api = api
         self._enqueue = enqueue
         self.failures = failures

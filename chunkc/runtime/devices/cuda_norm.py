@@ -21,7 +21,6 @@ class NormScratch:
             self.memory = torch.empty(2 * num_tiles + 2, dtype=torch.float32, device=self.memory.device)
 
     def of(self, num_tiles: int) -> torch.Tensor:
-        """float32 [2, num_tiles]."""
         return self.memory[: 2 * num_tiles].view(2, num_tiles)
 
     def result(self) -> torch.Tensor:
@@ -30,7 +29,7 @@ class NormScratch:
 
 
 class GpuNorm:
-    """Measures a chunk in device memory; arguments as `chunkc.runtime.devices.protocol.Device.make_norm`."""
+    """Measures a chunk in device memory; arguments as `Device.make_norm`."""
 
     def __init__(
         self,

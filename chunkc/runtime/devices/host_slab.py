@@ -34,8 +34,7 @@ def allocate_slab(
     """Map ``nbytes`` of zeroed, page-aligned host memory, or raise `HardwareError`.
 
     ``huge_pages`` is a hint to Linux. ``on_free`` is called once with ``nbytes`` when the pages have gone back, at any
-    point of any thread: it must neither block nor raise. The uint8 tensor and its views keep the mapping alive, the
-    handle does not.
+    point of any thread: it must neither block nor raise. The tensor keeps the mapping alive, the handle does not.
     """
     if nbytes < 0:
         raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
@@ -130,7 +129,6 @@ def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ub
 
 
 def _unmap(address: int, mapped_nbytes: int, pid: int) -> None:
-    """Unmap in the process that mapped: a forked child does not have the addresses."""
     if os.getpid() == pid:
         unmap = _libc().munmap
         unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

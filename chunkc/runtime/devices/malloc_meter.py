@@ -37,10 +37,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_reader() -> Reader | None:
-    """Return a function that reads the bytes malloc has handed out in this process.
-
-    None without glibc 2.33 or later, and where another allocator serves torch (jemalloc, tcmalloc by LD_PRELOAD).
-    """
+    """Return a reader of the bytes malloc has handed out, or None: without glibc 2.33, or with jemalloc."""
     if sys.platform != "linux" or not hasattr(ctypes.PyDLL(None), "mallinfo2"):
         return None
     mallinfo2 = ctypes.PyDLL(None).mallinfo2  # PyDLL keeps the interpreter lock: cheaper than handing it over
@@ -85,7 +82,6 @@ class NonModelMeter:
 
     @property
     def peak_nbytes(self) -> int | None:
-        """Highest sample since `start`; 0 before the first; None without a reading."""
         return self._level.peak_nbytes if self.available else None
 
     @property
@@ -224,7 +220,6 @@ class LongWork:
             wait_s = max(self._period_s, (cost_s - before_s) / _MAX_CPU_SHARE)
 
     def _sleep(self, awake: threading.Event) -> None:
-        """Wait until work enters."""
         with self._lock:
             if self._depth or self._thread is not threading.current_thread():
                 return

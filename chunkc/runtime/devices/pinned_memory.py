@@ -56,10 +56,7 @@ class Home:
 
 
 class HostHomes:
-    """Live homes of one device, pinned by ``register`` (address, bytes) until freed.
-
-    ``cores``: whose threads touch homes first; None: any.
-    """
+    """Live homes of one device, pinned by ``register`` (address, bytes); threads on ``cores`` touch first."""
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self.num_allocations = 0
@@ -127,7 +124,6 @@ class HostHomes:
         self._give_back(home)
 
     def close(self) -> None:
-        """Free all homes; without effect in a forked child, which has none of them."""
         if os.getpid() != self._pid:
             return
         with self._lock:

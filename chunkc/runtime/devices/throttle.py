@@ -33,9 +33,7 @@ class Pace:
 
 
 class PaceLaw(Protocol):
-    def paces(self, plan: Plan) -> Mapping[str, Pace]:
-        """The pace of every action of ``plan``, by its text."""
-        ...
+    def paces(self, plan: Plan) -> Mapping[str, Pace]: ...
 
     def speeds(self, uses: tuple[Any, ...]) -> tuple[float, ...]:
         """For actions that run together: the share of its full speed, in (0, 1], that each gets."""
@@ -110,7 +108,6 @@ class _Fluid:
         return [self._now_s + left_s / speed for (_, left_s), speed in pairs]
 
     def _advance(self, to_s: float) -> None:
-        """Let time pass, end by end."""
         while self._left:
             due_s, number = min(zip(self._dues(), self._left, strict=True))
             if due_s > to_s:

@@ -81,8 +81,6 @@ class Failures:
 
 
 class Awaited(Protocol):
-    """Something that a worker can wait for."""
-
     def join(self) -> Failure | None:
         """Block until the event has happened; return how it failed."""
 
@@ -117,7 +115,6 @@ class Completion:
             self.failures.report(failure)
 
     def join(self) -> Failure | None:
-        """Block until the work has finished; return how it failed."""
         self._latch.wait()
         return self._failure
 
@@ -135,7 +132,6 @@ class Delays:
         self._random = random.Random(f"{seed}/{stream}")
 
     def next_ms(self) -> float:
-        """The next delay of the sequence."""
         return self._random.uniform(0, self._max_delay_ms) if self._max_delay_ms > 0 else 0.0
 
     def pause(self) -> None:
@@ -192,10 +188,7 @@ class _Worker:
 
 
 class Workers:
-    """The worker threads of one device, each started at the first work of its stream.
-
-    ``name`` and ``lost_in_fork`` are for messages; ``runners`` carry out the work of each stream.
-    """
+    """Worker threads of one device, each started at the first work of its stream."""
 
     def __init__(self, name: str, lost_in_fork: str, runners: Mapping[Stream, WorkRunner]) -> None:
         self.failures = Failures()
@@ -218,7 +211,6 @@ class Workers:
     def put(
         self, stream: Stream, label: str, waits: tuple[Awaited, ...], work: Callable[[], None], completion: Completion
     ) -> None:
-        """Have the worker of ``stream`` carry out ``work`` after ``waits``."""
         self._worker(stream).items.put(QueuedWork(label, waits, work, completion, self.failures.num_reports))
 
     def join(self) -> None:
@@ -284,8 +276,8 @@ def _serve(items: queue.SimpleQueue[QueuedWork | None], place: str, failures: Fa
 class Streams:
     """The five streams of one emulated device; the compute stream has one caller at a time.
 
-    ``synchronous``: carry everything out at its launch, on the calling thread. ``long_work`` is entered around work.
-    ``stalled_s``: how long the compute stream has waited so far, by the stream whose work it waited for.
+    ``synchronous``: carry everything out at its launch, on the calling thread. ``stalled_s``: how long the compute
+    stream has waited so far, by the stream whose work it waited for.
     """
 
     def __init__(
@@ -320,10 +312,7 @@ class Streams:
         work: Callable[[], None],
         pace: Pace | None = None,
     ) -> Completion:
-        """Launch work as `Device.launch` says, at ``pace`` if throttled.
-
-        Raises `ChunkcError` for events of no emulated device, too, and in synchronous mode for unfinished ones.
-        """
+        """Launch work as `Device.launch` says, at ``pace`` if throttled; waits are events of emulated devices."""
         self.check_usable()
         self.failures.raise_unreported()
         completions = tuple(self._checked(event, label) for event in waits)
