@@ -197,14 +197,8 @@ class TritonKernels:
         from chunkc.triton_kernels.grad_norm import grad_norm_launches, make_norm_tiles
         from chunkc.triton_kernels.launch import make_tiles
 
-        self._restore, self._chunk_adam, self._make_tiles = restore_launch, chunk_adam_launch, make_tiles
-        self._grad_norm, self._make_norm_tiles = grad_norm_launches, make_norm_tiles
-
-    def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        return self._make_tiles(pieces, device)
-
-    def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
-        return self._make_norm_tiles(pieces, device)
+        self.make_tiles, self.make_norm_tiles = make_tiles, make_norm_tiles
+        self._restore, self._chunk_adam, self._grad_norm = restore_launch, chunk_adam_launch, grad_norm_launches
 
     def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
         return self._chunk_adam(*tensors).run

@@ -20,7 +20,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores
 from chunkc.runtime.devices.debug_settings import DebugSettings
-from chunkc.runtime.devices.live_slabs import LiveSlabs
+from chunkc.runtime.devices.host_slab import LiveSlabs
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
 from chunkc.runtime.devices.protocol import Event, Launch
 from chunkc.runtime.devices.throttle import PaceLaw, Timekeeper

@@ -14,6 +14,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,6 +23,8 @@ import torch
 from chunkc._torch_compat.core import Finalizer
 from chunkc.errors import HardwareError
 
+HUGE_PAGE_NBYTES: Final = 2**21
+"""From this size on a slab is worth transparent huge pages."""
 _IS_LINUX: Final = sys.platform == "linux"
 _MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
 _KEPT_NBYTES: Final = 2**24
@@ -99,6 +102,44 @@ class Slab:
         elif hasattr(mmap, "MADV_DONTNEED"):
             pages.madvise(mmap.MADV_DONTNEED)
         self._report()
+
+
+class LiveSlabs:
+    """Live slabs of one kind by address, and their bytes.
+
+    A slab may go with its last view in the middle of a method of this class, so its bytes are queued for the next call.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._by_address: dict[int, Slab] = {}
+        self._freed: deque[int] = deque()
+        self.nbytes = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= HUGE_PAGE_NBYTES, on_free=self._freed.append)
+        self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
+        self._by_address[slab.address] = slab
+        self.nbytes += nbytes
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        if memory.numel() == 0:
+            return
+        slab = self._by_address.pop(memory.data_ptr(), None)
+        if slab is None:
+            raise HardwareError(f"not the start of {self._kind} of this device, or already freed")
+        slab.close()
+
+    def settle(self) -> int:
+        """Account for what was freed; return its bytes."""
+        freed_nbytes = 0
+        while self._freed:
+            freed_nbytes += self._freed.popleft()
+        self.nbytes -= freed_nbytes
+        return freed_nbytes
 
 
 def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:

@@ -23,13 +23,12 @@ import torch
 
 from chunkc.errors import HardwareError
 from chunkc.runtime.devices.cpu_affinity import HostCores
-from chunkc.runtime.devices.host_slab import Slab, allocate_slab
+from chunkc.runtime.devices.host_slab import HUGE_PAGE_NBYTES, Slab, allocate_slab
 
-_HUGE_NBYTES: Final = 2**21
 _TOUCHED_NBYTES: Final = 2**26
 _MAX_THREADS: Final = 8
 _NUM_BLOCKS: Final = 64
-"""Into which a home is divided at least, where that leaves blocks of `_HUGE_NBYTES`: what is touched too early."""
+"""Into which a home is divided at least, where that leaves blocks of `HUGE_PAGE_NBYTES`: what is touched too early."""
 
 
 @dataclass(slots=True)
@@ -44,7 +43,7 @@ class Home:
 
     def __post_init__(self) -> None:
         most = _TOUCHED_NBYTES * _MAX_THREADS
-        self.block_nbytes = min(most, max(_HUGE_NBYTES, self.slab.nbytes // _NUM_BLOCKS))
+        self.block_nbytes = min(most, max(HUGE_PAGE_NBYTES, self.slab.nbytes // _NUM_BLOCKS))
         self.untouched = set(range(0, self.slab.nbytes, self.block_nbytes))
 
     def touch(self, start: int, end: int, cores: HostCores | None) -> None:
@@ -77,7 +76,7 @@ class HostHomes:
         self.num_allocations += 1
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES)
+        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= HUGE_PAGE_NBYTES)
         with self._lock:
             self._homes[slab.address] = Home(memory, slab)
         if is_pinned:

@@ -159,7 +159,7 @@ class WorkRunner:
     long_work: AbstractContextManager[None]
     timekeeper: Timekeeper
 
-    def attempt(self, label: str, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
+    def attempt(self, label: str, work: Callable[[], None], location: str, span: Span | None) -> Failure | None:
         """Carry ``work`` out, in its time and in a range of torch's profiler; return how it failed."""
         self.delays.pause()
         if span is not None:
@@ -173,7 +173,7 @@ class WorkRunner:
         except BaseException as error:  # whatever it is: the host must get it, and those that wait must not hang
             if span is not None:
                 self.timekeeper.settle(span, time.perf_counter() - begun_s)
-            error.add_note(place)
+            error.add_note(location)
             return Failure(error)
         self.delays.pause()
         return None
@@ -261,12 +261,12 @@ class Workers:
             return self._workers[stream]
 
 
-def _serve(items: queue.SimpleQueue[QueuedWork | None], place: str, failures: Failures, runner: WorkRunner) -> None:
+def _serve(items: queue.SimpleQueue[QueuedWork | None], location: str, failures: Failures, runner: WorkRunner) -> None:
     with torch.no_grad():
         while (item := items.get()) is not None:
             failure = next(filter(None, (event.join() for event in item.waits)), None)
             if failure is None and item.work is not None:
-                failure = runner.attempt(item.label, item.work, f"in {item.label} on {place}", item.completion.span)
+                failure = runner.attempt(item.label, item.work, f"in {item.label} on {location}", item.completion.span)
             if failure is not None:
                 failures.record(failure, item.reports_at_launch)
             item.completion.settle(failure)
@@ -343,8 +343,8 @@ class Streams:
             if self._synchronous and not event.done():
                 raise ChunkcError(f"{label} on stream {stream} of {self._name} waits for work that has not run")
             self._await(event)
-        place = f"in {label} on stream {stream} of {self._name}"
-        failure = self._runners[stream].attempt(label, work, place, span)
+        location = f"in {label} on stream {stream} of {self._name}"
+        failure = self._runners[stream].attempt(label, work, location, span)
         if failure is not None:
             self.failures.report(failure)
         return Completion(self.failures, is_done=True, span=span)

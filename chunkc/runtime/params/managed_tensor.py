@@ -68,6 +68,15 @@ class GradStore(ValueStore, Protocol):
     def averaged(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
+def _refusing(access: str) -> Any:
+    """A method that refuses ``access`` to memory."""
+
+    def refuse(tensor: ManagedTensor, *_: object, **__: object) -> NoReturn:
+        _refuse_memory(tensor, access)
+
+    return refuse
+
+
 class ManagedTensor(torch.Tensor):
     """A parameter (or its gradient) whose payload a chunk holds. See the module docstring."""
 
@@ -138,35 +147,19 @@ class ManagedTensor(torch.Tensor):
     def tolist(self) -> Any:
         return _read(self).tolist()
 
-    def data_ptr(self) -> NoReturn:
-        _refuse_memory(self, "data_ptr()")
-
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse; capture asks for its identity and size only."""
         if is_capturing():
             return super().untyped_storage()
         _refuse_memory(self, "untyped_storage()")
 
-    def storage(self) -> NoReturn:
-        _refuse_memory(self, "storage()")
-
-    def _typed_storage(self) -> NoReturn:
-        _refuse_memory(self, "storage()")
-
-    def share_memory_(self) -> NoReturn:
-        _refuse_memory(self, "share_memory_()")
-
-    def __dlpack__(self, **_: object) -> NoReturn:
-        _refuse_memory(self, "DLPack export")
-
-    def apply_(self, function: object) -> NoReturn:
-        _refuse_memory(self, "apply_()")
-
-    def map_(self, *_: object) -> NoReturn:
-        _refuse_memory(self, "map_()")
-
-    def map2_(self, *_: object) -> NoReturn:
-        _refuse_memory(self, "map2_()")
+    data_ptr = _refusing("data_ptr()")
+    storage = _typed_storage = _refusing("storage()")
+    share_memory_ = _refusing("share_memory_()")
+    __dlpack__ = _refusing("DLPack export")
+    apply_ = _refusing("apply_()")
+    map_ = _refusing("map_()")
+    map2_ = _refusing("map2_()")
 
     def register_hook(self, hook: Any) -> Any:
         """Refuse for parameters: their gradients do not pass through autograd."""
@@ -221,12 +214,12 @@ def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
     return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_store, tensor._chunkc_stamp)
 
 
-def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
+def _refuse_memory(tensor: ManagedTensor, access: str) -> NoReturn:
     advice = "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
     if _is_of_state(tensor):
         advice = "`.clone()` for a copy"
     raise ChunkcError(
-        f"{_describe(tensor)} has no memory of its own for {what}: its payload moves between host and device. Use "
+        f"{_describe(tensor)} has no memory of its own for {access}: its payload moves between host and device. Use "
         f"{advice}"
     )
 
@@ -310,14 +303,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return args[0] if func is aten.zero_.default else None
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
-        if _place(tensor) not in values:
-            values[_place(tensor)] = _read(tensor)
-    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_place(x)], (args, kwargs))
+        if _value_key(tensor) not in values:
+            values[_value_key(tensor)] = _read(tensor)
+    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_value_key(x)], (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     for tensor in written:
-        _write(tensor, values[_place(tensor)])
+        _write(tensor, values[_value_key(tensor)])
     if written:
-        originals = {id(values[_place(tensor)]): tensor for tensor in written}
+        originals = {id(values[_value_key(tensor)]): tensor for tensor in written}
         return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
     if any(r.alias_info is not None for r in func._schema.returns):
         source = managed[0]
@@ -345,7 +338,7 @@ def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[
     return _copy_exactly(target, value)
 
 
-def _place(tensor: ManagedTensor) -> object:
+def _value_key(tensor: ManagedTensor) -> object:
     """Return a key shared by tensors whose values are in the same place, as a parameter and its ``data``."""
     if tensor._role == "view":
         return id(tensor)
