@@ -197,11 +197,11 @@ class Binder:
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""
-        place = self.plan.layout.placements[param]
-        slot = self._occupancy.slot_of.get(f"c{place.chunk}", -1)
+        first_chunk = self.plan.layout.placements[param].chunk
+        slot = self._occupancy.slot_of.get(f"c{first_chunk}", -1)
         if self.plan.layout.params[param].numel and slot < 0:
             name = self.plan.layout.params[param].name
-            raise PlanError(f"chunk c{place.chunk} of parameter {name} is not resident where it is needed")
+            raise PlanError(f"chunk c{first_chunk} of parameter {name} is not resident where it is needed")
         if (param, slot) not in self._views:
             self._views[param, slot] = self.store.param_in_slot(param, slot)
         return self._views[param, slot]

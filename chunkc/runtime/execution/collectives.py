@@ -34,44 +34,44 @@ class Exchanges:
 
     def gather(self, group: int, first_slot: int, text: str) -> Work:
         """Fill the slots of a group from its owners."""
-        whole, own = self._parts(group, first_slot)
-        place, ranks = self._place(text), self.ranks
-        count = self._counting(whole.nbytes - own.nbytes)
+        group_memory, own_chunk = self._parts(group, first_slot)
+        description, ranks = self._describe(text), self.ranks
+        count = self._counting(group_memory.nbytes - own_chunk.nbytes)
 
         def gather() -> None:
-            ranks.gather(whole, own, place)
+            ranks.gather(group_memory, own_chunk, description)
             count()
 
         return gather
 
     def reduce(self, group: int, first_slot: int, text: str) -> Work:
         """Put the mean of the own chunk over all ranks into that chunk: a sum of shares that landed divided."""
-        whole, own = self._parts(group, first_slot)
-        place, layout = self._place(text), self.plan.layout
-        count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
+        group_memory, own_chunk = self._parts(group, first_slot)
+        description, layout = self._describe(text), self.plan.layout
+        count = self._counting(group_memory.nbytes - own_chunk.nbytes + layout.mirrored_nbytes(own_chunk.nbytes))
         kind = layout.chunks[layout.groups[group].first_chunk].list
         exchange = self.ranks.add_up if kind is ChunkList.GRAD and self.plan.accumulate > 1 else self.ranks.average
 
         def reduce() -> None:
-            exchange(own, whole, place)
+            exchange(own_chunk, group_memory, description)
             count()
 
         return reduce
 
     def sum(self, norm_table: GradNormTable, text: str) -> Work:
         """Add up over all ranks the findings of this rank's norms."""
-        place, ranks = self._place(text), self.ranks
+        description, ranks = self._describe(text), self.ranks
 
         def add_up() -> None:
             norm_table.total()
-            ranks.total(norm_table.totals, place)
+            ranks.total(norm_table.totals, description)
 
         return add_up
 
     def _parts(self, group: int, first_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The chunks of a group, and the own one of them."""
-        whole, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
-        return whole, whole.chunk(layout.world_size)[layout.rank]
+        group_memory, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
+        return group_memory, group_memory.chunk(layout.world_size)[layout.rank]
 
     def _counting(self, received_nbytes: int) -> Work:
         moved, key = self.env.moved_nbytes, (self.program, Stream.COMM)
@@ -81,5 +81,5 @@ class Exchanges:
 
         return count
 
-    def _place(self, text: str) -> str:
+    def _describe(self, text: str) -> str:
         return f"`{text}` of {self.program}"

@@ -62,11 +62,11 @@ class Executor:
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
         self._ranks = ranks or Ranks()
-        self._exchanged: dict[str, int] = {}
+        self._exchange_digests: dict[str, int] = {}
         self._env = RunEnvironment()
         self._events: dict[str, Event] = {}
         self.step_number = -1
-        self._counted: set[str] = set()
+        self._counted_programs: set[str] = set()
         binder = Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
@@ -76,11 +76,13 @@ class Executor:
         """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
         if number != self.step_number:
             self.step_number = number
-            self._counted.clear()
+            self._counted_programs.clear()
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
-        names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
+        names = (
+            REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted_programs.intersection(REPEATED_PROGRAMS)
+        )
         return sum(self._env.moved_nbytes.get((name, stream), 0) for name in names)
 
     def exchanges(self, program: str) -> list[str]:
@@ -98,9 +100,9 @@ class Executor:
         """
         if self._ranks.size == 1:
             return [number]
-        if program not in self._exchanged:
-            self._exchanged[program] = digest_lines(self.exchanges(program))
-        digest = digest_lines([*state, str(self._exchanged[program])])
+        if program not in self._exchange_digests:
+            self._exchange_digests[program] = digest_lines(self.exchanges(program))
+        digest = digest_lines([*state, str(self._exchange_digests[program])])
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
     def forward(self, program: str, args: list[Any]) -> list[Any]:
@@ -146,13 +148,13 @@ class Executor:
 
         Returns the decision where ``found`` may have the step skipped. The last three are only for plans with norms.
         """
-        norm_table, num_params = self.norm_table, len(self.plan.layout.params)
-        if norm_table is None:
+        table, num_params = self.norm_table, len(self.plan.layout.params)
+        if table is None:
             self._launch("step", StepInputs(hypers, steps, num_params))
             return None
-        inputs = StepInputs(hypers, steps, num_params, factor, norm_table.control, norm_table.seen, found, loss_scale)
+        inputs = StepInputs(hypers, steps, num_params, factor, table.control, table.host_control, found, loss_scale)
         self._launch("step", inputs)
-        return None if found is None else StepDecision(self._events[self._decide], norm_table.seen)
+        return None if found is None else StepDecision(self._events[self._decide], table.host_control)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
@@ -233,10 +235,10 @@ class Executor:
 
     def _count_from_zero(self, name: str) -> None:
         """Forget the bytes that a program moved, unless it runs again for the same step."""
-        if self.plan.accumulate == 1 or name not in self._counted:
+        if self.plan.accumulate == 1 or name not in self._counted_programs:
             moved = self._env.moved_nbytes
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
-        self._counted.add(name)
+        self._counted_programs.add(name)
 
     def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         program = self.plan.program(name)

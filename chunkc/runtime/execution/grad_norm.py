@@ -22,7 +22,7 @@ class GradNormTable:
     Attributes:
         table: float64 [num_chunks, `ROW_NUMEL`] on the device; rows of chunks that are not measured stay 0.
         control: float32 [2] on the device: the factor of every gradient; and 0, or 1 to leave parameters as they are.
-        seen: ``control`` as host memory has it.
+        host_control: ``control`` as host memory has it.
         totals: float64 [`ROW_NUMEL`] on the device: sums of columns over all ranks, once ``ready`` has happened.
     """
 
@@ -32,9 +32,9 @@ class GradNormTable:
         self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
         self.ready: tuple[Event, ...] = ()
         self._is_alone = num_ranks == 1
-        self.seen = self.control
+        self.host_control = self.control
         if device.type != "cpu":
-            self.seen = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
+            self.host_control = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
 
     def total(self) -> None:
         """Add up what the chunks of this rank have."""
@@ -66,8 +66,8 @@ class GradNormTable:
             self.control[1].copy_(inputs.found)
         if inputs.loss_scale is not None and inputs.found is not None:
             inputs.loss_scale.update(inputs.found)
-        if self.seen is not self.control:
-            self.seen.copy_(self.control, non_blocking=True)
+        if self.host_control is not self.control:
+            self.host_control.copy_(self.control, non_blocking=True)
 
     def restore(self) -> None:
         """Nothing: a program that updates nothing decides nothing."""
@@ -76,15 +76,15 @@ class GradNormTable:
 class StepDecision:
     """Whether a step that may be skipped was; known once its decision has been taken on the device."""
 
-    def __init__(self, event: Event, seen: torch.Tensor) -> None:
-        self._event, self._seen = event, seen
+    def __init__(self, event: Event, host_control: torch.Tensor) -> None:
+        self._event, self._host_control = event, host_control
         self._is_skipped: bool | None = None
 
     def is_skipped(self) -> bool:
         """Wait for the decision, which stands before the updates of its step."""
         if self._is_skipped is None:
             self._event.wait()
-            self._is_skipped = bool(self._seen[1])
+            self._is_skipped = bool(self._host_control[1])
         return self._is_skipped
 
 

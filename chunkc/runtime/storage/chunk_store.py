@@ -105,10 +105,10 @@ class ChunkStore:
             self.snapshot = None
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:
-        place = self.layout.placements[index]
-        left, first, start = self.layout.params[index].numel, 0, place.offset
+        placement = self.layout.placements[index]
+        left, first, start = self.layout.params[index].numel, 0, placement.offset
         parts = []
-        for chunk in place.chunks:
+        for chunk in placement.chunks:
             end = min(self.layout.chunks[chunk].numel, start + left)
             if end > start:
                 parts.append(Part(chunk, start, end, first))
@@ -157,8 +157,8 @@ class ChunkStore:
         return self.arena[offset : offset + sum(c.nbytes for c in chunks)].view(_dtype(chunks[0].dtype))
 
     def slot_bytes(self, slot: int) -> torch.Tensor:
-        place = self.layout.slots[slot]
-        return self.arena[place.offset : place.end]
+        info = self.layout.slots[slot]
+        return self.arena[info.offset : info.end]
 
     def triple_home(self, chunk: Chunk) -> Triple:
         return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
@@ -168,10 +168,10 @@ class ChunkStore:
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
         """The parameter as the graphs read it, its first chunk standing in ``slot``."""
-        info, place = self.layout.params[param], self.layout.placements[param]
+        info, placement = self.layout.params[param], self.layout.placements[param]
         if info.numel == 0:
             return torch.empty_strided(info.shape, info.stride, dtype=_dtype(info.dtype), device=self.arena.device)
-        start = self.layout.slots[slot].offset + place.offset * DTYPE_NBYTES[info.dtype]
+        start = self.layout.slots[slot].offset + placement.offset * DTYPE_NBYTES[info.dtype]
         flat = self.arena[start : start + info.nbytes].view(_dtype(info.dtype))
         return flat.as_strided(info.shape, info.stride)
 

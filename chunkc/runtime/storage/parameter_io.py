@@ -54,8 +54,8 @@ class ChunkValues:
         self._store.pin()
 
     def _first_element(self, index: int) -> tuple[int, int]:
-        place = self._layout.placements[index]
-        return place.chunk, place.offset
+        placement = self._layout.placements[index]
+        return placement.chunk, placement.offset
 
     def is_trained(self, index: int) -> bool:
         return self._chunk_of(index).list is ChunkList.TRAINED
