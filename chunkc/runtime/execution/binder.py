@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -20,7 +21,14 @@ from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Update
-from chunkc.runtime.execution.bound_action import AnnouncedUpdate, BoundAction, CompiledGraph, RunEnvironment
+from chunkc.runtime.execution.bound_action import (
+    AnnouncedUpdate,
+    BoundAction,
+    CompiledGraph,
+    RunEnvironment,
+    Work,
+    in_sequence,
+)
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
@@ -44,7 +52,7 @@ class Binder:
     norm_table: GradNormTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
-    recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
+    recoveries: dict[int, Work] = field(default_factory=dict)
     _program: str = ""
     _occupancy: Occupancy = field(init=False)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -66,8 +74,8 @@ class Binder:
         applied = None if action.op is Op.RESTORE else update
         return BoundAction(label, str(action), action.stream, action.waits, work, applied, action.op is Op.SUM)
 
-    def _work(self, action: Action) -> Callable[[], None]:
-        makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
+    def _work(self, action: Action) -> Work:
+        makers: dict[Op, Callable[[Action], Work]] = {
             Op.FETCH: self._fetch,
             Op.OPEN: self._open,
             Op.EVICT: self._evict,
@@ -98,54 +106,35 @@ class Binder:
             raise PlanError(f"`{action}` names no slot")
         return action.slot
 
-    def _fetch(self, action: Action) -> Callable[[], None]:
+    def _fetch(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
-    def _open(self, action: Action) -> Callable[[], None]:
+    def _open(self, action: Action) -> Work:
         """Open a slot: gradients that ranks add up begin at 0."""
         if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
             memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
         return _nothing
 
-    def _evict(self, action: Action) -> Callable[[], None]:
+    def _evict(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
-        memory, device = self.store.slot_bytes(slot), self.device
+        return in_sequence(copy, self._freeing(slot))
 
-        def evict() -> None:
-            copy()
-            device.freed(memory)
-
-        return evict
-
-    def _load(self, action: Action) -> Callable[[], None]:
+    def _load(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
 
-    def _store(self, action: Action) -> Callable[[], None]:
+    def _store(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
-        memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
+        return in_sequence(partial(self.store.before_write, chunk.index), copy, self._freeing(slot))
 
-        def store() -> None:
-            before_write(chunk.index)
-            copy()
-            device.freed(memory)
+    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Work:
+        return in_sequence(*(self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)))
 
-        return store
-
-    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Callable[[], None]:
-        copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
-
-        def copy() -> None:
-            for copy_tensor in copies:
-                copy_tensor()
-
-        return copy
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Work:
         nbytes, moved, key = source.numel() * source.element_size(), self.env.moved_nbytes, (self._program, stream)
 
         def copy() -> None:
@@ -154,34 +143,29 @@ class Binder:
 
         return copy
 
-    def _drop(self, action: Action) -> Callable[[], None]:
-        memory, device = self.store.slot_bytes(self._slot(action)), self.device
-        return lambda: device.freed(memory)
+    def _drop(self, action: Action) -> Work:
+        return self._freeing(self._slot(action))
+
+    def _freeing(self, slot: int) -> Work:
+        return partial(self.device.freed, self.store.slot_bytes(slot))
 
     def _exchanges(self) -> Exchanges:
         return Exchanges(self.plan, self.store, self.ranks, self.env, self._program)
 
-    def _gather(self, action: Action) -> Callable[[], None]:
+    def _gather(self, action: Action) -> Work:
         group, first = self._group(action)
         return self._exchanges().gather(group, first, str(action))
 
-    def _reduce(self, action: Action) -> Callable[[], None]:
+    def _reduce(self, action: Action) -> Work:
         group, first = self._group(action)
         return self._exchanges().reduce(group, first, str(action))
 
-    def _release(self, action: Action) -> Callable[[], None]:
+    def _release(self, action: Action) -> Work:
         self._group(action)
-        remote = self.plan.layout.remote_of(action.index)
-        slots = [self.store.slot_bytes(self._slot_of(chunk)) for chunk in remote]
-        device = self.device
+        remote_chunks = self.plan.layout.remote_of(action.index)
+        return in_sequence(*(self._freeing(self._slot_of(chunk)) for chunk in remote_chunks))
 
-        def release() -> None:
-            for memory in slots:
-                device.freed(memory)
-
-        return release
-
-    def _sum(self, action: Action) -> Callable[[], None]:
+    def _sum(self, action: Action) -> Work:
         return self._exchanges().sum(self._norm_table(action), str(action))
 
     def _group(self, action: Action) -> tuple[int, int]:
@@ -206,7 +190,7 @@ class Binder:
             self._views[param, slot] = self.store.param_in_slot(param, slot)
         return self._views[param, slot]
 
-    def _run(self, action: Action) -> Callable[[], None]:
+    def _run(self, action: Action) -> Work:
         planned = self.plan.segment(action.target)
         compiled = self.graphs[planned.graph]
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
@@ -224,7 +208,7 @@ class Binder:
 
         return work
 
-    def _stash(self, action: Action) -> Callable[[], None]:
+    def _stash(self, action: Action) -> Work:
         """Land the elements in this chunk of gradients of the segment, and no others.
 
         Only this chunk's fetch has been waited for, and only its slot is kept until the stash has run.
@@ -286,7 +270,7 @@ class Binder:
             raise PlanError(f"`{action}` has no place in a plan that does not measure gradients")
         return self.norm_table
 
-    def _norm(self, action: Action) -> Callable[[], None]:
+    def _norm(self, action: Action) -> Work:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
@@ -320,7 +304,7 @@ class Binder:
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
 
-    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Callable[[], None]:
+    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Work:
         """Casts param32 into the payload, each where it is in the cold state."""
         cold, store = dict(self.plan.cold.resident), self.store
         slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")

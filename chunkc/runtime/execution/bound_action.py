@@ -12,6 +12,17 @@ from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.update_inputs import StepInputs
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
+Work = Callable[[], None]
+
+
+def in_sequence(*works: Work) -> Work:
+    """Make one piece of work of several."""
+
+    def work() -> None:
+        for part in works:
+            part()
+
+    return work
 
 
 class GraphSegment(Protocol):

@@ -80,10 +80,8 @@ class Executor:
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
-        names = (
-            REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted_programs.intersection(REPEATED_PROGRAMS)
-        )
-        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in names)
+        counted = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted_programs
+        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS if name in counted)
 
     def exchanges(self, program: str) -> list[str]:
         """List what all ranks must have alike in a program: collectives in order, and gradients that land."""
