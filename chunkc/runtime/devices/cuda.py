@@ -35,7 +35,6 @@ from chunkc.runtime.devices.shared_tiles import SharedTiles
 from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
 
 _LOGGER = logging.getLogger("chunkc")
-_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 _EXIT_TIMEOUT_S: Final = 5.0
 
 
@@ -78,7 +77,7 @@ class CudaDevice:
         self.resume_reading = self._reading.resume
         self.touch_home, self.pin_home, self.free_home = self._homes.touch, self._homes.pin, self._homes.free
         self._streams = CudaStreams(name, api, self.settings)
-        self.enqueue_exchanges = self._streams.enqueue_exchanges
+        self.enqueue_exchanges, self.freed = self._streams.enqueue_exchanges, self.settings.freed
         self._stop = Finalizer(self, _stop, self._streams, self._homes)  # also at exit
 
     def _take_budget(self) -> None:
@@ -219,10 +218,6 @@ class CudaDevice:
     def paced_launch(self, plan: Plan) -> Launch | None:
         """Return None: a GPU is as fast as it is."""
         return None
-
-    def freed(self, memory: torch.Tensor) -> None:
-        if self.settings.poison:
-            memory.fill_(_POISON)
 
     def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
         """Bind ``work`` to the calling thread's current CUDA stream: threads begin on the default one."""

@@ -6,8 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 from chunkc.errors import ChunkcError
+
+_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +35,11 @@ class DebugSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.max_delay_ms < float("inf"):
             raise ChunkcError(f"debug settings: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
+
+    def freed(self, memory: torch.Tensor) -> None:
+        """Overwrite device memory (uint8) that holds nothing, where poison is asked for."""
+        if self.poison:
+            memory.fill_(_POISON)
 
     @classmethod
     def from_env(cls, text: str, variable: str = "CHUNKC_EMULATED") -> DebugSettings:

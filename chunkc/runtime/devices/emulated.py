@@ -29,7 +29,6 @@ from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
 from chunkc.runtime.update.cpu_norm import HostNorm
 
 _LOGGER = logging.getLogger("chunkc")
-_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 _EXIT_TIMEOUT_S: Final = 5.0
 
 
@@ -81,6 +80,7 @@ class EmulatedDevice:
             timekeeper=self.timekeeper,
         )
         self.pause_reading, self.resume_reading = self.meter.pause, self.meter.resume
+        self.freed = self.settings.freed
         self._stop = Finalizer(self, self._streams.close, _EXIT_TIMEOUT_S)  # also at exit
 
     def num_allocations(self) -> int:
@@ -225,10 +225,6 @@ class EmulatedDevice:
 
     def memory_text(self) -> str:
         return f"{self._arenas.nbytes} bytes in arenas, {self.meter.peak_nbytes or 0} beside them at most so far"
-
-    def freed(self, memory: torch.Tensor) -> None:
-        if self.settings.poison:
-            memory.fill_(_POISON)
 
     def enqueue_exchanges(self) -> None:
         """Nothing: every stream is a thread, which goes on by itself."""

@@ -59,6 +59,15 @@ class CompiledGraph:
     segments: Sequence[SegmentCallable]
     gradients: Mapping[str, int]
 
+    def outputs(self, values: Mapping[str, Any]) -> list[Any]:
+        """Results of the graph, with None for gradients of parameters."""
+        return [self._output(entry, values) for entry in self.graph.result]
+
+    def _output(self, entry: str | tuple[Any, ...], values: Mapping[str, Any]) -> Any:
+        if not isinstance(entry, str):
+            return entry[0]
+        return None if entry in self.gradients else values[entry]
+
 
 @dataclass(slots=True)
 class RunEnvironment:

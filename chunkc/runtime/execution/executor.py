@@ -203,14 +203,9 @@ class Executor:
         del pairs
         try:
             self._launch(program)
-            return [self._result(entry, compiled) for entry in compiled.graph.result]
+            return compiled.outputs(env.values)
         finally:
             env.values = {}
-
-    def _result(self, entry: str | tuple[Any], compiled: CompiledGraph) -> Any:
-        if not isinstance(entry, str):
-            return entry[0]
-        return None if entry in compiled.gradients else self._env.values[entry]
 
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device = self._events, self._device
