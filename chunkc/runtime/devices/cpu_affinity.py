@@ -99,7 +99,6 @@ def divided(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, .
 
 
 def _cut(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
-    """Consecutive parts whose sizes differ by one at most, none empty."""
     bounds = [part * len(cores) // num_parts for part in range(num_parts + 1)]
     return [tuple(cores[start : max(end, start + 1)]) for start, end in pairwise(bounds)]
 

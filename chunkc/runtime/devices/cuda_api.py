@@ -1,4 +1,4 @@
-"""The CUDA device's calls to CUDA and to torch's allocator: one protocol, implemented by torch."""
+"""The CUDA device's calls to CUDA and to torch's allocator: which the double of CUDA stands in for."""
 
 from __future__ import annotations
 
@@ -38,76 +38,19 @@ class ChunkKernels(Protocol):
         """Sum of squares and finiteness of one chunk, into ``out``; ``partial`` is working memory."""
 
 
-class CudaApi(Protocol):
-    """One CUDA device. Streams and events are opaque; all methods may be called from any thread."""
-
-    torch_device: torch.device
-
-    def new_stream(self) -> Any:
-        """A stream that does not synchronise with the default stream."""
-
-    def current_stream(self) -> Any:
-        """The calling thread's stream of this device; the same object while the stream is the same."""
-
-    def key(self, stream: Any) -> int: ...
-
-    def run(self, stream: Any, work: Callable[[], None]) -> None:
-        """Call ``work``, whose operators go to ``stream``; returns when they are enqueued."""
-
-    def record(self, stream: Any, used: Any = None) -> Any:
-        """Record an event behind what is enqueued on ``stream``: ``used`` again, if nobody asks for it."""
-
-    def wait_event(self, stream: Any, event: Any) -> None:
-        """Make what is enqueued on ``stream`` from here on run after ``event``."""
-
-    def is_done(self, event: Any) -> bool: ...
-
-    def wait_on_host(self, event: Any) -> None:
-        """Block the calling thread, asleep, until ``event`` has happened."""
-
-    def synchronize(self) -> None: ...
-
-    def sleep(self, stream: Any, milliseconds: float) -> None: ...
-
-    def warm_up(self) -> None:
-        """Make CUDA and its libraries take the memory that they take once."""
-
-    def memory_info(self) -> tuple[int, int]:
-        """Free and total bytes of the device, of all processes."""
-
-    def allocator_nbytes(self, kind: str, moment: str) -> int:
-        """Statistic of torch's allocator: requested, allocated or reserved bytes, ``current`` or ``peak``."""
-
-    def reset_peaks(self) -> None: ...
-
-    def release_cached(self) -> None: ...
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """A uint8 tensor from torch's allocator; raises ``torch.OutOfMemoryError``."""
-
-    def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy a small host tensor to the device without waiting, on the current stream from pinned memory."""
-
-    def register_host(self, address: int, nbytes: int) -> None:
-        """Pin a range of host memory, exactly; raises `HardwareError` when CUDA refuses."""
-
-    def unregister_host(self, address: int) -> None:
-        """Undo ``register_host``; copies from and to the range have finished."""
-
-    def kernels(self) -> ChunkKernels: ...
-
-
-class TorchCuda:
-    """`CudaApi` of device ``index`` by torch, which keeps the current stream: asking for it is slow."""
+class CudaApi:
+    """CUDA device ``index`` and torch's allocator. Streams and events are opaque; threads may share it."""
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
         self._latest_stream: torch.cuda.Stream | None = None
 
     def new_stream(self) -> torch.cuda.Stream:
+        """A stream that does not synchronise with the default stream."""
         return torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
 
     def current_stream(self) -> torch.cuda.Stream:
+        """The calling thread's stream; the same object while the stream is the same, since asking is slow."""
         latest = self._latest_stream
         if latest is None or not is_current_cuda_stream(latest):
             self._latest_stream = latest = torch.cuda.current_stream(self.torch_device)
@@ -117,9 +60,11 @@ class TorchCuda:
         return stream.cuda_stream
 
     def run(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
+        """Call ``work``, whose operators go to ``stream``; returns when they are enqueued."""
         call_on_cuda_stream(stream, work)
 
     def record(self, stream: torch.cuda.Stream, used: torch.cuda.Event | None = None) -> torch.cuda.Event:
+        """Record an event behind what is enqueued on ``stream``: ``used`` again, if nobody asks for it."""
         event = used
         if event is None:
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # a thread that waits for it sleeps
@@ -127,12 +72,14 @@ class TorchCuda:
         return event
 
     def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Make what is enqueued on ``stream`` from here on run after ``event``."""
         event.wait(stream)
 
     def is_done(self, event: torch.cuda.Event) -> bool:
         return bool(event.query())  # type: ignore[no-untyped-call]
 
     def wait_on_host(self, event: torch.cuda.Event) -> None:
+        """Block the calling thread, asleep, until ``event`` has happened."""
         event.synchronize()
 
     def synchronize(self) -> None:
@@ -151,10 +98,12 @@ class TorchCuda:
         self.synchronize()
 
     def memory_info(self) -> tuple[int, int]:
+        """Free and total bytes of the device, of all processes."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return free, total
 
     def allocator_nbytes(self, kind: str, moment: str) -> int:
+        """Statistic of torch's allocator: requested, allocated or reserved bytes, ``current`` or ``peak``."""
         stats: dict[str, Any] = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
         return int(stats[f"{kind}_bytes"]["all"][moment])
 
@@ -165,12 +114,15 @@ class TorchCuda:
         torch.cuda.empty_cache()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """A uint8 tensor from torch's allocator; raises ``torch.OutOfMemoryError``."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def upload(self, table: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy a small host tensor to the device without waiting: torch keeps the pinned copy until then."""
         target.copy_(table.pin_memory(), non_blocking=True)
 
     def register_host(self, address: int, nbytes: int) -> None:
+        """Pin a range of host memory, exactly; raises `HardwareError` when CUDA refuses."""
         with torch.cuda.device(self.torch_device):
             result = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)  # type: ignore[no-untyped-call]
             if int(result) == _CUDA_SUCCESS:
@@ -183,6 +135,7 @@ class TorchCuda:
         )
 
     def unregister_host(self, address: int) -> None:
+        """Undo ``register_host``; copies from and to the range have finished."""
         with torch.cuda.device(self.torch_device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 

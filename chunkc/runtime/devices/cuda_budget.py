@@ -30,7 +30,7 @@ class MemoryLedger:
         self.lock = threading.Lock()
 
     def count_libraries(self, api: CudaApi) -> None:
-        """Deduct what libraries have taken of the GPU since the last count (NCCL for its exchanges)."""
+        """Deduct what libraries (NCCL) have taken of the GPU since the last count."""
         api.synchronize()
         free, total = api.memory_info()
         taken = max(0, total - free - api.allocator_nbytes("reserved", "current") - self.context_nbytes)
@@ -74,7 +74,6 @@ class AllocatorReading:
             self._paused_nbytes = None
 
     def peak_nbytes(self) -> int:
-        """Highest bytes above the baseline; 0 before the first start."""
         if not self._has_started or self._paused_nbytes is not None:
             return self._peak_nbytes
         return max(self._peak_nbytes, self._api.allocator_nbytes("requested", "peak") - self._baseline_nbytes)

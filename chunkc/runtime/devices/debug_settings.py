@@ -19,11 +19,9 @@ _POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 class DebugSettings:
     """How a device helps to find mistakes.
 
-    Attributes:
-        poison: fill freed and fresh device memory with NaN.
-        max_delay_ms, seed: longest random pause before and after each piece of work on every stream.
-        synchronous: carry everything out at its launch, on the calling thread.
-        throttle: no action is faster than the rates of the machine that was named; for the emulated device.
+    ``poison``: fill freed and fresh device memory with NaN. ``max_delay_ms``: longest random pause, drawn from
+    ``seed``, before and after each piece of work. ``synchronous``: carry everything out at its launch, on the calling
+    thread. ``throttle``: no action is faster than the rates of the machine that was named; for the emulated device.
     """
 
     poison: bool = False
@@ -37,7 +35,6 @@ class DebugSettings:
             raise ChunkcError(f"debug settings: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
 
     def freed(self, memory: torch.Tensor) -> None:
-        """Overwrite device memory (uint8) that holds nothing, where poison is asked for."""
         if self.poison:
             memory.fill_(_POISON)
 

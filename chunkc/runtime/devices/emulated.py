@@ -253,7 +253,6 @@ class EmulatedDevice:
         self.meter.stop()
 
     def _settle(self) -> None:
-        """Account for arenas and homes that were freed or collected."""
         self._homes.settle()
         self._orphaned_nbytes = max(0, self._orphaned_nbytes - self._arenas.settle())
 

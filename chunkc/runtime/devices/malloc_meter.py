@@ -31,8 +31,6 @@ _FIELDS: Final = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks for
 
 
 class _Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h (glibc 2.33 and later)."""
-
     _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 

@@ -47,7 +47,6 @@ class Home:
         self.untouched = set(range(0, self.slab.nbytes, self.block_nbytes))
 
     def touch(self, start: int, end: int, cores: HostCores | None) -> None:
-        """Have the system give the blocks of bytes [start, end) that nobody has touched."""
         first = start - start % self.block_nbytes
         for block in sorted(self.untouched.intersection(range(first, end, self.block_nbytes))):
             touch(self.memory[block : block + self.block_nbytes], cores)

@@ -103,7 +103,6 @@ class _Fluid:
         return self._speeds(tuple(span.pace.use for span, _ in self._left.values() if span.pace is not None))
 
     def _dues(self) -> list[float]:
-        """When each would be due if nothing else started or ended."""
         pairs = zip(self._left.values(), self._speeds_now(), strict=True)
         return [self._now_s + left_s / speed for (_, left_s), speed in pairs]
 
