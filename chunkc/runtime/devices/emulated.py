@@ -66,7 +66,7 @@ class EmulatedDevice:
         self.meter = NonModelMeter()
         self.timekeeper = Timekeeper(law)
         self._law = law
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._arenas = LiveSlabs("an arena")
         self._homes = LiveSlabs("a home")
         self._reserved_nbytes = 0
@@ -109,8 +109,7 @@ class EmulatedDevice:
     def reserve(self, nbytes: int) -> None:
         _check_size(nbytes)
         with self._lock:
-            self._settle()
-            free_nbytes = self.device_budget_nbytes - self._reserved_nbytes - self._orphaned_nbytes
+            free_nbytes = self.free_device_nbytes()
             if nbytes > free_nbytes:
                 raise HardwareError(
                     f"{self.name}: {nbytes} device bytes were asked for, {free_nbytes} of "
@@ -155,8 +154,7 @@ class EmulatedDevice:
     def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
         _check_size(nbytes)
         with self._lock:
-            self._settle()
-            free_nbytes = self.host_budget_nbytes - self._homes.nbytes
+            free_nbytes = self.free_host_nbytes()
             if nbytes > free_nbytes:
                 raise HardwareError(
                     f"{self.name}: a home of {nbytes} bytes was asked for, {free_nbytes} of {self.host_budget_nbytes} "

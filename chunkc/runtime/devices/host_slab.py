@@ -24,25 +24,23 @@ from chunkc._torch_compat.core import Finalizer
 from chunkc.errors import HardwareError
 
 HUGE_PAGE_NBYTES: Final = 2**21
-"""From this size on a slab is worth transparent huge pages."""
+"""From this size on Linux is asked for transparent huge pages, which it may ignore."""
 _IS_LINUX: Final = sys.platform == "linux"
 _MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
 _KEPT_NBYTES: Final = 2**24
 """How much malloc may keep of tensors that were freed one by one."""
 
 
-def allocate_slab(
-    nbytes: int, *, huge_pages: bool = False, on_free: Callable[[int], None] | None = None
-) -> tuple[torch.Tensor, Slab]:
+def allocate_slab(nbytes: int, *, on_free: Callable[[int], None] | None = None) -> tuple[torch.Tensor, Slab]:
     """Map ``nbytes`` of zeroed, page-aligned host memory, or raise `HardwareError`.
 
-    ``huge_pages`` is a hint to Linux. ``on_free`` is called once with ``nbytes`` when the pages have gone back, at any
-    point of any thread: it must neither block nor raise. The tensor keeps the mapping alive, the handle does not.
+    ``on_free`` is called once with ``nbytes`` when the pages have gone back, at any point of any thread: it must
+    neither block nor raise. The tensor keeps the mapping alive, the handle does not.
     """
     if nbytes < 0:
         raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
     mapped_nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = _map_linux(mapped_nbytes, huge_pages) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
+    pages = _map_linux(mapped_nbytes) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
     return tensor, Slab(pages, nbytes, mapped_nbytes, on_free)
 
@@ -119,7 +117,7 @@ class LiveSlabs:
     def allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= HUGE_PAGE_NBYTES, on_free=self._freed.append)
+        memory, slab = allocate_slab(nbytes, on_free=self._freed.append)
         self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
         self._by_address[slab.address] = slab
         self.nbytes += nbytes
@@ -147,7 +145,7 @@ def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
         on_free(nbytes)
 
 
-def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ubyte]:
+def _map_linux(mapped_nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """Map private anonymous pages that forks do not inherit; collecting the returned buffer unmaps them."""
     map_pages = _libc().mmap
     map_pages.restype = ctypes.c_void_p
@@ -164,7 +162,7 @@ def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ub
     pages = (ctypes.c_ubyte * mapped_nbytes).from_address(address)
     Finalizer(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
     _advise(address, mapped_nbytes, mmap.MADV_DONTFORK)
-    if huge_pages and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+    if mapped_nbytes >= HUGE_PAGE_NBYTES and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         _advise(address, mapped_nbytes, mmap.MADV_HUGEPAGE)
     return pages
 

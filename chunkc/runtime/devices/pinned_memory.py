@@ -75,7 +75,7 @@ class HostHomes:
         self.num_allocations += 1
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= HUGE_PAGE_NBYTES)
+        memory, slab = allocate_slab(nbytes)
         with self._lock:
             self._homes[slab.address] = Home(memory, slab)
         if is_pinned:

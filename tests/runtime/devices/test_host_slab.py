@@ -128,7 +128,7 @@ def virtual_nbytes() -> int:
 
 
 def test_huge_pages_are_asked_for() -> None:
-    memory, slab = allocate_slab(8 * MIB, huge_pages=True)
+    memory, slab = allocate_slab(8 * MIB)
     flags = ""
     with open("/proc/self/smaps", encoding="utf-8") as lines:
         inside = False
