@@ -91,10 +91,6 @@ def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | st
     return torch.cat(tables).to(device=device, dtype=torch.int32)
 
 
-def num_blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
-
-
 def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
     """Require a contiguous floating-point list of the size and on the device of ``like``, or ValueError."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.shape != like.shape or tensor.device != like.device:
