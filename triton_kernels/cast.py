@@ -26,10 +26,10 @@ def restore(param32: Tensor, payload: Tensor, tiles: Tensor) -> None:
 
 
 def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
-    """The cast of the elements that ``tiles`` cover, over whatever the payload holds there.
+    """The cast of the elements that ``tiles`` (`launch.make_tiles`) cover, over what the payload holds.
 
-    ``param32`` is float32 [numel], ``payload`` float32, float16 or bfloat16 [numel]; where it is ``param32`` itself,
-    there is nothing to do. ``tiles`` are from `launch.make_tiles`.
+    ``param32`` is float32 [numel], ``payload`` float32, float16 or bfloat16 [numel]; nothing happens where both are
+    one.
     """
     check_list("param32", param32, payload)
     check_list("payload", payload, payload)

@@ -1,10 +1,9 @@
 """Sum of squares and finiteness of a chunk's gradients: deterministic, without atomics.
 
-In the first launch each program reduces its tile in float32: lanes over blocks, then a tree over lanes. In the second
-one program adds the tiles' sums in float64 in ascending order, and rounds once. Equal gradients give equal bits.
-
-Relative errors add up along the longest chain of roundings, whatever the chunk's size: one for the square, at most 22
-additions within a tile and one for the result. Squares below 2^-126 add at most 2^-149 of error each.
+Programs of the first launch reduce a tile each in float32: lanes over blocks, then a tree over lanes. The one of the
+second adds the tiles' sums in float64 in ascending order, and rounds once. Relative errors add up along the longest
+chain of roundings, whatever the chunk's size: one for the square, at most 22 additions within a tile and one for the
+result. Squares below 2^-126 add at most 2^-149 of error each.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ def tile_squares_kernel(
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ) -> None:
-    """Write sum of squares and flag of tile ``i``, program ``i``."""
     start, end, _ = tile_bounds(tiles_ptr)
     lane_squares = tl.zeros([BLOCK], dtype=tl.float32)
     are_finite = tl.full([BLOCK], 1, dtype=tl.int1)

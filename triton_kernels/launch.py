@@ -41,7 +41,7 @@ class Launch:
     """One kernel over ``grid`` programs, ready to be launched any number of times.
 
     ``args`` are in the kernel's order; tensors are read when the kernel runs. ``constants`` are compile-time
-    parameters. ``max_registers`` to a thread that the assembler may use; its own choice when left out.
+    parameters, ``max_registers`` to a thread are the assembler's own choice when left out.
     """
 
     kernel: Any
@@ -116,7 +116,6 @@ def check_table(name: str, table: Tensor, like: Tensor, dtype: torch.dtype, *sha
 
 @triton.jit
 def tile_bounds(tiles_ptr: tl.tensor) -> Any:
-    """Start and end of this program's tile, 64 bits wide, and its parameter."""
     row = tiles_ptr + 3 * tl.program_id(0)
     return tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 2)
 
@@ -137,7 +136,7 @@ def has_edges(start: tl.tensor, end: tl.tensor) -> Any:
 
 @triton.jit
 def edges(start: tl.tensor, end: tl.tensor, EDGE: tl.constexpr) -> Any:
-    """Offsets and mask of the elements of [start, end) before and after its whole vectors."""
+    """Offsets and mask of the elements of [start, end) outside its whole vectors."""
     head_end = tl.minimum((start + (_VECTOR - 1)) // _VECTOR * _VECTOR, end)
     tail_start = tl.maximum(end // _VECTOR * _VECTOR, head_end)
     lanes = tl.arange(0, EDGE)
