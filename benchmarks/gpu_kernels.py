@@ -18,7 +18,7 @@ import torch
 
 from chunkc._torch_compat.cuda import cuda_sleep
 from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
-from chunkc.triton_kernels.cast import cast, restore
+from chunkc.triton_kernels.cast import restore
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import grad_norm, make_norm_tiles
 from chunkc.triton_kernels.launch import make_tiles
@@ -56,8 +56,6 @@ def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
     norm = torch.zeros(2, device=device)
     kernels: dict[str, tuple[Work, int]] = {
         "chunk_adam": (adam.run, 28),  # bf16 gradient read and parameter written in place, three fp32 lists both ways
-        "cast fp32 to bf16": (lambda: cast(triple[0], payload), 6),
-        "cast bf16 to fp32": (lambda: cast(payload, triple[0]), 6),
         "restore": (lambda: restore(triple[0], payload, tiles), 6),
         "grad_norm": (lambda: grad_norm(payload, norm_tiles, norm), 2),
     }

@@ -1,4 +1,1 @@
-"""Triton kernels over chunks: update, casts and gradient norms on the device.
-
-They are imported lazily, and know nothing of chunkc's other packages.
-"""
+"""Triton kernels over chunks: update, casts and gradient norms on the device."""

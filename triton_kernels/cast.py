@@ -1,7 +1,4 @@
-"""Casts between float32 and 16 bits, rounding to nearest even.
-
-`cast` takes whole tensors; `restore` makes a chunk's param16 from its param32.
-"""
+"""Casts of a chunk's param32 to its param16, rounding to nearest even."""
 
 from __future__ import annotations
 
@@ -19,47 +16,20 @@ from chunkc.triton_kernels.launch import (
     check_table,
     edges,
     has_edges,
-    num_blocks,
     tile_bounds,
     whole_vectors,
 )
 
 
-def cast(source: Tensor, target: Tensor) -> None:
-    """Write ``source`` to ``target``, on the current stream; see `cast_launch`."""
-    cast_launch(source, target).run()
-
-
-def cast_launch(source: Tensor, target: Tensor) -> Launch:
-    """The cast of ``source`` [numel] to ``target`` [numel], of any size.
-
-    Both are contiguous, with one dimension, float32, float16 or bfloat16; they share no memory. Values beyond the
-    target's range become infinite, NaN stays NaN.
-
-    Raises:
-        ValueError: when a tensor breaks these rules.
-    """
-    check_list("source", source, target)
-    check_list("target", target, target)
-    numel = source.numel()
-    return Launch(cast_kernel, num_blocks(numel), (source, target, numel), {"BLOCK": BLOCK, "EDGE": EDGE})
-
-
 def restore(param32: Tensor, payload: Tensor, tiles: Tensor) -> None:
-    """Write param16 from param32, on the current stream; see `restore_launch`."""
     restore_launch(param32, payload, tiles).run()
 
 
 def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
-    """The cast of the elements that ``tiles`` cover, over whatever the payload holds there.
+    """The cast of the elements that ``tiles`` (`launch.make_tiles`) cover, over what the payload holds.
 
-    Args:
-        param32: float32 [numel].
-        payload: float32, float16 or bfloat16 [numel]. Where it is ``param32`` itself, there is nothing to do.
-        tiles: int32 [num_tiles, 3], from `launch.make_tiles`. What no tile covers is neither read nor written.
-
-    Raises:
-        ValueError: when a tensor breaks these rules.
+    ``param32`` is float32 [numel], ``payload`` float32, float16 or bfloat16 [numel]; nothing happens where both are
+    one.
     """
     check_list("param32", param32, payload)
     check_list("payload", payload, payload)
@@ -70,44 +40,19 @@ def restore_launch(param32: Tensor, payload: Tensor, tiles: Tensor) -> Launch:
     return Launch(restore_kernel, grid, (param32, payload, tiles), {"BLOCK": BLOCK, "EDGE": EDGE})
 
 
-@triton.jit(do_not_specialize=["numel"])
-def cast_kernel(
-    source_ptr: tl.tensor, target_ptr: tl.tensor, numel: tl.tensor, BLOCK: tl.constexpr, EDGE: tl.constexpr
-) -> None:
-    """Program ``i`` casts elements from ``i * BLOCK``."""
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    end = tl.minimum(start + BLOCK, numel)
-    _cast_range(source_ptr, target_ptr, start, end, BLOCK, EDGE)
-
-
 @triton.jit(do_not_specialize_on_alignment=["tiles_ptr"])
 def restore_kernel(
     param32_ptr: tl.tensor, payload_ptr: tl.tensor, tiles_ptr: tl.tensor, BLOCK: tl.constexpr, EDGE: tl.constexpr
 ) -> None:
-    """Program ``i`` casts tile ``i``."""
     start, end, _ = tile_bounds(tiles_ptr)
-    _cast_range(param32_ptr, payload_ptr, start, end, BLOCK, EDGE)
-
-
-@triton.jit
-def _cast_range(
-    source_ptr: tl.tensor,
-    target_ptr: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    BLOCK: tl.constexpr,
-    EDGE: tl.constexpr,
-) -> None:
-    """Cast [start, end)."""
     at, mask = whole_vectors(start, end, BLOCK, 0)
-    _cast_lanes(source_ptr + at, target_ptr + at, mask)
+    _cast_lanes(param32_ptr + at, payload_ptr + at, mask)
     if has_edges(start, end):
         edge, edge_mask = edges(start, end, EDGE)
-        _cast_lanes(source_ptr + edge, target_ptr + edge, edge_mask)
+        _cast_lanes(param32_ptr + edge, payload_ptr + edge, edge_mask)
 
 
 @triton.jit
-def _cast_lanes(source_ptrs: tl.tensor, target_ptrs: tl.tensor, mask: tl.tensor) -> None:
-    """Cast by way of float32, which holds every 16-bit value exactly: one rounding."""
-    values = tl.load(source_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target_ptrs, values.to(target_ptrs.dtype.element_ty), mask=mask)
+def _cast_lanes(param32_ptrs: tl.tensor, payload_ptrs: tl.tensor, mask: tl.tensor) -> None:
+    values = tl.load(param32_ptrs, mask=mask, other=0.0)
+    tl.store(payload_ptrs, values.to(payload_ptrs.dtype.element_ty), mask=mask)

@@ -1,14 +1,9 @@
 """Sum of squares and finiteness of a chunk's gradients: deterministic, without atomics.
 
-Two launches. In the first each program reduces its tile to two numbers, in float32: each lane adds up its own of the
-tile's blocks, and a tree adds up the lanes. In the second one program adds the tiles' sums in float64, each lane its
-own in ascending order and then the lanes by a tree, and rounds once. The order depends on the table of tiles alone, so
-equal gradients give equal bits.
-
-All terms have one sign, so relative errors add up along the longest chain of roundings: one for the square, at most 22
-additions within a tile (seven of a lane's blocks, seven within a thread, seven between threads and warps, one to join
-the edges) and one for the result, none of which depends on the size of the chunk. `MAX_RELATIVE_ERROR` is stated with
-room for another tree. It holds where no square underflows; squares below 2^-126 add at most 2^-149 of error each.
+Programs of the first launch reduce a tile each in float32: lanes over blocks, then a tree over lanes. The one of the
+second adds the tiles' sums in float64 in ascending order, and rounds once. Relative errors add up along the longest
+chain of roundings, whatever the chunk's size: one for the square, at most 22 additions within a tile and one for the
+result. Squares below 2^-126 add at most 2^-149 of error each.
 """
 
 from __future__ import annotations
@@ -53,12 +48,10 @@ _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 def make_norm_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str) -> Tensor:
-    """`launch.make_tiles`, of at most `TILE_NUMEL` elements each."""
     return make_tiles(pieces, device, TILE_NUMEL)
 
 
 def grad_norm(grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | None = None) -> None:
-    """Reduce one chunk, on the current stream; see `grad_norm_launches` for the arguments."""
     for launch in grad_norm_launches(grad, tiles, out, partial=partial):
         launch.run()
 
@@ -66,17 +59,11 @@ def grad_norm(grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | Non
 def grad_norm_launches(
     grad: Tensor, tiles: Tensor, out: Tensor, *, partial: Tensor | None = None
 ) -> tuple[Launch, Launch]:
-    """The two launches, to be run in order on one stream.
+    """The two launches, to be run in order on one stream; ``tiles`` are from `make_norm_tiles`.
 
-    Args:
-        grad: float32, float16 or bfloat16 [numel].
-        tiles: int32 [num_tiles, 3], from `make_norm_tiles`. What no tile covers is not read.
-        out: float32 [2], written: the sum of squares (infinite where it leaves float32), and 1 where an element is
-            infinite or NaN, else 0. Without tiles both are 0.
-        partial: working memory, float32 [2, num_tiles]; allocated when left out.
-
-    Raises:
-        ValueError: when a dtype, size or device breaks these rules.
+    ``grad`` is float32, float16 or bfloat16 [numel]; ``partial``, working memory, float32 [2, num_tiles]. ``out``,
+    float32 [2], gets the sum of squares (infinite where it leaves float32), and 1 where an element is infinite or NaN,
+    else 0.
     """
     check_list("grad", grad, grad)
     check_table("tiles", tiles, grad, torch.int32, None, TILE_COLUMNS)
@@ -102,15 +89,14 @@ def tile_squares_kernel(
     BLOCK: tl.constexpr,
     EDGE: tl.constexpr,
 ) -> None:
-    """Program ``i`` writes sum of squares and flag of tile ``i``."""
     start, end, _ = tile_bounds(tiles_ptr)
     lane_squares = tl.zeros([BLOCK], dtype=tl.float32)
     are_finite = tl.full([BLOCK], 1, dtype=tl.int1)
     for skipped in range(0, (end - start).to(tl.int32), UNROLLED * BLOCK):
         for block in tl.static_range(UNROLLED):
             at, mask = whole_vectors(start, end, BLOCK, skipped + block * BLOCK)
-            found, is_finite = _measured(grad_ptr + at, mask)
-            lane_squares += found
+            block_squares, is_finite = _measured(grad_ptr + at, mask)
+            lane_squares += block_squares
             are_finite = are_finite & is_finite
     squares, flag = tl.sum(lane_squares, axis=0), _flag(are_finite)
     if has_edges(start, end):
@@ -132,13 +118,11 @@ def _measured(grad_ptrs: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tens
 
 @triton.jit
 def _flag(are_finite: tl.tensor) -> tl.tensor:
-    """1 if one of them is not, else 0."""
     return tl.max(tl.where(are_finite, 0.0, 1.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["partial_ptr", "out_ptr"])
 def add_tiles_kernel(partial_ptr: tl.tensor, out_ptr: tl.tensor, num_tiles: tl.tensor, FAN_IN: tl.constexpr) -> None:
-    """Add up what the tiles' programs wrote."""
     squares = tl.zeros([FAN_IN], dtype=tl.float64)
     flags = tl.zeros([FAN_IN], dtype=tl.float32)
     first = 0

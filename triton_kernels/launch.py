@@ -1,15 +1,9 @@
 """Tiles of a chunk, and how kernels are launched over them.
 
-A *tile* is a run of elements of one parameter, one program's work: at most `BLOCK` of them, or a few times as many for
-a kernel that goes through them in steps of `BLOCK`. A chunk's tiles are a table in device memory, made once. Between
-tiles lies padding, which no kernel may touch, so every access is masked.
-
-A masked access is only a vector access when the compiler can prove that the mask is equal over each vector. So a
-program works in two parts: the *whole vectors* of its tile, groups of 16 elements aligned in the chunk, under a mask
-that is a multiple of 16 by construction; and the *edges*, fewer than 16 elements before and after them, lane by lane.
-Most tiles have none: parameters start on 256 bytes, and `make_tiles` cuts a parameter at multiples of 16.
-
-Offsets are 64 bits wide in kernels. Tables hold 32-bit numbers, so a chunk has at most `MAX_NUMEL` elements.
+A *tile* is a run of elements of one parameter, one program's work; a chunk's tiles are a table in device memory.
+Between tiles lies padding, which no kernel may touch, so every access is masked. A masked access is only a vector
+access when the compiler can prove that the mask is equal over each vector. So a program works in two parts: *whole
+vectors*, groups of 16 elements aligned in the chunk, and *edges*, fewer than 16 elements before and after them.
 """
 
 from __future__ import annotations
@@ -44,15 +38,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel over a grid, ready to be launched any number of times.
+    """One kernel over ``grid`` programs, ready to be launched any number of times.
 
-    Attributes:
-        kernel: the compiled function.
-        grid: number of programs; with none, nothing is launched.
-        args: tensors and numbers, in the kernel's order. Tensors are read when the kernel runs, not when it is made.
-        constants: the kernel's compile-time parameters.
-        num_warps: warps to a program.
-        max_registers: registers to a thread that the assembler may use; its own choice when left out.
+    ``args`` are in the kernel's order; tensors are read when the kernel runs. ``constants`` are compile-time
+    parameters, ``max_registers`` to a thread are the assembler's own choice when left out.
     """
 
     kernel: Any
@@ -64,16 +53,12 @@ class Launch:
 
     @cached_property
     def options(self) -> dict[str, int | bool]:
-        """The options with which the kernel is compiled.
-
-        The compiler contracts nothing, since contractions could differ from place to place.
-        """
+        """Options of compilation; nothing is contracted, since contractions could differ from place to place."""
         options: dict[str, int | bool] = {"num_warps": self.num_warps, "enable_fp_fusion": False}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
     @cached_property
     def device(self) -> torch.device:
-        """Of the tensors, which share one."""
         return next(arg.device for arg in self.args if isinstance(arg, Tensor))
 
     def run(self) -> None:
@@ -85,19 +70,10 @@ class Launch:
 
 
 def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | str, max_numel: int = BLOCK) -> Tensor:
-    """Cut pieces of parameters into tiles.
+    """Cut ``pieces``, ranges [start, end) of parameters in a chunk, into tiles of at most ``max_numel``.
 
-    Args:
-        pieces: ``(start, end, param)``: elements [start, end) of the chunk belong to parameter ``param``.
-        device: where the table goes.
-        max_numel: of a tile, a multiple of 16.
-
-    Returns:
-        int32 [num_tiles, 3]: rows ``(start, end, param)``, ascending, at most ``max_numel`` elements each. All tiles of
-        a piece but its last end at a multiple of 16.
-
-    Raises:
-        ValueError: when pieces overlap, or reach below 0 or beyond `MAX_NUMEL`.
+    Returns int32 [num_tiles, 3]: rows ``(start, end, param)``, ascending. All tiles of a piece but its last end at a
+    multiple of 16, as does ``max_numel``. Raises ValueError when pieces overlap or leave [0, `MAX_NUMEL`).
     """
     tables = [torch.empty(0, TILE_COLUMNS, dtype=torch.int64)]
     reached = 0
@@ -115,19 +91,8 @@ def make_tiles(pieces: Sequence[tuple[int, int, int]], device: torch.device | st
     return torch.cat(tables).to(device=device, dtype=torch.int32)
 
 
-def num_blocks(numel: int) -> int:
-    """Programs that cover ``numel`` elements, `BLOCK` each."""
-    return -(-numel // BLOCK)
-
-
 def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
-    """Check that ``tensor`` is a list of a chunk.
-
-    A list is contiguous and floating point, has one dimension, and is of the size and on the device of ``like``.
-
-    Raises:
-        ValueError: when it is not.
-    """
+    """Require a contiguous floating-point list of the size and on the device of ``like``, or ValueError."""
     if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.shape != like.shape or tensor.device != like.device:
         raise ValueError(
             f"tensors of a chunk are contiguous, have one dimension and share size and device; found {name} of shape "
@@ -139,11 +104,7 @@ def check_list(name: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def check_table(name: str, table: Tensor, like: Tensor, dtype: torch.dtype, *shape: int | None) -> None:
-    """Check dtype, shape (None: any size), contiguity and device (that of ``like``) of a table.
-
-    Raises:
-        ValueError: when one differs.
-    """
+    """Require dtype, shape (None: any size), contiguity and the device of ``like``, or ValueError."""
     fits = table.dim() == len(shape) and all(w in (None, f) for w, f in zip(shape, table.shape, strict=True))
     if table.dtype is not dtype or not fits or not table.is_contiguous() or table.device != like.device:
         wanted = ["any" if size is None else size for size in shape]
@@ -155,17 +116,13 @@ def check_table(name: str, table: Tensor, like: Tensor, dtype: torch.dtype, *sha
 
 @triton.jit
 def tile_bounds(tiles_ptr: tl.tensor) -> Any:
-    """Start and end of this program's tile, 64 bits wide, and its parameter."""
     row = tiles_ptr + 3 * tl.program_id(0)
     return tl.load(row).to(tl.int64), tl.load(row + 1).to(tl.int64), tl.load(row + 2)
 
 
 @triton.jit
 def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, skipped: tl.tensor) -> Any:
-    """Return offsets and mask of the aligned groups of 16 elements that lie within [start, end).
-
-    They are `BLOCK` lanes behind the first ``skipped`` elements, a multiple of 16.
-    """
+    """Offsets and mask of the aligned 16s within [start, end): BLOCK lanes behind ``skipped`` elements."""
     first = (start + (_VECTOR - 1)) // _VECTOR * _VECTOR + skipped
     numel = (end // _VECTOR * _VECTOR - first).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
@@ -174,13 +131,12 @@ def whole_vectors(start: tl.tensor, end: tl.tensor, BLOCK: tl.constexpr, skipped
 
 @triton.jit
 def has_edges(start: tl.tensor, end: tl.tensor) -> Any:
-    """Whether elements of [start, end) lie outside its whole vectors."""
     return (start % _VECTOR != 0) | (end % _VECTOR != 0)
 
 
 @triton.jit
 def edges(start: tl.tensor, end: tl.tensor, EDGE: tl.constexpr) -> Any:
-    """Offsets and mask of the elements of [start, end) before and after its whole vectors."""
+    """Offsets and mask of the elements of [start, end) outside its whole vectors."""
     head_end = tl.minimum((start + (_VECTOR - 1)) // _VECTOR * _VECTOR, end)
     tail_start = tl.maximum(end // _VECTOR * _VECTOR, head_end)
     lanes = tl.arange(0, EDGE)

@@ -36,7 +36,7 @@ from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
 from chunkc.runtime.devices.cuda import CudaDevice
-from chunkc.runtime.devices.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.emulated import EmulatedDevice
@@ -78,7 +78,7 @@ _ledgers: weakref.WeakValueDictionary[int, MemoryLedger] = weakref.WeakValueDict
 
 
 def device_for(
-    hw: HardwareLike, find_gpu: Callable[[], PresentGpu | None] = present_gpu, make_api: MakeApi = TorchCuda
+    hw: HardwareLike, find_gpu: Callable[[], PresentGpu | None] = present_gpu, make_api: MakeApi = CudaApi
 ) -> tuple[Hardware, SharedDevice]:
     """The machine that ``hw`` names and the device to run on; see the module docstring.
 

@@ -253,11 +253,11 @@ def test_a_steady_evaluation_is_exactly_its_plan() -> None:
         before = chunkc.stats(pair.model)
         executor = executor_of(pair)
         executor.trace = []
-        num_joins = pair.compiled.runtime.device.num_synchronizes
+        num_joins = pair.compiled.runtime.device.num_host_syncs()
         for seed in (51, 52, 53):
             pair.evaluate(tokens(seed))
         assert executor.trace == [str(a) for a in executor.plan.program("evaluate").actions] * 3
-        assert pair.compiled.runtime.device.num_synchronizes == num_joins + 6, "joined before and after each"
+        assert pair.compiled.runtime.device.num_host_syncs() == num_joins + 6, "joined before and after each"
         assert chunkc.stats(pair.model) == before
         moved = executor.moved_nbytes(Stream.H2D)
         assert moved == executor.plan.moved_nbytes(Stream.H2D) and (moved > 0) == is_tight

@@ -11,7 +11,7 @@ import torch
 from machines import Machine
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.devices.cuda_api import TorchCuda
+from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_streams import CudaStreams
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
@@ -22,7 +22,7 @@ NUM_LAUNCHES = 2000
 
 @pytest.fixture
 def streams(cuda: Machine) -> Iterator[CudaStreams]:
-    found = CudaStreams("a GPU", TorchCuda(cuda.torch_device.index or 0), DebugSettings())
+    found = CudaStreams("a GPU", CudaApi(cuda.torch_device.index or 0), DebugSettings())
     yield found
     found.close()
 

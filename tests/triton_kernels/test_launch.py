@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.triton_kernels.cast import cast_launch, restore_launch
+from chunkc.triton_kernels.cast import restore_launch
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, MAX_NUMEL, make_tiles
@@ -99,9 +99,9 @@ def test_one_memory_for_everything_is_refused() -> None:
 def test_bad_casts_and_norms_are_refused() -> None:
     tiles = make_tiles([(0, 8, 0)], "cpu")
     with pytest.raises(ValueError, match="share size"):
-        cast_launch(torch.zeros(8), torch.zeros(9))
-    with pytest.raises(ValueError, match=r"float32, float16 and bfloat16; source is torch\.int32"):
-        cast_launch(torch.zeros(8, dtype=torch.int32), torch.zeros(8))
+        restore_launch(torch.zeros(8), torch.zeros(9), tiles)
+    with pytest.raises(ValueError, match=r"float32, float16 and bfloat16; param32 is torch\.int32"):
+        restore_launch(torch.zeros(8, dtype=torch.int32), torch.zeros(8), tiles)
     with pytest.raises(ValueError, match="param32 is float32"):
         restore_launch(torch.zeros(8, dtype=torch.float16), torch.zeros(8), tiles)
     with pytest.raises(ValueError, match="out is a contiguous"):

@@ -11,7 +11,7 @@ import torch
 from offline import compile_offline, source_of
 from torch import Tensor
 
-from chunkc.triton_kernels.cast import cast_launch, restore_launch
+from chunkc.triton_kernels.cast import restore_launch
 from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
 from chunkc.triton_kernels.grad_norm import UNROLLED, grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, EDGE, NUM_WARPS, Launch, make_tiles
@@ -64,8 +64,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "adam-fp32-bf16": (lambda: adam(F32, BF16), words(F32, F32, F32, F32), words(F32, F32, F32, BF16)),
         "adam-bf16-fp32": (lambda: adam(BF16, F32), words(BF16, F32, F32, F32), words(F32, F32, F32, F32)),
         "adam-bf16-param32": (lambda: adam(BF16, None), words(BF16, F32, F32, F32), words(F32, F32, F32)),
-        "cast-fp32-bf16": (lambda: cast_launch(*lists(F32, BF16)), words(F32), words(BF16)),
-        "cast-fp16-fp32": (lambda: cast_launch(*lists(F16, F32)), words(F16), words(F32)),
+        "restore-bf16": (lambda: restore_launch(*lists(F32, BF16), TILES), words(F32), words(BF16)),
         "restore-fp16": (lambda: restore_launch(*lists(F32, F16), TILES), words(F32), words(F16)),
         "squares-bf16": (lambda: squares(BF16), UNROLLED * words(BF16), 0),
         "squares-fp32": (lambda: squares(F32), UNROLLED * words(F32), 0),
@@ -94,8 +93,8 @@ def test_compiled(case: str, capability: int, tmp_path: Path) -> None:
 def test_misaligned_lists_get_no_vectors(tmp_path: Path) -> None:
     """What the counts above prove goes with the alignment of the lists, and the count sees when it is gone."""
     source, target = lists(F32, F16)
-    assert compile_offline(cast_launch(source[16:], target[16:]), 80, tmp_path).count("ld", 4) == words(F32)
-    assert compile_offline(cast_launch(source[1:], target[1:]), 80, tmp_path).count("ld", 4) == 0
+    assert compile_offline(restore_launch(source[16:], target[16:], TILES), 80, tmp_path).count("ld", 4) == words(F32)
+    assert compile_offline(restore_launch(source[1:], target[1:], TILES), 80, tmp_path).count("ld", 4) == 0
 
 
 def test_arithmetic_is_exactly_rounded_and_not_contracted(tmp_path: Path) -> None:
@@ -111,9 +110,9 @@ def test_arithmetic_is_exactly_rounded_and_not_contracted(tmp_path: Path) -> Non
 def test_values_do_not_compile_anew() -> None:
     """Another size, another table and other numbers give the signature of the first, so the kernel is reused."""
     first, second = lists(F32, F16), [data.repeat(3)[: 3 * BLOCK + 5] for data in lists(F32, F16)]
-    a, b = source_of(cast_launch(*first)), source_of(cast_launch(*second))
+    a, b = source_of(restore_launch(*first, TILES)), source_of(restore_launch(*second, TILES))
     assert (a.signature, a.attrs, a.constants) == (b.signature, b.attrs, b.constants)
-    one = source_of(cast_launch(*(data[:1] for data in first)))
+    one = source_of(restore_launch(*(data[:1] for data in first), TILES))
     assert (one.signature, one.attrs) == (a.signature, a.attrs)
     odd_table = torch.zeros(7, dtype=torch.int32)[1:].view(2, 3)
     tables = [source_of(restore_launch(*first, tiles)) for tiles in (TILES, odd_table)]

@@ -1,17 +1,8 @@
 """The cores of a machine that a rank's updates run on.
 
-The ranks of one machine divide its cores, and stay near their memory.
-
-torchrun gives every rank one OpenMP thread, and where nothing is said every rank takes all cores at once: either way
-the updates of several ranks would not use a machine well. So the ranks tell each other where they run, and those of
-one machine divide what they may all use, evenly and in their order. A machine with several NUMA nodes is divided node
-by node, and a rank keeps to one of them as long as no rank gets fewer cores by that than its even share.
-
-Ranks that were started with other cores than the others (``taskset``, ``numactl``, a batch system's) have been told
-where to run: what one has to itself it keeps, and what some have in common these divide.
-
-Only the thread that takes the cores is changed, and the OpenMP threads that it starts: number of threads and affinity
-are facts of a thread, and a new thread inherits its maker's affinity. The script's own threads stay as they are.
+The ranks of one machine divide the cores that all may use, evenly and in rank order, node by node where every rank
+keeps its even share so. Cores that a rank has to itself (``taskset``, ``numactl``) stay its own. Number of threads and
+affinity belong to a thread, so the script's threads stay as they are.
 """
 
 from __future__ import annotations
@@ -35,22 +26,13 @@ _LOGGER = logging.getLogger("chunkc")
 
 @dataclass(frozen=True, slots=True)
 class HostCores:
-    """Cores of one rank.
-
-    Attributes:
-        ids: as the system numbers them, at least one.
-        is_bound: whether threads are kept on them: where memory may be far. Elsewhere only their number counts, and
-            the system places threads.
-    """
+    """Cores of one rank; threads are kept on them where ``is_bound``, else only their number counts."""
 
     ids: tuple[int, ...]
     is_bound: bool
 
     def take(self) -> None:
-        """From here on the parallel kernels of the calling thread run on these cores, one thread on each.
-
-        OpenMP threads that it has started before stay where they are.
-        """
+        """Run parallel kernels that the calling thread starts from here on on these cores, a thread on each."""
         self.bind()
         torch.get_num_threads()  # a thread gets PyTorch's number when it first asks, and would get it later otherwise
         set_num_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None) if os.name == "posix" else None
@@ -77,19 +59,12 @@ class HostCores:
 
 
 def own_cores(ranks: Ranks, root: Path = Path("/")) -> HostCores | None:
-    """Return this rank's cores, or None where no other rank is on its machine.
-
-    None leaves everything as it is. The call is collective.
-
-    Args:
-        ranks: of the job.
-        root: where ``proc`` and ``sys`` lie; another one in tests.
-    """
-    mine = [_machine(root), usable_cores()]
-    places = [json.loads(text) for text in ranks.collect(json.dumps(mine).encode())]
-    if sum(machine == mine[0] for machine, _ in places) == 1:
+    """Return this rank's cores, or None where no other rank is on its machine. Collective."""
+    own_place = [_machine(root), usable_cores()]
+    places = [json.loads(text) for text in ranks.collect(json.dumps(own_place).encode())]
+    if sum(machine == own_place[0] for machine, _ in places) == 1:
         return None
-    alike = [rank for rank, place in enumerate(places) if place == mine]
+    alike = [rank for rank, place in enumerate(places) if place == own_place]
     nodes = numa_nodes(usable_cores(), root)
     return HostCores(divided(nodes, len(alike))[alike.index(ranks.rank)], len(nodes) > 1)
 
@@ -105,16 +80,13 @@ def numa_nodes(usable: Sequence[int], root: Path = Path("/")) -> list[tuple[int,
     """Group ``usable`` by NUMA node, in order; cores without one come last, as a node of their own."""
     files = list((root / "sys/devices/system/node").glob("node[0-9]*/cpulist"))
     files.sort(key=lambda file: int(file.parent.name.removeprefix("node")))
-    found = [_parse(file.read_text(encoding="ascii")) for file in files]
-    elsewhere = set(usable).difference(*found)
-    return [node for cores in (*found, elsewhere) if (node := tuple(sorted(cores.intersection(usable))))]
+    node_cores = [_parse(file.read_text(encoding="ascii")) for file in files]
+    elsewhere = set(usable).difference(*node_cores)
+    return [node for cores in (*node_cores, elsewhere) if (node := tuple(sorted(cores.intersection(usable))))]
 
 
 def divided(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, ...]]:
-    """The cores of every rank, evenly and in order; within one node, if all can have their even share so.
-
-    Where there are fewer cores than ranks, each has one, and neighbours share.
-    """
+    """Divide cores evenly and in order; within one node, if all ranks can have their even share so."""
     num_ranks_on = [0] * len(nodes)
     for _ in range(num_ranks):  # to where a rank gets most: no other way leaves the worst off more
         best = max(range(len(nodes)), key=lambda i: len(nodes[i]) / (num_ranks_on[i] + 1))
@@ -127,7 +99,6 @@ def divided(nodes: Sequence[Sequence[int]], num_ranks: int) -> list[tuple[int, .
 
 
 def _cut(cores: Sequence[int], num_parts: int) -> list[tuple[int, ...]]:
-    """Consecutive parts whose sizes differ by one at most, none empty."""
     bounds = [part * len(cores) // num_parts for part in range(num_parts + 1)]
     return [tuple(cores[start : max(end, start + 1)]) for start, end in pairwise(bounds)]
 

@@ -9,14 +9,12 @@ from chunkc.runtime.devices.cuda_api import CudaApi
 
 
 class MemoryLedger:
-    """Memory that one GPU gives to all models of this process, and what they have set aside of it.
+    """Memory that one GPU gives to all models of this process.
 
     Attributes:
         context_nbytes: what CUDA, its libraries and other processes take of the GPU, outside of the allocator.
-        capacity_nbytes: what the allocator can reserve for chunkc: what is free or held unused, less slack for
-            fragments of the allocator and for kernels, which CUDA loads when they are first called.
-        base_nbytes: what the process had of the allocator before: workspaces of libraries (cuBLAS takes 32 MiB or more
-            for each thread that it works for), and tensors of the script.
+        capacity_nbytes: what the allocator can reserve for chunkc, less slack for fragments and kernels' code.
+        base_nbytes: what the process had of the allocator before: workspaces of cuBLAS, tensors of the script.
         reserved_nbytes: set aside by models.
     """
 
@@ -32,7 +30,7 @@ class MemoryLedger:
         self.lock = threading.Lock()
 
     def count_libraries(self, api: CudaApi) -> None:
-        """Deduct what libraries have taken of the GPU since the last count (NCCL for its exchanges)."""
+        """Deduct what libraries (NCCL) have taken of the GPU since the last count."""
         api.synchronize()
         free, total = api.memory_info()
         taken = max(0, total - free - api.allocator_nbytes("reserved", "current") - self.context_nbytes)
@@ -46,16 +44,11 @@ class MemoryLedger:
 
     @property
     def free_nbytes(self) -> int:
-        """Bytes that no model has set aside."""
         return self.capacity_nbytes - self.reserved_nbytes
 
 
 class AllocatorReading:
-    """Highest non-model bytes since `start`, from the allocator's peaks of what was asked for.
-
-    Those are the bytes of tensors, which plans count. The blocks that hold them are larger: by up to 511 bytes each,
-    and without ``expandable_segments`` by up to 1 MiB, which of a large block is not worth splitting off.
-    """
+    """Highest non-model bytes since `start`, from the allocator's peaks of what tensors asked for."""
 
     def __init__(self, api: CudaApi) -> None:
         self._api = api
@@ -65,25 +58,22 @@ class AllocatorReading:
         self._has_started = False
 
     def start(self) -> None:
-        """This moment's level is the baseline."""
         self._api.reset_peaks()
         self._baseline_nbytes = self._api.allocator_nbytes("requested", "current")
         self._peak_nbytes, self._paused_nbytes, self._has_started = 0, None, True
 
     def pause(self) -> None:
-        """Count what is taken from here to `resume` neither now nor later."""
+        """Exclude what is taken from here to `resume`."""
         self._peak_nbytes = self.peak_nbytes()
         self._paused_nbytes = self._api.allocator_nbytes("requested", "current")
 
     def resume(self) -> None:
-        """Go on after `pause`; nothing otherwise."""
         if self._paused_nbytes is not None:
             self._baseline_nbytes += self._api.allocator_nbytes("requested", "current") - self._paused_nbytes
             self._api.reset_peaks()
             self._paused_nbytes = None
 
     def peak_nbytes(self) -> int:
-        """Highest bytes above the baseline; 0 before the first start."""
         if not self._has_started or self._paused_nbytes is not None:
             return self._peak_nbytes
         return max(self._peak_nbytes, self._api.allocator_nbytes("requested", "peak") - self._baseline_nbytes)

@@ -1,8 +1,7 @@
 """Events of the CUDA device's streams and of its worker, and the work of one launch.
 
-The event of work on a CUDA stream is CUDA's own. Making and destroying an event takes several times as long as
-recording it. So an event is recorded again when its `CudaEvent` has gone and nobody can ask for it any more. A stream
-that was told to wait for an event waits for what the event stood for at that time.
+Making a CUDA event takes several times as long as recording one, so events are recorded again when their `CudaEvent`
+has gone.
 """
 
 from __future__ import annotations
@@ -20,17 +19,11 @@ _FEW_EVENTS: Final = 64
 
 
 class CudaEvent:
-    """Completion of work on a CUDA stream.
-
-    Attributes:
-        handle: the API's event; None while the work is held back.
-        key: of the stream.
-    """
+    """Completion of work on the CUDA stream of ``key``; ``handle`` is None while the work is held back."""
 
     __slots__ = ("__weakref__", "_api", "_enqueue", "failures", "handle", "key")
 
     def __init__(self, api: CudaApi, failures: Failures, key: int, enqueue: Callable[[CudaEvent], None]) -> None:
-        """``enqueue`` makes held work go to its stream."""
         self._api = api
         self._enqueue = enqueue
         self.failures = failures
@@ -38,64 +31,48 @@ class CudaEvent:
         self.key = key
 
     def done(self) -> bool:
-        """Whether the work has finished, without waiting."""
         return self.handle is not None and self._api.is_done(self.handle)
 
     def wait(self) -> None:
-        """Block the host until the work has finished; raises a failure that the host was not told."""
         if not self.done():
             self.failures.num_host_waits += 1
         self.enqueue()
         self._api.wait_on_host(self.handle)
-        self.failures.raise_untold()
+        self.failures.raise_unreported()
 
     def enqueue(self) -> None:
-        """See to it that the work is enqueued, waiting for the worker where it is held back."""
+        """See to it that the work is enqueued, waiting for the worker where the work is held back."""
         if self.handle is None:
             self._enqueue(self)
 
     def join(self) -> Failure | None:
-        """Block a worker until the work has finished, and return a failure that has been before it.
-
-        The work is not held back.
-        """
+        """Block a worker until the work, not held back, has finished; return a failure before it."""
         try:
             self._api.wait_on_host(self.handle)
         except RuntimeError as error:
             return Failure(error)
-        return self.failures.untold
-
-
-class HostCompletion(Completion):
-    """Event of one piece of the worker's work."""
-
-    __slots__ = ("failures",)
-
-    def __init__(self, failures: Failures) -> None:
-        super().__init__(failures)
-        self.failures = failures
+        return self.failures.unreported
 
 
 @dataclass(slots=True)  # one for each launch, and a frozen one takes three times as long to make
-class Held:
+class CudaWork:
     """Work of a CUDA stream; of a side stream it may wait for host work, or for what is held before it."""
 
     stream: Stream
     label: str
-    waits: Sequence[CudaEvent | HostCompletion]
+    waits: Sequence[CudaEvent | Completion]
     work: Callable[[], None]
     event: CudaEvent
 
     def is_ready(self) -> bool:
         """Whether all host work that it waits for has ended, and all else is enqueued."""
-        return all(e.done() if isinstance(e, HostCompletion) else e.handle is not None for e in self.waits)
+        return all(e.done() if isinstance(e, Completion) else e.handle is not None for e in self.waits)
 
 
-class UsedEvents:
-    """The API's events that stand for launches, or have stood for launches.
+class EventPool:
+    """The API's events that stand, or have stood, for launches: twice as many as are held, or a few.
 
-    They are at most twice as many as were ever held at a time, or a few. No finalizer tells that one is free, since
-    Dynamo may trace finalizers: all are looked through now and then.
+    No finalizer tells that one is free, since Dynamo may trace finalizers: all are looked through now and then.
     """
 
     def __init__(self) -> None:
@@ -104,7 +81,6 @@ class UsedEvents:
         self._look_at_num = _FEW_EVENTS
 
     def add(self, event: CudaEvent) -> None:
-        """``event`` has been enqueued."""
         self._used.append((weakref.ref(event), event.handle))
 
     def take_free(self) -> Any:

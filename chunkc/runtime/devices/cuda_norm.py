@@ -1,7 +1,4 @@
-"""Measurement of a chunk on a CUDA device, by kernels of ``chunkc.triton_kernels.grad_norm``.
-
-The kernels run on the compute stream.
-"""
+"""Norm of a chunk on a CUDA device, by kernels of ``triton_kernels.grad_norm`` on the compute stream."""
 
 from __future__ import annotations
 
@@ -14,39 +11,25 @@ from chunkc.runtime.update.cpu_adam import Piece
 
 
 class NormScratch:
-    """Working memory that all norms of a device share: they follow each other on one stream.
-
-    Attributes:
-        memory: none before the first norm is made; grows with the largest chunk, and is another tensor then.
-    """
+    """Working memory that all norms of a device share on one stream; grows with the largest chunk."""
 
     def __init__(self, device: torch.device) -> None:
         self.memory = torch.empty(0, dtype=torch.float32, device=device)
 
     def extend(self, num_tiles: int) -> None:
-        """Make room for a chunk of ``num_tiles``."""
         if self.memory.numel() < 2 * num_tiles + 2:
             self.memory = torch.empty(2 * num_tiles + 2, dtype=torch.float32, device=self.memory.device)
 
     def of(self, num_tiles: int) -> torch.Tensor:
-        """float32 [2, num_tiles]."""
         return self.memory[: 2 * num_tiles].view(2, num_tiles)
 
-    def found(self) -> torch.Tensor:
+    def result(self) -> torch.Tensor:
         """Return the result of the latest norm, float32 [2]."""
         return self.memory[-2:]
 
 
 class GpuNorm:
-    """Measures a chunk in device memory; made once per chunk and used every step.
-
-    Args:
-        kernels: what launches.
-        scratch: of the device.
-        gradient: the chunk's gradients, one dimension, in device memory.
-        pieces: the elements that are gradients.
-        out: the row to write, float64 [2] in device memory.
-    """
+    """Measures a chunk in device memory; arguments as `Device.make_norm`."""
 
     def __init__(
         self,
@@ -64,13 +47,13 @@ class GpuNorm:
         scratch.extend(self._tiles.shape[0])
         self._out = out
         self._launch: KernelLaunch | None = None
-        self._over = self._found = torch.empty(0, device="cpu")
+        self._launched_over = self._result = torch.empty(0, device="cpu")
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self._launch is None or self._scratch.memory is not self._over:
-            self._over, self._found = self._scratch.memory, self._scratch.found()
+        if self._launch is None or self._scratch.memory is not self._launched_over:
+            self._launched_over, self._result = self._scratch.memory, self._scratch.result()
             partial = self._scratch.of(self._tiles.shape[0])
-            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._found, partial)
+            self._launch = self._kernels.grad_norm(self._gradient, self._tiles, self._result, partial)
         self._launch()
-        self._out.copy_(self._found)
+        self._out.copy_(self._result)

@@ -5,8 +5,7 @@
     h2d, d2h, comm   a CUDA stream each, which does not synchronise with the default stream
     cpu       one worker thread, in the order of launching
 
-**What makes one piece of work happen before another.** Work of one stream runs in the order of launching. Between
-streams, for a wait of ``b`` for ``a``:
+Work of one stream runs in the order of launching. Between streams, for a wait of ``b`` for ``a``:
 
     a on        b on      means                                              mechanism
     CUDA        CUDA      run reads a fetched slot; evict copies what a run  an event recorded behind ``a``, for which
@@ -21,38 +20,25 @@ streams, for a wait of ``b`` for ``a``:
     cpu         cpu       updates share scratch and threads                  one worker
     caller      any       parameters and gradients that are read, written,   blocking copies have finished; the others
                           loaded or brought back between programs; tables    are on the compute stream, behind which the
-                          of a step                                          side streams are put, below
+                          of a step                                          side streams are put at the first launch of
+                                                                             a thread after a ``synchronize``
     any         caller    reading a parameter                                ``synchronize``
 
-Where the current stream changes between two launches on compute, the new one first waits for what the old one had.
+**Holding back.** Work of a side stream that depends on unfinished host work waits in a queue on the host, and so does
+what follows on that stream or waits for it on another. The first launch or ``synchronize`` that finds the host work
+ended enqueues it. Where a run needs what is held back, the caller sleeps until the worker has come so far. At the end
+of a program nothing stays held back on ``comm``, for which other ranks wait.
 
-**What the caller does between programs** is no launch, so no event stands for it: a gather of the next program could
-begin before a copy on the compute stream has ended that writes what it sends. All of that begins with a
-``synchronize``. So the first launch of every thread after one puts the side streams behind the compute stream: another
-thread, which trains another model on the device, may launch before the caller has written.
+**Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: the worker needs the GIL, and
+calls of CUDA that wait for the device may hold it (launches once about a thousand are pending, allocations when memory
+is short, loading a kernel). If a stream waited for the worker, such a call would never return.
 
-**Holding back.** Work of a side stream that depends on host work which has not ended is kept in a queue on the host,
-and what is launched on that stream after it, or waits for it on another (a gather its fetched slot), queues up as well.
-It is enqueued by the first launch or ``synchronize`` that finds the host work ended. Where a run needs what is held
-back, the caller sleeps until the worker has come so far: the compute stream would stand still there too, and the host
-has enqueued all that comes before it. At the end of a program nothing stays held back on ``comm``: the devices of other
-ranks wait for it, while this rank's thread may wait for those ranks.
-
-**Why the device does not wait instead**, by ``cuStreamWaitValue32`` or a host function: whatever is enqueued here can
-finish by itself, so no call of CUDA, whoever makes it, can wait for the worker, which needs the GIL. If a stream waited
-for the worker, any call that waits for the device with the GIL held would never return: Inductor's launches and its
-allocations hold it, a launch waits once about a thousand are pending, an allocation frees others when memory is short,
-and a kernel that is first called may be loaded, which may wait for the device too.
-
-**Failures** of the worker are told as `worker_streams` says. What is held back behind failed work does run,
-over parameters as they were, so that nothing hangs; what the caller launches next, or ``synchronize``, raises. Worker
-items that wait for an event fail in the meantime. Errors of CUDA itself raise where torch meets them.
+**Failures** of the worker are reported as `worker_streams` says. What is held back behind failed work does run, over
+parameters as they were, so that nothing hangs. Worker items that wait for an event fail in the meantime.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import threading
 import time
 from collections import deque
@@ -64,40 +50,25 @@ from chunkc._torch_compat.core import is_profiling, profiler_range
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda_api import CudaApi
-from chunkc.runtime.devices.cuda_events import CudaEvent, Held, HostCompletion, UsedEvents
+from chunkc.runtime.devices.cuda_events import CudaEvent, CudaWork, EventPool
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Event
 from chunkc.runtime.devices.throttle import Timekeeper
-from chunkc.runtime.devices.worker_streams import Completion, Delays, Failures, Item, Surroundings, Worker
+from chunkc.runtime.devices.worker_streams import Completion, Delays, Workers, WorkRunner
 
-_LOGGER = logging.getLogger("chunkc")
 _SIDE_STREAMS = (Stream.H2D, Stream.D2H, Stream.COMM)
 
 
-class _OfThread(threading.local):
-    """State of one launching thread.
-
-    ``followed`` is the latest ``synchronize`` after which this thread has put the side streams behind its own.
-    """
+class _ThreadState(threading.local):
+    """State of one launching thread: the latest ``synchronize`` behind which it has put the side streams."""
 
     followed: object | None = None
 
 
 class CudaStreams:
-    """The five streams of one CUDA device; see the module docstring. Threads may launch at the same time.
-
-    Args:
-        name: of the device, for messages.
-        api: CUDA.
-        settings: delays, and whether everything is waited for at its launch.
-
-    Attributes:
-        num_worker_waits: how often the compute stream was kept waiting for the worker, by the caller's sleep.
-        worker_waits_s: how long.
-    """
+    """The five streams of one CUDA device. ``num_worker_waits`` counts the caller's sleeps for the worker."""
 
     def __init__(self, name: str, api: CudaApi, settings: DebugSettings) -> None:
-        self.failures = Failures()
         self.num_synchronizes = 0
         self.num_worker_waits = 0
         self.worker_waits_s = 0.0
@@ -110,27 +81,23 @@ class CudaStreams:
         self._side_key = {stream: api.key(side) for stream, side in self._side.items()}
         self._compute = api.current_stream()
         self._compute_key = api.key(self._compute)
-        self._held: dict[int, deque[Held]] = {key: deque() for key in self._side_key.values()}
-        self._used_events = UsedEvents()
+        self._held: dict[int, deque[CudaWork]] = {key: deque() for key in self._side_key.values()}
+        self._event_pool = EventPool()
         self._is_enqueuing = False
         self._latest_synchronize: object | None = None
-        self._of_thread = _OfThread()
-        self._worker: Worker | None = None
+        self._thread_state = _ThreadState()
+        runner = WorkRunner(self._delays[Stream.CPU], nullcontext(), Timekeeper())
+        self._workers = Workers(name, "and CUDA does not", {Stream.CPU: runner})
+        self.failures = self._workers.failures
+        self.check_usable = self._workers.check_usable
+        self.call_from_host = self._workers.call_from_host
         self._lock = threading.RLock()
-        self._is_closed = False
-        self._pid = os.getpid()
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
-        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
-
-        An earlier failure that the host was not told is raised.
-
-        Raises:
-            ChunkcError: after `close`, in a forked child, and for events of another device.
-        """
+        """Launch work as `Device.launch` says; raises `ChunkcError` for events of another device, too."""
         self.check_usable()
-        self.failures.raise_untold()
-        owned = [self._own(event, label) for event in waits]
+        self.failures.raise_unreported()
+        owned = [self._checked(event, label) for event in waits]
         event: Event
         if stream is Stream.CPU:
             event = self._launch_on_host(label, owned, work)
@@ -141,10 +108,7 @@ class CudaStreams:
         return event
 
     def follow(self) -> None:
-        """Order all side streams behind the work on the current stream.
-
-        That is what is there now, and what the caller puts there until the next launch.
-        """
+        """Order all side streams behind the work on the current stream, now and until the next launch."""
         with self._lock:
             self._put_sides_behind(self._current())
             self._latest_synchronize = object()
@@ -155,74 +119,42 @@ class CudaStreams:
             self._api.wait_event(side, event)
 
     def synchronize(self) -> None:
-        """Wait for everything launched; raise the first failure the host was not told."""
+        """Wait for everything launched; raise the first failure that was not reported."""
         self.check_usable()
         self.num_synchronizes += 1
         self._latest_synchronize = object()
-        self._join_worker()
+        self._workers.join()
         try:
             for key in self._held:
                 self._enqueue_held(key)
         finally:  # whoever recovers from what raises there works on memory that nothing else may touch meanwhile
             self._api.synchronize()
-        self.failures.raise_untold()
+        self.failures.raise_unreported()
 
     def enqueue_exchanges(self) -> None:
         """Hold nothing back on ``comm``; the caller sleeps until the worker has come so far."""
         self._enqueue_held(self._side_key[Stream.COMM])
 
-    def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``; in a thread of its own where the worker calls this, which would wait for itself."""
-        if self._worker is not None and self._worker.thread is threading.current_thread():
-            threading.Thread(target=work, name="chunkc-host").start()
-        else:
-            work()
-
-    def check_usable(self) -> None:
-        """Raise after `close` and in a forked child."""
-        if self._is_closed:
-            raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
-        if os.getpid() != self._pid:
-            raise ChunkcError(
-                f"{self._name} belongs to process {self._pid}, and CUDA does not survive the fork into {os.getpid()}: "
-                "use the model in the process that compiled it, or start workers by 'spawn'"
-            )
-
     def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was launched, wait for the device, and stop the worker.
-
-        The call is idempotent, and does nothing in a forked child.
-        """
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            worker, is_closed, self._is_closed = self._worker, self._is_closed, True
-        if worker is not None:
-            if not is_closed:
-                worker.items.put(None)
-            if worker.thread is not threading.current_thread():
-                worker.thread.join(timeout_s)
-        for held in self._held.values():
-            held.clear()  # nobody is left to ask for it
-        if not is_closed:
+        """Finish what was launched and stop the worker; idempotent, without effect in a forked child."""
+        if self._workers.close(timeout_s):
+            for held in self._held.values():
+                held.clear()  # nobody is left to ask for it
             with suppress(RuntimeError):  # a broken device has nothing under way
                 self._api.synchronize()
-        failure = self.failures.take_untold()
-        if failure is not None:
-            _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
 
     def _launch_on_device(
-        self, stream: Stream, label: str, waits: Sequence[CudaEvent | HostCompletion], work: Callable[[], None]
+        self, stream: Stream, label: str, waits: Sequence[CudaEvent | Completion], work: Callable[[], None]
     ) -> CudaEvent:
         for event in waits:
-            if isinstance(event, HostCompletion) and event.done():
+            if isinstance(event, Completion) and event.done():
                 event.raise_failure()
         with self._lock:
             target, key = self._target(stream)
-            item = Held(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
-            if self._of_thread.followed is not self._latest_synchronize:
+            item = CudaWork(stream, label, waits, work, CudaEvent(self._api, self.failures, key, self._enqueue_event))
+            if self._thread_state.followed is not self._latest_synchronize:
                 self._put_sides_behind(self._current())
-                self._of_thread.followed = self._latest_synchronize
+                self._thread_state.followed = self._latest_synchronize
             for other, held in self._held.items():
                 if held:
                     self._enqueue_held(other, only_ready=True)
@@ -231,7 +163,7 @@ class CudaStreams:
             else:
                 for event in waits:
                     self._await(event)
-                self.failures.raise_untold()
+                self.failures.raise_unreported()
                 self._enqueue(item, target)
         return item.event
 
@@ -261,8 +193,8 @@ class CudaStreams:
                     held.popleft()
                     self._enqueue(item, self._side[item.stream])
 
-    def _await(self, event: CudaEvent | HostCompletion) -> None:
-        """The caller sleeps until the device can be told to wait for ``event``."""
+    def _await(self, event: CudaEvent | Completion) -> None:
+        """Have the caller sleep until the device can be told to wait for ``event``."""
         if isinstance(event, CudaEvent):
             event.enqueue()
         elif not event.done():
@@ -271,8 +203,8 @@ class CudaStreams:
             event.join()
             self.worker_waits_s += time.perf_counter() - begun_s
 
-    def _enqueue(self, item: Held, target: Any) -> None:
-        """Everything that ``item`` waits for is enqueued, or has ended on the host."""
+    def _enqueue(self, item: CudaWork, target: Any) -> None:
+        """Enqueue ``item``, for which everything that it waits for is enqueued, or has ended on the host."""
         self._is_enqueuing, before = True, self._is_enqueuing  # a finaliser must not come between work and event
         try:
             for event in item.waits:
@@ -281,16 +213,15 @@ class CudaStreams:
                 self._run_visibly(item, target)
             else:
                 self._api.run(target, item.work)
-            item.event.handle = self._api.record(target, self._used_events.take_free())
-            self._used_events.add(item.event)
+            item.event.handle = self._api.record(target, self._event_pool.take_free())
+            self._event_pool.add(item.event)
         except BaseException as error:
             error.add_note(f"in {item.label} on stream {item.stream} of {self._name}")
             raise
         finally:
             self._is_enqueuing = before
 
-    def _run_visibly(self, item: Held, target: Any) -> None:
-        """In a range of the profiler, between delays."""
+    def _run_visibly(self, item: CudaWork, target: Any) -> None:
         self._pause(item.stream, target)
         with profiler_range(item.label):
             self._api.run(target, item.work)
@@ -306,44 +237,27 @@ class CudaStreams:
             self._compute, self._compute_key = current, key
         return current
 
-    def _order(self, target: Any, key: int, event: CudaEvent | HostCompletion) -> None:
+    def _order(self, target: Any, key: int, event: CudaEvent | Completion) -> None:
         """Make what is enqueued on ``target`` from here on run after ``event``; host work has ended already."""
         if isinstance(event, CudaEvent) and event.key != key:
             self._api.wait_event(target, event.handle)
 
     def _launch_on_host(
-        self, label: str, waits: Sequence[CudaEvent | HostCompletion], work: Callable[[], None]
-    ) -> HostCompletion:
-        def ranged() -> None:
-            with profiler_range(label):
-                work()
-
+        self, label: str, waits: Sequence[CudaEvent | Completion], work: Callable[[], None]
+    ) -> Completion:
         for event in waits:
             if isinstance(event, CudaEvent):
                 event.enqueue()  # the worker can only sleep on what is recorded
-        completion = HostCompletion(self.failures)
-        self._require_worker().items.put(Item(label, tuple(waits), ranged, completion, self.failures.num_tellings))
+        completion = Completion(self.failures)
+        self._workers.put(Stream.CPU, label, tuple(waits), work, completion)
         return completion
-
-    def _join_worker(self) -> None:
-        if self._worker is not None:
-            mark = Completion(self.failures)
-            self._worker.items.put(Item("synchronize", (), None, mark, 0))
-            mark.join()
-
-    def _require_worker(self) -> Worker:
-        with self._lock:
-            if self._worker is None:
-                surroundings = Surroundings(self._delays[Stream.CPU], nullcontext(), Timekeeper())
-                self._worker = Worker(self._name, Stream.CPU, self.failures, surroundings)
-            return self._worker
 
     def _pause(self, stream: Stream, target: Any) -> None:
         delay_ms = self._delays[stream].next_ms()
         if delay_ms:
             self._api.sleep(target, delay_ms)
 
-    def _own(self, event: Event, label: str) -> CudaEvent | HostCompletion:
-        if isinstance(event, CudaEvent | HostCompletion) and event.failures is self.failures:
+    def _checked(self, event: Event, label: str) -> CudaEvent | Completion:
+        if isinstance(event, CudaEvent | Completion) and event.failures is self.failures:
             return event
         raise ChunkcError(f"{label} waits for {event!r}, which is no event of {self._name}")

@@ -1,27 +1,27 @@
 """Debug settings of a device: ways to carry out the same plan under which a race shows.
 
-They are read from an environment variable, ``CHUNKC_EMULATED`` for the emulated device and ``CHUNKC_CUDA`` for CUDA's,
-for example ``poison,delay=2,seed=3``. Results are equal to the bit under all of them, or a plan has a race. One more,
-for the emulated device alone, holds simulated times against real ones: ``throttle``.
+``CHUNKC_EMULATED`` or ``CHUNKC_CUDA`` names them: ``poison,delay=2,seed=3``. All give results equal to the bit.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 from chunkc.errors import ChunkcError
+
+_POISON: Final = 0xFF  # in every byte: NaN in fp32, bf16 and fp16
 
 
 @dataclass(frozen=True, slots=True)
 class DebugSettings:
     """How a device helps to find mistakes.
 
-    Attributes:
-        poison: fill freed and fresh device memory with NaN.
-        max_delay_ms: longest random pause before and after each piece of work on every stream.
-        seed: of the pauses; each stream draws its own sequence from it.
-        synchronous: carry everything out at its launch, on the calling thread, which gets exceptions at once.
-        throttle: no action is faster than the rates of the machine that was named.
+    ``poison``: fill freed and fresh device memory with NaN. ``max_delay_ms``: longest random pause, drawn from
+    ``seed``, before and after each piece of work. ``synchronous``: carry everything out at its launch, on the calling
+    thread. ``throttle``: no action is faster than the rates of the machine that was named; for the emulated device.
     """
 
     poison: bool = False
@@ -34,15 +34,13 @@ class DebugSettings:
         if not 0 <= self.max_delay_ms < float("inf"):
             raise ChunkcError(f"debug settings: delay is a number of milliseconds from 0, not {self.max_delay_ms}")
 
+    def freed(self, memory: torch.Tensor) -> None:
+        if self.poison:
+            memory.fill_(_POISON)
+
     @classmethod
     def from_env(cls, text: str, variable: str = "CHUNKC_EMULATED") -> DebugSettings:
-        """Read settings from the words of an environment variable.
-
-        The words are ``poison``, ``delay=MS``, ``seed=N``, ``sync`` and ``throttle``.
-
-        Raises:
-            ChunkcError: for another word or a value that is no number.
-        """
+        """Read ``poison``, ``delay=MS``, ``seed=N``, ``sync``, ``throttle``; raises `ChunkcError` for others."""
         values: dict[str, str] = {}
         for word in filter(None, (word.strip() for word in text.split(","))):
             key, separator, value = word.partition("=")

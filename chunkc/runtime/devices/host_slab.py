@@ -1,21 +1,10 @@
 """Slabs: large pieces of host memory with their own mapping, given back to the system once freed.
 
-A slab is one private anonymous mapping, seen as a uint8 tensor. Three properties make it worth having instead of
-``torch.empty``:
-
-* **Not inherited by forks** (``MADV_DONTFORK``). Otherwise a DataLoader worker alive during an optimizer update makes
-  the kernel copy every page that the update writes: host memory once more per generation of workers. The flag exists
-  on Linux only; elsewhere a slab works and `Slab.is_fork_safe` is False. In a forked child the addresses are not
-  mapped: the child must not touch the tensor (it may drop it).
-* **Freed when told to.** Views of a slab may outlive it (a traceback, a user's variable), so unmapping it would turn
-  a stale read into a segmentation fault; ``mmap.close`` does just that, since ``torch.frombuffer`` keeps no buffer
-  export. `Slab.close` returns the *pages* instead (``MADV_DONTNEED``) and keeps the addresses until the last view
-  dies: memory goes back at once, a stale read sees zeros.
-* **Exact.** The mapping is the bytes asked for, rounded up to pages, outside of malloc: readings of malloc'ed bytes
-  (`chunkc.runtime.devices.malloc_meter`) do not contain it.
-
-The mapping is made through libc and not by the ``mmap`` module, whose objects unmap their addresses wherever they are
-collected: in a forked child these addresses may by then belong to something else.
+* **Not inherited by forks** (``MADV_DONTFORK``, Linux only): while a DataLoader worker is alive, the kernel would copy
+  every page that an update writes. A forked child must not touch the tensor.
+* **Freed by `Slab.close`.** Views may outlive a slab (a traceback, a user's variable), so unmapping it would make stale
+  reads crash. The *pages* go back (``MADV_DONTNEED``), and the addresses stay until the last view dies.
+* **Exact**, outside of malloc, and mapped by libc: objects of ``mmap`` would unmap in a forked child too.
 """
 
 from __future__ import annotations
@@ -25,6 +14,7 @@ import mmap
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -33,46 +23,30 @@ import torch
 from chunkc._torch_compat.core import Finalizer
 from chunkc.errors import HardwareError
 
+HUGE_PAGE_NBYTES: Final = 2**21
+"""From this size on Linux is asked for transparent huge pages, which it may ignore."""
 _IS_LINUX: Final = sys.platform == "linux"
 _MAPPED_NBYTES: Final = 2**25  # the least that glibc never takes from its heap
 _KEPT_NBYTES: Final = 2**24
 """How much malloc may keep of tensors that were freed one by one."""
 
 
-def allocate_slab(
-    nbytes: int, *, huge_pages: bool = False, on_free: Callable[[int], None] | None = None
-) -> tuple[torch.Tensor, Slab]:
-    """Map ``nbytes`` of zeroed, page-aligned host memory.
+def allocate_slab(nbytes: int, *, on_free: Callable[[int], None] | None = None) -> tuple[torch.Tensor, Slab]:
+    """Map ``nbytes`` of zeroed, page-aligned host memory, or raise `HardwareError`.
 
-    Args:
-        nbytes: size of the tensor; the mapping is this rounded up to pages (at least one).
-        huge_pages: ask the kernel for transparent huge pages (Linux; a hint that it may ignore).
-        on_free: called exactly once with ``nbytes`` when the pages have gone back, by `Slab.close` or because the last
-            view died. In the second case it may run at any point of any thread: it must neither block nor raise.
-
-    Returns:
-        The memory as a uint8 tensor, which with its views keeps the mapping alive, and a handle that does not.
-
-    Raises:
-        HardwareError: when the system refuses the mapping.
-        ValueError: when ``nbytes`` is negative.
+    ``on_free`` is called once with ``nbytes`` when the pages have gone back, at any point of any thread: it must
+    neither block nor raise. The tensor keeps the mapping alive, the handle does not.
     """
     if nbytes < 0:
         raise ValueError(f"a slab has at least 0 bytes, not {nbytes}")
     mapped_nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = _map_linux(mapped_nbytes, huge_pages) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
+    pages = _map_linux(mapped_nbytes) if _IS_LINUX else mmap.mmap(-1, mapped_nbytes)
     tensor = torch.frombuffer(pages, dtype=torch.uint8, count=max(nbytes, 1))[:nbytes]
     return tensor, Slab(pages, nbytes, mapped_nbytes, on_free)
 
 
 def map_private(nbytes: int) -> torch.Tensor:
-    """Return zeroed host memory with a mapping of its own, as uint8.
-
-    Forks inherit the memory, and the memory goes with its last view.
-
-    Raises:
-        OSError: when the system refuses the mapping.
-    """
+    """Map zeroed host memory of its own as uint8, which forks inherit; raises `OSError` when refused."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -80,28 +54,20 @@ def map_private(nbytes: int) -> torch.Tensor:
 
 
 def return_freed_pages() -> None:
-    """Make malloc give pages that it has only kept for later back to the system.
-
-    Without glibc nothing happens. glibc takes blocks up to 32 MiB from its heap and keeps them when they are freed,
-    unless they lie at its end (mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD): tensors of a model that has moved
-    elsewhere stay resident.
-    """
+    """Make glibc's malloc give back pages that it keeps of freed blocks up to 32 MiB (mallopt(3))."""
     trim = getattr(_libc(), "malloc_trim", None) if _IS_LINUX else None
     if trim is not None:
         trim(0)
 
 
 class FreedPages:
-    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB.
-
-    A block that malloc keeps need not fit the next tensor, so that several tensors' worth could stay resident.
-    """
+    """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB."""
 
     def __init__(self) -> None:
         self._nbytes = 0
 
     def add(self, nbytes: int) -> None:
-        """So many bytes of one tensor were freed; more than 32 MiB were none of malloc's heap."""
+        """Count the bytes of one freed tensor; one of more than 32 MiB was not in malloc's heap."""
         self._nbytes += nbytes if nbytes <= _MAPPED_NBYTES else 0
         if self._nbytes >= _KEPT_NBYTES:
             self._nbytes = 0
@@ -109,20 +75,12 @@ class FreedPages:
 
 
 class Slab:
-    """Handle of one slab; it does not keep the memory alive.
-
-    Attributes:
-        address: of the first byte.
-        nbytes: bytes asked for.
-        mapped_nbytes: bytes of the mapping, a multiple of the page size.
-        is_fork_safe: whether forked children do not inherit the memory.
-    """
+    """Handle of one slab; it does not keep the memory alive. ``mapped_nbytes`` are whole pages."""
 
     def __init__(self, pages: Any, nbytes: int, mapped_nbytes: int, on_free: Callable[[int], None] | None) -> None:
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(pages))
         self.nbytes = nbytes
         self.mapped_nbytes = mapped_nbytes
-        self.is_fork_safe = _IS_LINUX
         self._pid = os.getpid()
         self._pages = weakref.ref(pages)
         self._report = Finalizer(pages, _call, on_free, nbytes, self._pid)
@@ -130,14 +88,10 @@ class Slab:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the pages have gone back, by `close` or with the last view."""
         return not self._report.alive
 
     def close(self) -> None:
-        """Give the pages back to the system now; idempotent, and without effect in a forked child.
-
-        Views stay readable (zeros) but must not be written: that would take pages again.
-        """
+        """Give the pages back now; idempotent, nothing in a forked child. Views read zeros."""
         pages = self._pages()
         if pages is None or os.getpid() != self._pid or self.is_closed:
             return
@@ -148,13 +102,50 @@ class Slab:
         self._report()
 
 
+class LiveSlabs:
+    """Live slabs of one kind by address, and their bytes.
+
+    A slab may go with its last view in the middle of a method of this class, so its bytes are queued for the next call.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._by_address: dict[int, Slab] = {}
+        self._freed: deque[int] = deque()
+        self.nbytes = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory, slab = allocate_slab(nbytes, on_free=self._freed.append)
+        self._by_address = {address: other for address, other in self._by_address.items() if not other.is_closed}
+        self._by_address[slab.address] = slab
+        self.nbytes += nbytes
+        return memory
+
+    def free(self, memory: torch.Tensor) -> None:
+        if memory.numel() == 0:
+            return
+        slab = self._by_address.pop(memory.data_ptr(), None)
+        if slab is None:
+            raise HardwareError(f"not the start of {self._kind} of this device, or already freed")
+        slab.close()
+
+    def settle(self) -> int:
+        """Account for what was freed; return its bytes."""
+        freed_nbytes = 0
+        while self._freed:
+            freed_nbytes += self._freed.popleft()
+        self.nbytes -= freed_nbytes
+        return freed_nbytes
+
+
 def _call(on_free: Callable[[int], None] | None, nbytes: int, pid: int) -> None:
-    """Report freed memory to its owner, in the process that owns it."""
     if on_free is not None and os.getpid() == pid:
         on_free(nbytes)
 
 
-def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ubyte]:
+def _map_linux(mapped_nbytes: int) -> ctypes.Array[ctypes.c_ubyte]:
     """Map private anonymous pages that forks do not inherit; collecting the returned buffer unmaps them."""
     map_pages = _libc().mmap
     map_pages.restype = ctypes.c_void_p
@@ -171,13 +162,12 @@ def _map_linux(mapped_nbytes: int, huge_pages: bool) -> ctypes.Array[ctypes.c_ub
     pages = (ctypes.c_ubyte * mapped_nbytes).from_address(address)
     Finalizer(pages, _unmap, address, mapped_nbytes, os.getpid()).atexit = False
     _advise(address, mapped_nbytes, mmap.MADV_DONTFORK)
-    if huge_pages and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
+    if mapped_nbytes >= HUGE_PAGE_NBYTES and os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         _advise(address, mapped_nbytes, mmap.MADV_HUGEPAGE)
     return pages
 
 
 def _unmap(address: int, mapped_nbytes: int, pid: int) -> None:
-    """Give the addresses back, in the process that mapped them only: a forked child does not have them."""
     if os.getpid() == pid:
         unmap = _libc().munmap
         unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

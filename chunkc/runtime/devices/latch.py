@@ -1,7 +1,6 @@
 """Something that happens once, for which threads wait asleep.
 
-Each waiting thread sleeps on a lock of its own, which the opening thread releases. So an exception in one waiting
-thread, at whatever instruction, keeps no other thread asleep, as a lock that all of them pass on would.
+Each sleeps on a lock of its own, so that an exception in one waiting thread keeps no other thread asleep.
 """
 
 from __future__ import annotations
@@ -10,11 +9,7 @@ import threading
 
 
 class Latch:
-    """Closed until `open` is called.
-
-    Attributes:
-        is_open: whether it was.
-    """
+    """Closed until `open` is called."""
 
     __slots__ = ("_sleepers", "is_open")
 
@@ -29,11 +24,10 @@ class Latch:
             sleeper.release()
 
     def wait(self) -> None:
-        """Return when it is open."""
         if self.is_open:
             return
-        own = threading.Lock()
-        own.acquire()
-        self._sleepers.append(own)
+        sleeper = threading.Lock()
+        sleeper.acquire()
+        self._sleepers.append(sleeper)
         if not self.is_open:
-            own.acquire()
+            sleeper.acquire()

@@ -1,15 +1,8 @@
-"""How many non-model bytes a process holds: an honest reading for a device that is host memory.
+"""Non-model bytes of a process on a device that is host memory, as malloc counts them.
 
-On the emulated device activations and temporaries lie in ordinary host memory, allocated by torch through malloc. glibc
-counts these bytes itself: ``mallinfo2()`` gives the bytes of all arenas that are in use (``uordblks``) and those of
-large blocks with their own mapping (``hblkhd``), exactly up to allocator headers, in 2 to 4 microseconds beside
-a compiled model (it walks malloc's free chunks: thousands of scattered ones make it slower). Slabs
-(`chunkc.runtime.devices.host_slab`: arena and homes) bypass malloc and are not part of it.
-
-A reading is relative to a baseline. Its maximum needs samples at the right moments: the executor samples between
-operators, and a thread samples while long work runs (`NonModelMeter.long_work`), so that a temporary that lives inside
-one operator is seen too. Everything that the process mallocs counts, whoever asked for it: a reading is an upper
-bound of the model's own bytes. The thread can miss a peak that is shorter than its period.
+glibc's ``mallinfo2()`` gives the bytes in use of all arenas (``uordblks``) and of large blocks with their own mapping
+(``hblkhd``), exact up to allocator headers, in 2 to 4 microseconds. The executor samples between operators, and a
+thread while long work runs, which can miss a peak shorter than its period. Slabs (`host_slab`) bypass malloc.
 """
 
 from __future__ import annotations
@@ -38,17 +31,11 @@ _FIELDS: Final = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks for
 
 
 class _Mallinfo2(ctypes.Structure):
-    """``struct mallinfo2`` of malloc.h (glibc 2.33 and later)."""
-
     _fields_ = tuple((name, ctypes.c_size_t) for name in _FIELDS)
 
 
 def malloc_reader() -> Reader | None:
-    """Return a function that reads the bytes malloc has handed out in this process, or None.
-
-    None means that the bytes cannot be known: without glibc 2.33 or later, and where another allocator (jemalloc,
-    tcmalloc by LD_PRELOAD) serves torch. A block that torch allocates must show in the reading.
-    """
+    """Return a reader of the bytes malloc has handed out, or None: without glibc 2.33, or with jemalloc."""
     if sys.platform != "linux" or not hasattr(ctypes.PyDLL(None), "mallinfo2"):
         return None
     mallinfo2 = ctypes.PyDLL(None).mallinfo2  # PyDLL keeps the interpreter lock: cheaper than handing it over
@@ -60,24 +47,17 @@ def malloc_reader() -> Reader | None:
 
     before = read()
     probe = torch.empty(_PROBE_NBYTES, dtype=torch.uint8)
-    seen = read() - before
-    return read if probe.numel() // 2 < seen < probe.numel() * 2 else None
+    probed_nbytes = read() - before
+    return read if probe.numel() // 2 < probed_nbytes < probe.numel() * 2 else None
 
 
 class NonModelMeter:
-    """Peak of the non-model bytes since `start`.
-
-    Thread-safe: every method may be called from any thread, at any time. One meter reads one process; a forked child
-    must make its own (there the sampling thread does not exist, and `sample` still works).
+    """Peak of the non-model bytes of a process since `start`. Thread-safe; a forked child makes its own.
 
     Args:
-        period_ms: shortest period of the sampling thread while long work runs; 0 for no thread. The thread measures
-            its own CPU time (a wake-up and a sample take 30 to 100 microseconds on a busy machine) and waits longer
-            where it would pass one percent of a core: 3 to 10 ms in practice. Idle meters cost nothing.
-        read: what gives the level in bytes; by default the reading of malloc.
-
-    Attributes:
-        available: whether there is a reading. Where there is none, `sample` and `peak_nbytes` are None.
+        period_ms: shortest period of the sampling thread while long work runs; 0 for no thread. The thread waits longer
+            where its CPU time would pass one percent of a core: 3 to 10 ms in practice.
+        read: the level in bytes; by default the reading of malloc. Without one ``available`` is False.
     """
 
     def __init__(self, *, period_ms: float = 1.0, read: Reader | None = None) -> None:
@@ -100,17 +80,11 @@ class NonModelMeter:
 
     @property
     def peak_nbytes(self) -> int | None:
-        """Highest sample since `start`; 0 before the first; None without a reading."""
         return self._level.peak_nbytes if self.available else None
 
     @property
     def held_nbytes(self) -> int:
-        """Bytes in the reading that are not non-model ones, subtracted from every later sample.
-
-        The caller sets them for what is malloc'ed after `start` and belongs to the model or the user, for example a
-        staging store. Set them right after such memory is taken and right before it is given back, then they hide
-        nothing else. They are negative after memory that was there at `start` has gone.
-        """
+        """Bytes of the model or the user in the reading, subtracted from every later sample; may be negative."""
         return self._level.held_nbytes
 
     @held_nbytes.setter
@@ -118,18 +92,14 @@ class NonModelMeter:
         self._level.hold(nbytes)
 
     def pause(self) -> None:
-        """Keep the level of now until `resume`: what is taken meanwhile becomes held bytes."""
+        """Exclude what is taken from here to `resume`: it becomes held bytes."""
         self._level.pause()
 
     def resume(self) -> None:
-        """Go on; nothing without a pause before."""
         self._level.resume()
 
     def long_work(self) -> LongWork:
-        """Return a context that samples at both ends and, by the thread, in between.
-
-        ``with meter.long_work():`` may nest and overlap, and does nothing before `start` and after `stop`.
-        """
+        """Return a context that samples at both ends and, by the thread, in between; it may nest and overlap."""
         return self._section
 
     def stop(self) -> None:
@@ -178,11 +148,7 @@ class _Level:
 
 
 class LongWork:
-    """Counts the work under way; its thread samples while there is some, and sleeps soon after the last.
-
-    The thread is not woken for each piece of work: it goes on for a quarter of a second after the last one ended, so
-    that a run of short pieces costs two counter updates each. Made by `NonModelMeter`.
-    """
+    """Counts the work under way; its thread samples meanwhile, and for a quarter of a second after."""
 
     def __init__(self, level: _Level, period_ms: float) -> None:
         self.is_on = False
@@ -252,7 +218,6 @@ class LongWork:
             wait_s = max(self._period_s, (cost_s - before_s) / _MAX_CPU_SHARE)
 
     def _sleep(self, awake: threading.Event) -> None:
-        """Wait until work enters; work that entered while the flag was being cleared is seen by its count."""
         with self._lock:
             if self._depth or self._thread is not threading.current_thread():
                 return

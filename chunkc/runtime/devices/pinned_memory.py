@@ -1,19 +1,13 @@
 """Homes in pinned host memory: slabs, touched by several threads and registered with CUDA exactly.
 
-torch's own pinned allocator rounds every block up to a power of two; a slab is what was asked for. Registering touches
-every page, on one thread; so the pages are touched before, by several. A slab is unregistered before its pages go
-back to the system: after that its addresses may belong to something else. Views that outlive it read zeros.
+torch's pinned allocator rounds every block up to a power of two. Registering touches every page on one thread, so
+several threads do so before, on the rank's cores: a page lies on the NUMA node of the thread that touches it first.
 
 **Filled from memory that is freed meanwhile**, a home takes its pages block by block, each before the first write to
-it, and is pinned when it is full. Source and home are then never both there as a whole:
+it, and is pinned in one piece when it is full. Source and home are then never both there as a whole:
 
     source   ........####    freed up to here
     home     ########        touched up to here, a block ahead at most
-
-A slab is registered in one piece all the same: no copy may cross from one registered range into the next.
-
-The system gives a page on the NUMA node of the thread that touches it first. Where a rank has cores of its own, the
-touching threads run there, so that the updates find their memory near.
 """
 
 from __future__ import annotations
@@ -29,23 +23,17 @@ import torch
 
 from chunkc.errors import HardwareError
 from chunkc.runtime.devices.cpu_affinity import HostCores
-from chunkc.runtime.devices.host_slab import Slab, allocate_slab
+from chunkc.runtime.devices.host_slab import HUGE_PAGE_NBYTES, Slab, allocate_slab
 
-_HUGE_NBYTES: Final = 2**21
 _TOUCHED_NBYTES: Final = 2**26
 _MAX_THREADS: Final = 8
 _NUM_BLOCKS: Final = 64
-"""Into which a home is divided at least, where that leaves blocks of `_HUGE_NBYTES`: what is touched too early."""
+"""Into which a home is divided at least, where that leaves blocks of `HUGE_PAGE_NBYTES`: what is touched too early."""
 
 
 @dataclass(slots=True)
 class Home:
-    """One home: its memory, how far the system has given it, and whether CUDA knows it.
-
-    Attributes:
-        block_nbytes: bytes that are touched together.
-        untouched: first bytes of the blocks that nobody has touched.
-    """
+    """One home: its memory, the first bytes of its ``untouched`` blocks, and whether CUDA knows it."""
 
     memory: torch.Tensor
     slab: Slab
@@ -55,11 +43,10 @@ class Home:
 
     def __post_init__(self) -> None:
         most = _TOUCHED_NBYTES * _MAX_THREADS
-        self.block_nbytes = min(most, max(_HUGE_NBYTES, self.slab.nbytes // _NUM_BLOCKS))
+        self.block_nbytes = min(most, max(HUGE_PAGE_NBYTES, self.slab.nbytes // _NUM_BLOCKS))
         self.untouched = set(range(0, self.slab.nbytes, self.block_nbytes))
 
     def touch(self, start: int, end: int, cores: HostCores | None) -> None:
-        """Have the system give the blocks of bytes [start, end) that nobody has touched."""
         first = start - start % self.block_nbytes
         for block in sorted(self.untouched.intersection(range(first, end, self.block_nbytes))):
             touch(self.memory[block : block + self.block_nbytes], cores)
@@ -67,15 +54,7 @@ class Home:
 
 
 class HostHomes:
-    """Live homes of one device; they stay until they are freed or the device is closed.
-
-    Args:
-        register, unregister: pin a range (address, bytes), and undo it by its address.
-
-    Attributes:
-        num_allocations: calls so far.
-        cores: whose threads touch homes first; None: any.
-    """
+    """Live homes of one device, pinned by ``register`` (address, bytes); threads on ``cores`` touch first."""
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self.num_allocations = 0
@@ -88,22 +67,15 @@ class HostHomes:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all homes, as asked for."""
         with self._lock:
             return sum(home.slab.nbytes for home in self._homes.values())
 
     def allocate(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
-        """Allocate ``nbytes`` of zeroed, page-aligned host memory as uint8, pinned by default.
-
-        With ``is_pinned`` False, `touch` and `pin` are to follow.
-
-        Raises:
-            HardwareError: when the system or CUDA refuses; nothing is held then.
-        """
+        """Allocate a home, which is pinned or awaits `touch` and `pin`; raises `HardwareError` when refused."""
         self.num_allocations += 1
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
-        memory, slab = allocate_slab(nbytes, huge_pages=nbytes >= _HUGE_NBYTES)
+        memory, slab = allocate_slab(nbytes)
         with self._lock:
             self._homes[slab.address] = Home(memory, slab)
         if is_pinned:
@@ -115,22 +87,14 @@ class HostHomes:
         return memory
 
     def touch(self, part: torch.Tensor) -> None:
-        """Take the pages of a part of a home, before anything is written to it; those it has stay as they are.
-
-        Raises:
-            HardwareError: when it is no part of a live home.
-        """
+        """Take the pages of a part of a live home, before anything is written to it."""
         if part.numel() == 0:
             return
         home, start = self._holding(part)
         home.touch(start, start + part.nbytes, self.cores)
 
     def pin(self, memory: torch.Tensor) -> None:
-        """Take the pages that are left of a home and register it; idempotent.
-
-        Raises:
-            HardwareError: when CUDA refuses, which loses nothing; when ``memory`` is no live home.
-        """
+        """Take the pages that are left of a home and register it; idempotent, loses nothing when refused."""
         if memory.numel() == 0:
             return
         home, _ = self._holding(memory)
@@ -140,7 +104,6 @@ class HostHomes:
             home.is_pinned = True
 
     def _holding(self, part: torch.Tensor) -> tuple[Home, int]:
-        """The home that a part is in, and its first byte there."""
         address = part.data_ptr()
         with self._lock:
             for home in self._homes.values():
@@ -149,21 +112,16 @@ class HostHomes:
         raise HardwareError("not a part of a home of this device, or already freed")
 
     def free(self, memory: torch.Tensor) -> None:
-        """Unregister a home and give its pages back; copies from and to it have finished.
-
-        Raises:
-            HardwareError: when it is not the start of a live home.
-        """
+        """Unregister a live home and give its pages back; copies from and to it have finished."""
         if memory.numel() == 0:
             return
         with self._lock:
-            found = self._homes.pop(memory.data_ptr(), None)
-        if found is None:
+            home = self._homes.pop(memory.data_ptr(), None)
+        if home is None:
             raise HardwareError("not the start of a home of this device, or already freed")
-        self._give_back(found)
+        self._give_back(home)
 
     def close(self) -> None:
-        """Free all homes; without effect in a forked child, which has none of them."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -178,10 +136,7 @@ class HostHomes:
 
 
 def touch(memory: torch.Tensor, cores: HostCores | None = None) -> None:
-    """Make the system give all pages of a zeroed tensor, from several threads.
-
-    The threads run on ``cores`` where these are bound.
-    """
+    """Make the system give all pages of a zeroed tensor, from several threads, on ``cores`` if bound."""
     parts = torch.split(memory, _TOUCHED_NBYTES)
     if len(parts) == 1 and (cores is None or not cores.is_bound):
         memory.zero_()

@@ -1,7 +1,6 @@
 """The device protocol of the executor: memory under a budget, streams, events and honest readings.
 
-Two implementations: CUDA, and an emulated device that runs the same plans with real copies, real concurrency and hard
-budgets on a machine without an accelerator. The executor knows only this protocol.
+CUDA implements it, and an emulated device with real copies, real concurrency and hard budgets.
 """
 
 from __future__ import annotations
@@ -22,13 +21,10 @@ from chunkc.runtime.update.update_inputs import StepInputs
 class Event(Protocol):
     """Completion of one action. Waiting re-raises what the action raised."""
 
-    def done(self) -> bool:
-        """Whether the action has finished, without waiting."""
-        ...
+    def done(self) -> bool: ...
 
     def wait(self) -> None:
         """Block the host until the action has finished."""
-        ...
 
 
 class Update(Protocol):
@@ -54,8 +50,6 @@ class Device(Protocol):
     """A computing device with its host memory.
 
     Attributes:
-        name: for messages, for example ``emulated-64m-2g``.
-        torch_device: where arena tensors live.
         device_budget_nbytes, host_budget_nbytes: what one process may use, before any reservation.
         overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more,
         leaves_slack: and, where this is true, the slack of its size (`chunkc.hardware.usable_memory`).
@@ -70,83 +64,48 @@ class Device(Protocol):
     leaves_slack: bool
     kept_host_nbytes: int
 
-    def free_device_nbytes(self) -> int:
-        """Device bytes that no reservation holds."""
-        ...
+    def free_device_nbytes(self) -> int: ...
 
-    def free_host_nbytes(self) -> int:
-        """Host bytes that no home holds."""
-        ...
+    def free_host_nbytes(self) -> int: ...
 
     def reserve(self, nbytes: int) -> None:
-        """Set device bytes aside for arena and non-model data of one model.
+        """Set device bytes aside for one model; raises `HardwareError` when fewer are free."""
 
-        Raises:
-            HardwareError: when fewer are free.
-        """
-        ...
-
-    def unreserve(self, nbytes: int) -> None:
-        """Give bytes of ``reserve`` back."""
-        ...
+    def unreserve(self, nbytes: int) -> None: ...
 
     def allocate_arena(self, nbytes: int) -> torch.Tensor:
-        """``nbytes`` of device memory as uint8, aligned to 256 bytes; the caller has reserved them."""
-        ...
+        """Allocate uint8 device memory, aligned to 256 bytes; raises `HardwareError` beyond what is reserved."""
 
     def free_arena(self, arena: torch.Tensor) -> None:
-        """Give memory of ``allocate_arena`` back; no view of it may be used afterwards."""
-        ...
+        """Give an arena back; no view of it may be used afterwards."""
 
     def allocate_home(self, nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
-        """Allocate ``nbytes`` of host memory as uint8.
+        """Allocate zeroed, page-aligned uint8 host memory, which forks do not inherit, within the host budget.
 
-        The memory is zeroed, aligned, not inherited by forks, and fast to copy from and to. With ``is_pinned`` False
-        the system gives the memory as it is filled: ``touch_home`` comes before the first write to a part, and
-        ``pin_home`` before the first launch that copies.
-
-        Raises:
-            HardwareError: when the host budget does not hold them.
+        With ``is_pinned`` False its pages come as it is filled: ``touch_home`` before the first write to a part,
+        ``pin_home`` before the first launch that copies. Raises `HardwareError` beyond the budget.
         """
-        ...
 
     def touch_home(self, part: torch.Tensor) -> None:
-        """The part of a home is about to be written for the first time: take its pages."""
-        ...
+        """Take the pages of a part of a home, before its first write."""
 
     def pin_home(self, home: torch.Tensor) -> None:
-        """The home is full, so take what is left of its pages and make copies fast; idempotent.
-
-        Raises:
-            HardwareError: when the system refuses; the home keeps what it holds.
-        """
-        ...
+        """Take the pages that are left of a full home and pin it; idempotent; may raise `HardwareError`."""
 
     def free_home(self, home: torch.Tensor) -> None:
-        """Give memory of ``allocate_home`` back; no view of it may be used afterwards."""
-        ...
+        """Give a home back now; views read zeros and must not be written."""
 
     def num_allocations(self) -> int:
         """Arenas and homes allocated so far; a steady state adds none."""
-        ...
 
     def num_host_syncs(self) -> int:
-        """Return how often the host has waited for launched work so far.
-
-        Calls of ``synchronize`` and waits of events count.
-        """
-        ...
+        """Calls of ``synchronize``, and waits of events that blocked the host, so far."""
 
     def stalled_s(self) -> Mapping[Stream, float]:
-        """Seconds that the compute stream has waited so far, by the stream whose work it waited for.
-
-        Only what the host sees: on CUDA its waits for the worker of updates, but none of the device for copies.
-        """
-        ...
+        """Seconds that the host saw the compute stream wait so far, by the stream that it waited for."""
 
     def recorder(self) -> Timekeeper | None:
-        """Return the recorder of when actions run; None on a device where only torch's profiler can tell."""
-        ...
+        """The recorder of when actions run; None on a device where only torch's profiler can tell."""
 
     def make_update(
         self,
@@ -183,86 +142,54 @@ class Device(Protocol):
         ...
 
     def use_cores(self, cores: HostCores) -> None:
-        """Run updates on the CPU stream on ``cores`` from here on.
-
-        Homes are touched first by threads on ``cores``. The call comes before the first work on that stream. Other
-        threads of the process stay as they are.
-        """
-        ...
+        """Run updates on the CPU stream, and touch homes first, on ``cores``; called before other work there."""
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
         """Carry out ``work`` on ``stream`` after ``waits``; work of one stream runs in the order of launching.
 
-        ``work`` may only enqueue onto the device or use host memory that the plan orders. When a wait has failed,
-        ``work`` does not run and its event fails with the same exception.
+        ``work`` may only enqueue onto the device or use host memory that the plan orders. After a failed wait it does
+        not run and its event fails alike. Raises an unreported failure, and `ChunkcError` as ``check_usable``.
         """
-        ...
 
     def paced_launch(self, plan: Plan) -> Launch | None:
-        """Return `launch` for the actions of ``plan`` by their text, or None on a device without throttle."""
-        ...
+        """`launch` for the actions of ``plan`` by their text, or None on a device without throttle."""
 
     def memory_text(self) -> str:
-        """Return the bytes that stand on the device now, as text for messages."""
-        ...
+        """The bytes that stand on the device now, as text for messages."""
 
     def check_usable(self) -> None:
-        """Raise where nothing can be launched and memory may be gone: on a closed device or in a forked child."""
-        ...
+        """Raise `ChunkcError` where nothing can be launched: on a closed device or in a forked child."""
 
     def freed(self, memory: torch.Tensor) -> None:
-        """``memory`` (uint8, device) holds nothing now; debug settings fill it with NaN. Called in ``work``."""
-        ...
+        """Note that device memory (uint8) holds nothing now; debug settings fill it. Called in ``work``."""
 
     def synchronize(self) -> None:
-        """Wait for everything launched, and re-raise the first exception of any stream."""
-        ...
+        """Wait for everything launched, and raise the first exception that was not reported."""
 
     def enqueue_exchanges(self) -> None:
-        """See to it that exchanges launched so far take place without another call from this thread.
-
-        Other ranks wait for them on their devices, whatever this thread does next: it may wait for those ranks.
-        """
-        ...
+        """Let exchanges launched so far take place without another call: other ranks wait for them."""
 
     def follow_caller(self, work: Callable[[], None]) -> Callable[[], None]:
         """Wrap ``work`` for another thread: its operators go where those of the calling thread go now."""
-        ...
 
     def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which may wait for streams: here, or in a new thread where a stream calls this.
-
-        For finalizers: the garbage collector runs on any thread, and a stream must not wait for itself.
-        """
-        ...
+        """Call ``work``, which may wait for streams: in a new thread where a stream calls this (finalizers)."""
 
     def start_reading(self) -> None:
-        """From here on the non-model bytes of the calling process are read against this moment's level."""
-        ...
+        """Read the non-model bytes of the process against this moment's level from here on."""
 
     def pause_reading(self) -> None:
         """Exclude what the process takes from here to ``resume_reading`` from non-model data."""
-        ...
 
-    def resume_reading(self) -> None:
-        """Go on after ``pause_reading``; nothing otherwise."""
-        ...
+    def resume_reading(self) -> None: ...
 
     def sample_nonmodel(self) -> None:
-        """Take this moment's level into the reading; nothing where the allocator itself keeps the highest."""
-        ...
+        """Take this moment's level into the reading."""
 
-    def read_nonmodel_nbytes(self) -> int:
-        """Highest level of non-model bytes since ``start_reading``."""
-        ...
+    def read_nonmodel_nbytes(self) -> int: ...
 
     def allocator_peaks(self) -> Mapping[str, int]:
-        """Return the highest bytes that a caching allocator has taken since ``start_reading``.
-
-        The keys are the names of the metrics. The mapping is empty where there is no such allocator.
-        """
-        ...
+        """Highest bytes of a caching allocator's blocks since ``start_reading``, by metric; empty without one."""
 
     def close(self) -> None:
-        """Stop workers; idempotent."""
-        ...
+        """Finish what was launched, stop workers and free homes; idempotent."""

@@ -1,11 +1,7 @@
 """Requested gradients: those of a backward that autograd asks for, on this rank and on any.
 
-A backward program makes the gradient of every parameter that its plan trains. Autograd may ask for fewer: the loss does
-not reach some outputs of the forward, or a parameter was frozen after it. The others are withheld: zeros land in their
-place, `param.grad` stays what it was, and the step leaves the parameter and its optimizer state alone, as torch's
-optimizers do.
-
-Ranks average gradients, so what one of them asks for is a gradient of all: the others contribute zeros to it.
+Others are withheld (docs/how_it_works.md, "Parameters that the loss does not reach"). Ranks average gradients, so one
+that any rank asks for is a gradient of all: the others contribute zeros to it.
 """
 
 from __future__ import annotations
@@ -24,13 +20,7 @@ _MAX_NAMED = 5
 
 
 class RequestedGradients:
-    """Which gradients the backwards of one model are asked for.
-
-    Args:
-        ranks: with which the model is trained.
-        params: all parameters by index.
-        name_of: of a parameter by its index.
-    """
+    """Requests of gradients by the backwards of one model; ``params`` are all parameters by index."""
 
     def __init__(self, ranks: Ranks, params: Sequence[nn.Parameter], name_of: Callable[[int], str]) -> None:
         self._ranks, self._params, self._name_of = ranks, params, name_of
@@ -44,18 +34,14 @@ class RequestedGradients:
         """List which of ``graded`` are frozen now, line by line; all ranks must have the list alike."""
         return [f"{self._name_of(i)} is frozen" for i in graded if not self._params[i].requires_grad]
 
-    def number(self, own: Collection[int]) -> int:
-        """A number for ``own``, equal where the ranks ask for the same."""
-        return digest_lines([str(i) for i in sorted(own)]) if self._ranks.size > 1 else 0
+    def number(self, requested: Collection[int]) -> int:
+        return digest_lines([str(i) for i in sorted(requested)]) if self._ranks.size > 1 else 0
 
-    def of_any(self, own: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
-        """Return the gradients that some rank asks for.
-
-        They are ``own`` where the ``numbers`` of all are equal. Else they are the union, which a warning says once.
-        """
+    def of_any(self, requested: frozenset[int], numbers: Sequence[int]) -> frozenset[int]:
+        """Return the gradients that some rank asks for; warns once where the ``numbers`` of ranks differ."""
         if len(set(numbers)) == 1:
-            return own
-        texts = self._ranks.collect(",".join(map(str, sorted(own))).encode())
+            return requested
+        texts = self._ranks.collect(",".join(map(str, sorted(requested))).encode())
         of_ranks = [frozenset(int(i) for i in text.split(b",") if i) for text in texts]
         union = frozenset[int]().union(*of_ranks)
         if not self._has_warned:
@@ -65,7 +51,7 @@ class RequestedGradients:
 
     def _warn(self, partial: Sequence[int], of_ranks: Sequence[frozenset[int]]) -> None:
         first = partial[0]
-        have = [str(rank) for rank, own in enumerate(of_ranks) if first in own]
+        have = [str(rank) for rank, requested in enumerate(of_ranks) if first in requested]
         names = ", ".join(map(self._name_of, partial[:_MAX_NAMED]))
         more = f" and {len(partial) - _MAX_NAMED} more" if len(partial) > _MAX_NAMED else ""
         if self._ranks.is_first:

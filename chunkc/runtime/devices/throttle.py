@@ -1,21 +1,11 @@
-"""The times at which actions of an emulated device happen.
+"""The times at which actions of an emulated device happen: paced by a profile, and recorded.
 
-A throttled device takes the time of a profile, and any device can keep a record.
+A throttled device does the real work of every action and then waits until the action is due. An action *starts* when
+the host has launched it, its stream is free, and all that it waits for is complete. It *ends* when it is due by the law
+of paces (`PaceLaw`), or when its work is done if that takes longer. A late waking of a thread delays nothing: the next
+action counts from the end, and launches are dated without the host's latest late waking.
 
-A throttled device does the real work of every action and then waits until the action is due, so that a run in real time
-has the rates of the profile. What orders actions stays what it always is: queues and events. A law from above
-(`PaceLaw`) says how long an action takes alone, and how actions that run together slow each other.
-
-**Start.** An action starts when the host has launched it, its stream is free, and all that it waits for is complete,
-whichever happens last. These are the events that it was really launched with, and they are waited for before its work.
-
-**End.** It is complete when it is due, or when its work is done if that takes longer: the profile's time, or the
-work's own, after its start. A thread that sleeps until then wakes up late by what the machine's scheduler makes of it,
-which is no time of the emulated device. So the next action counts from the end and not from the waking, and catches up.
-The host's own clock, by which launches are dated, lags behind real time by its latest late waking, too.
-
-**Together.** The fluid model of `chunkc.cost.engine`, alive: between two starts or ends everything under way goes on at
-constant speeds.
+Between two starts or ends everything under way goes on at constant speeds (the fluid model of `chunkc.cost.engine`).
 """
 
 from __future__ import annotations
@@ -36,18 +26,14 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long an action takes with nothing beside it, and what it uses meanwhile, for `PaceLaw.speeds`."""
+    """How long an action takes with nothing beside it, and its use of the machine, for `PaceLaw.speeds`."""
 
     alone_ms: float
     use: Any
 
 
 class PaceLaw(Protocol):
-    """How fast a throttled device is."""
-
-    def paces(self, plan: Plan) -> Mapping[str, Pace]:
-        """The pace of every action of ``plan``, by its text."""
-        ...
+    def paces(self, plan: Plan) -> Mapping[str, Pace]: ...
 
     def speeds(self, uses: tuple[Any, ...]) -> tuple[float, ...]:
         """For actions that run together: the share of its full speed, in (0, 1], that each gets."""
@@ -60,14 +46,10 @@ class Span:
 
     Attributes:
         number: in the order of launching.
-        label: the action's text.
         is_inline: whether the launching thread carries it out.
-        launched_s: when the host launched it; start_s, end_s: as the module docstring says.
-        work_s: seconds that its real work took.
         pace: None where it takes as long as its work.
         cause: number of the action whose end let it start, or None where the host's launch did.
         host_cause: number of the last action that the host carried out itself before it launched this one, if any.
-        waits: what it waits for, until it starts.
     """
 
     number: int
@@ -86,7 +68,6 @@ class Span:
 
     @property
     def is_paced(self) -> bool:
-        """Whether it takes time by the law."""
         return self.pace is not None and self.pace.alone_ms > 0
 
 
@@ -101,7 +82,7 @@ class _Fluid:
         self._now_s = 0.0
 
     def begin(self, span: Span, alone_s: float) -> None:
-        """``span`` is under way since ``span.start_s``, which is past by the lateness of its thread."""
+        """Add ``span``, under way since ``span.start_s``, which is past by the lateness of its thread."""
         with self._changed:
             self._advance(self._clock())
             self._left[span.number] = (span, alone_s)
@@ -110,7 +91,6 @@ class _Fluid:
             self._changed.notify_all()
 
     def wait(self, span: Span) -> None:
-        """Block until ``span.due_s``, which is known then."""
         with self._changed:
             while True:
                 self._advance(self._clock())
@@ -123,12 +103,10 @@ class _Fluid:
         return self._speeds(tuple(span.pace.use for span, _ in self._left.values() if span.pace is not None))
 
     def _dues(self) -> list[float]:
-        """When each would be due if nothing else started or ended."""
         pairs = zip(self._left.values(), self._speeds_now(), strict=True)
         return [self._now_s + left_s / speed for (_, left_s), speed in pairs]
 
     def _advance(self, to_s: float) -> None:
-        """Let time pass, end by end."""
         while self._left:
             due_s, number = min(zip(self._dues(), self._left, strict=True))
             if due_s > to_s:
@@ -147,15 +125,7 @@ class _Fluid:
 
 
 class Timekeeper:
-    """Paces and records the actions of one device.
-
-    Args:
-        law: of a throttled device; None where actions take as long as their work.
-        clock: seconds that never go back.
-
-    Attributes:
-        records: set it to a list to keep the spans of all actions that end from then on.
-    """
+    """Paces by a law, and records: ``records``, set to a list, keeps the spans that end from then on."""
 
     def __init__(self, law: PaceLaw | None = None, clock: Clock = time.perf_counter) -> None:
         self.records: list[Span] | None = None
@@ -169,7 +139,7 @@ class Timekeeper:
     def launch(
         self, stream: Stream, label: str, waits: Iterable[Span | None], pace: Pace | None, is_inline: bool
     ) -> Span | None:
-        """An action that is launched now; None where nobody wants to know."""
+        """Make the span of an action that is launched now; None where nobody wants to know."""
         if self._fluid is None and self.records is None:
             return None
         inline = self._last_inline
@@ -185,7 +155,7 @@ class Timekeeper:
         )
 
     def begin(self, span: Span) -> None:
-        """All that ``span`` waits for is complete, and its thread is about to carry it out."""
+        """Start ``span``, when all that it waits for is complete and its thread is about to carry it out."""
         now_s = self._clock()
         before = self._last.get(span.stream)
         ends = [(other.end_s, other.number) for other in (before, *span.waits) if other is not None]
@@ -203,13 +173,13 @@ class Timekeeper:
             self._fluid.begin(span, span.pace.alone_ms * 1e-3)
 
     def end(self, span: Span, work_s: float) -> None:
-        """The work is done and took ``work_s``: wait until it is due."""
+        """Wait until ``span`` is due, whose work took ``work_s``."""
         if self._fluid is not None:
             self._fluid.wait(span)
         self.settle(span, work_s)
 
     def settle(self, span: Span, work_s: float) -> None:
-        """``span`` is complete; without waiting, as for work that failed."""
+        """Complete ``span`` without waiting, as for work that failed."""
         span.work_s = work_s
         due_s = span.due_s if math.isfinite(span.due_s) else span.start_s
         span.end_s = max(due_s, span.start_s + work_s)

@@ -1,15 +1,11 @@
 """Streams and events of the emulated device.
 
-The caller's thread computes, and one worker thread serves each other stream. Nothing polls: a worker blocks on its
-queue, then on the events its work waits for, and an event is a latch that opens when its work has finished. Workers
-know their queue and the shared `Failures`, never the device, so that a device that nobody uses any more can be
-collected and its workers stopped.
+The caller's thread computes, and one worker thread serves each other stream. Workers know their queue and the shared
+`Failures`, never the device, so that an unused device can be collected and its workers stopped.
 
 **Failures.** What ``work`` raises fails its event; whatever waits for that event does not run and fails likewise. The
-host is told once: by the next launch or `Streams.synchronize`, or by waiting for a failed event, whichever comes
-first. Work launched before the host was told adds nothing; work launched afterwards that still waits for a failed
-event is a new mistake and is told again. Work on the compute stream runs on the caller's thread, so it raises there
-and then.
+failure is reported to the host once: by the next launch or `Streams.synchronize`, or by waiting for a failed event.
+Work launched after the report that still waits for a failed event is a new mistake and is reported again.
 """
 
 from __future__ import annotations
@@ -20,10 +16,10 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -38,110 +34,92 @@ _LOGGER = logging.getLogger("chunkc")
 
 
 class Failure:
-    """An exception on its way to the host, and the host's telling about it, counted from 1 (0: none)."""
+    """An exception on its way to the host, and the number of the report of it, counted from 1 (0: none)."""
 
-    __slots__ = ("error", "telling")
+    __slots__ = ("error", "report")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
-        self.telling = 0
+        self.report = 0
 
 
 class Failures:
-    """Failures that the workers of a device have raised and the host has not been told.
-
-    Attributes:
-        num_tellings: how often the host was told; work remembers the count at its launch.
-    """
+    """Failures of a device's workers; ``num_reports`` counts those that the host was given."""
 
     def __init__(self) -> None:
-        self.num_tellings = 0
+        self.num_reports = 0
         self.num_host_waits = 0
+        self.unreported: Failure | None = None
         self._lock = threading.Lock()
-        self._untold: Failure | None = None
 
-    def record(self, failure: Failure, launched_at: int) -> None:
-        """Keep the first failure of work launched at telling ``launched_at``, unless the host knew it by then."""
+    def record(self, failure: Failure, reports_at_launch: int) -> None:
+        """Keep the first failure of work launched after report ``reports_at_launch``, unless reported by then."""
         with self._lock:
-            if self._untold is None and (failure.telling == 0 or failure.telling <= launched_at):
-                self._untold = failure
+            if self.unreported is None and (failure.report == 0 or failure.report <= reports_at_launch):
+                self.unreported = failure
 
-    def told(self, failure: Failure) -> None:
-        """The host gets ``failure`` now."""
+    def report(self, failure: Failure) -> NoReturn:
+        """Raise ``failure``, which the host gets now."""
         with self._lock:
-            self.num_tellings += 1
-            failure.telling = self.num_tellings
-            if self._untold is failure:
-                self._untold = None
+            self.num_reports += 1
+            failure.report = self.num_reports
+            if self.unreported is failure:
+                self.unreported = None
+        raise failure.error
 
-    def raise_untold(self) -> None:
-        """Tell the host what it does not know yet, if anything."""
-        failure = self._untold
+    def raise_unreported(self) -> None:
+        """Raise the failure that was not reported yet, if any."""
+        failure = self.unreported
         if failure is not None:
-            self.told(failure)
-            raise failure.error
+            self.report(failure)
 
-    @property
-    def untold(self) -> Failure | None:
-        """The failure that the host has not been told yet."""
-        return self._untold
-
-    def take_untold(self) -> Failure | None:
-        """Take the failure that nobody will be told any more."""
+    def take_unreported(self) -> Failure | None:
+        """Take the failure that nobody will be given any more."""
         with self._lock:
-            failure, self._untold = self._untold, None
+            failure, self.unreported = self.unreported, None
             return failure
 
 
 class Awaited(Protocol):
-    """Something that a worker can wait for."""
-
     def join(self) -> Failure | None:
-        """Block until it has happened; how it failed."""
-        ...
+        """Block until the event has happened; return how it failed."""
 
 
 class Completion:
-    """Event of one piece of work on ``stream``, if any.
+    """Event of one piece of work on ``stream``, if any; ``span`` is there where time is kept."""
 
-    The event is done from the start when made with ``is_done``. ``span`` is there where time is kept.
-    """
-
-    __slots__ = ("_failure", "_failures", "_latch", "span", "stream")
+    __slots__ = ("_failure", "_latch", "failures", "span", "stream")
 
     def __init__(
         self, failures: Failures, is_done: bool = False, span: Span | None = None, stream: Stream | None = None
     ) -> None:
         self.span = span
         self.stream = stream
-        self._failures = failures
+        self.failures = failures
         self._failure: Failure | None = None
         self._latch = Latch(is_open=is_done)
 
     def done(self) -> bool:
-        """Whether the work has finished or failed, without waiting."""
         return self._latch.is_open
 
     def wait(self) -> None:
         """Block the host until the work has finished; raises what it raised, each time."""
         if not self._latch.is_open:
-            self._failures.num_host_waits += 1
+            self.failures.num_host_waits += 1
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """`wait` that is not counted: the compute stream's own."""
+        """Wait without counting the wait: the compute stream's own."""
         failure = self.join()
         if failure is not None:
-            self._failures.told(failure)
-            raise failure.error
+            self.failures.report(failure)
 
     def join(self) -> Failure | None:
-        """Block until the work has finished; how it failed."""
         self._latch.wait()
         return self._failure
 
     def settle(self, failure: Failure | None) -> None:
-        """Called once, by whoever carried the work out."""
+        """Complete the event; called once, by whoever carried the work out."""
         self._failure = failure
         self._latch.open()
 
@@ -154,38 +132,35 @@ class Delays:
         self._random = random.Random(f"{seed}/{stream}")
 
     def next_ms(self) -> float:
-        """The next delay of the sequence."""
         return self._random.uniform(0, self._max_delay_ms) if self._max_delay_ms > 0 else 0.0
 
     def pause(self) -> None:
-        """Sleep for the next delay of the sequence."""
         delay_ms = self.next_ms()
         if delay_ms > 0:
             time.sleep(delay_ms / 1000)
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class QueuedWork:
     """Work in a queue; ``work`` None only marks how far the queue has come."""
 
     label: str
     waits: tuple[Awaited, ...]
     work: Callable[[], None] | None
     completion: Completion
-    launched_at: int
-    span: Span | None = None
+    reports_at_launch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """Surroundings of one stream's work: pauses before and after, a context, and the keeping of its time."""
+class WorkRunner:
+    """Runs the work of one stream: pauses before and after, a context, and the keeping of its time."""
 
     delays: Delays
     long_work: AbstractContextManager[None]
     timekeeper: Timekeeper
 
-    def attempt(self, label: str, work: Callable[[], None], place: str, span: Span | None) -> Failure | None:
-        """Carry ``work`` out, in its time and in a range of torch's profiler; how it failed."""
+    def attempt(self, label: str, work: Callable[[], None], location: str, span: Span | None) -> Failure | None:
+        """Carry ``work`` out, in its time and in a range of torch's profiler; return how it failed."""
         self.delays.pause()
         if span is not None:
             self.timekeeper.begin(span)
@@ -198,52 +173,111 @@ class Surroundings:
         except BaseException as error:  # whatever it is: the host must get it, and those that wait must not hang
             if span is not None:
                 self.timekeeper.settle(span, time.perf_counter() - begun_s)
-            error.add_note(place)
+            error.add_note(location)
             return Failure(error)
         self.delays.pause()
         return None
 
 
-class Worker:
-    """The thread of one stream. It carries out its queue in order until it meets None."""
+@dataclass(frozen=True, slots=True)
+class _Worker:
+    """The thread of one stream, which carries out its queue in order until it meets None."""
 
-    def __init__(self, name: str, stream: Stream, failures: Failures, surroundings: Surroundings) -> None:
-        self.items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(
-            target=_serve,
-            args=(self.items, f"stream {stream} of {name}", failures, surroundings),
-            name=f"chunkc-{stream}",
-            daemon=True,
-        )
-        self.thread.start()
+    items: queue.SimpleQueue[QueuedWork | None]
+    thread: threading.Thread
 
 
-def _serve(items: queue.SimpleQueue[Item | None], place: str, failures: Failures, surroundings: Surroundings) -> None:
+class Workers:
+    """Worker threads of one device, each started at the first work of its stream."""
+
+    def __init__(self, name: str, lost_in_fork: str, runners: Mapping[Stream, WorkRunner]) -> None:
+        self.failures = Failures()
+        self._name, self._lost_in_fork, self._runners = name, lost_in_fork, runners
+        self._workers: dict[Stream, _Worker] = {}
+        self._lock = threading.RLock()  # a finalizer may close the device anywhere
+        self._is_closed = False
+        self._pid = os.getpid()
+
+    def check_usable(self) -> None:
+        """Raise after `close` and in a forked child."""
+        if self._is_closed:
+            raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
+        if os.getpid() != self._pid:
+            raise ChunkcError(
+                f"{self._name} belongs to process {self._pid}, {self._lost_in_fork} survive the fork into "
+                f"{os.getpid()}: use the model in the process that compiled it, or start workers by 'spawn'"
+            )
+
+    def put(
+        self, stream: Stream, label: str, waits: tuple[Awaited, ...], work: Callable[[], None], completion: Completion
+    ) -> None:
+        self._worker(stream).items.put(QueuedWork(label, waits, work, completion, self.failures.num_reports))
+
+    def join(self) -> None:
+        """Wait until all workers have carried out what they were given."""
+        marks = []
+        for worker in list(self._workers.values()):
+            marks.append(Completion(self.failures))
+            worker.items.put(QueuedWork("synchronize", (), None, marks[-1], 0))
+        for mark in marks:
+            mark.join()
+
+    def call_from_host(self, work: Callable[[], None]) -> None:
+        """Call ``work``; in a thread of its own where a worker calls this, which would wait for itself."""
+        if any(worker.thread is threading.current_thread() for worker in list(self._workers.values())):
+            threading.Thread(target=work, name="chunkc-host").start()
+        else:
+            work()
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Finish what was launched and stop the threads; return whether they were open in this process."""
+        if os.getpid() != self._pid:
+            return False
+        with self._lock:
+            was_open, self._is_closed = not self._is_closed, True
+        for worker in self._workers.values():
+            if was_open:
+                worker.items.put(None)
+        for worker in self._workers.values():
+            if worker.thread is not threading.current_thread():
+                worker.thread.join(timeout_s)
+        failure = self.failures.take_unreported()
+        if failure is not None:
+            _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
+        return was_open
+
+    def _worker(self, stream: Stream) -> _Worker:
+        worker = self._workers.get(stream)
+        if worker is not None:
+            return worker
+        with self._lock:
+            self.check_usable()
+            if stream not in self._workers:
+                items: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
+                args = (items, f"stream {stream} of {self._name}", self.failures, self._runners[stream])
+                thread = threading.Thread(target=_serve, args=args, name=f"chunkc-{stream}", daemon=True)
+                thread.start()
+                self._workers[stream] = _Worker(items, thread)
+            return self._workers[stream]
+
+
+def _serve(items: queue.SimpleQueue[QueuedWork | None], location: str, failures: Failures, runner: WorkRunner) -> None:
     with torch.no_grad():
         while (item := items.get()) is not None:
             failure = next(filter(None, (event.join() for event in item.waits)), None)
             if failure is None and item.work is not None:
-                failure = surroundings.attempt(item.label, item.work, f"in {item.label} on {place}", item.span)
+                failure = runner.attempt(item.label, item.work, f"in {item.label} on {location}", item.completion.span)
             if failure is not None:
-                failures.record(failure, item.launched_at)
+                failures.record(failure, item.reports_at_launch)
             item.completion.settle(failure)
             del item, failure  # an idle worker keeps nothing alive
 
 
 class Streams:
-    """The five streams of one emulated device.
+    """The five streams of one emulated device; the compute stream has one caller at a time.
 
-    Launching costs a few microseconds. The compute stream has one caller at a time, on whichever thread.
-
-    Args:
-        name: of the device, for messages.
-        max_delay_ms, seed: random pauses before and after each piece of work.
-        synchronous: carry everything out at its launch, on the calling thread.
-        long_work: entered around each piece of work.
-        timekeeper: paces and records; by default it does neither.
-
-    Attributes:
-        stalled_s: how long the compute stream has waited so far, by the stream whose work it waited for.
+    ``synchronous``: carry everything out at its launch, on the calling thread. ``stalled_s``: how long the compute
+    stream has waited so far, by the stream whose work it waited for.
     """
 
     def __init__(
@@ -256,19 +290,19 @@ class Streams:
         long_work: AbstractContextManager[None],
         timekeeper: Timekeeper | None = None,
     ) -> None:
-        self.failures = Failures()
         self.num_synchronizes = 0
         self.stalled_s: dict[Stream, float] = {}
         self._name = name
         self._synchronous = synchronous
         self._timekeeper = timekeeper or Timekeeper()
-        self._surroundings = {
-            stream: Surroundings(Delays(max_delay_ms, seed, stream), long_work, self._timekeeper) for stream in Stream
+        self._runners = {
+            stream: WorkRunner(Delays(max_delay_ms, seed, stream), long_work, self._timekeeper) for stream in Stream
         }
-        self._workers: dict[Stream, Worker] = {}
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._pid = os.getpid()
+        self._workers = Workers(name, "its workers did not", self._runners)
+        self.failures = self._workers.failures
+        self.check_usable = self._workers.check_usable
+        self.call_from_host = self._workers.call_from_host
+        self.close = self._workers.close
 
     def launch(
         self,
@@ -278,60 +312,24 @@ class Streams:
         work: Callable[[], None],
         pace: Pace | None = None,
     ) -> Completion:
-        """Launch work as `chunkc.runtime.devices.protocol.Device.launch` says.
-
-        An earlier failure that the host was not told is raised. ``pace`` is what the work takes on a throttled device.
-
-        Raises:
-            ChunkcError: after `close`, in a forked child, for events that are not of an emulated device, and in
-                synchronous mode for events that are not done.
-        """
+        """Launch work as `Device.launch` says, at ``pace`` if throttled; waits are events of emulated devices."""
         self.check_usable()
-        self.failures.raise_untold()
-        completions = tuple(self._own(event, label) for event in waits)
+        self.failures.raise_unreported()
+        completions = tuple(self._checked(event, label) for event in waits)
         is_inline = stream is Stream.COMPUTE or self._synchronous
         span = self._timekeeper.launch(stream, label, (c.span for c in completions), pace, is_inline)
         if is_inline:
             return self._run_inline(stream, label, completions, work, span)
         completion = Completion(self.failures, span=span, stream=stream)
-        item = Item(label, completions, work, completion, self.failures.num_tellings, span)
-        self._worker(stream).items.put(item)
+        self._workers.put(stream, label, completions, work, completion)
         return completion
 
     def synchronize(self) -> None:
-        """Wait for everything launched, and raise the first failure the host was not told; then all is clear."""
+        """Wait for everything launched, and raise the first failure that was not reported."""
         self.check_usable()
         self.num_synchronizes += 1
-        marks = []
-        for worker in list(self._workers.values()):
-            marks.append(Completion(self.failures))
-            worker.items.put(Item("synchronize", (), None, marks[-1], 0))
-        for mark in marks:
-            mark.join()
-        self.failures.raise_untold()
-
-    def call_from_host(self, work: Callable[[], None]) -> None:
-        """Call ``work``; in a thread of its own where a worker calls this, which would wait for itself."""
-        if any(worker.thread is threading.current_thread() for worker in list(self._workers.values())):
-            threading.Thread(target=work, name="chunkc-host").start()
-        else:
-            work()
-
-    def close(self, timeout_s: float | None = None) -> None:
-        """Finish what was launched and stop the workers; idempotent, without effect in a forked child."""
-        if os.getpid() != self._pid:
-            return
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
-                for worker in self._workers.values():
-                    worker.items.put(None)
-        for worker in self._workers.values():
-            if worker.thread is not threading.current_thread():
-                worker.thread.join(timeout_s)
-        failure = self.failures.take_untold()
-        if failure is not None:
-            _LOGGER.error("%s was closed before this failure was seen", self._name, exc_info=failure.error)
+        self._workers.join()
+        self.failures.raise_unreported()
 
     def _run_inline(
         self,
@@ -345,15 +343,14 @@ class Streams:
             if self._synchronous and not event.done():
                 raise ChunkcError(f"{label} on stream {stream} of {self._name} waits for work that has not run")
             self._await(event)
-        place = f"in {label} on stream {stream} of {self._name}"
-        failure = self._surroundings[stream].attempt(label, work, place, span)
+        location = f"in {label} on stream {stream} of {self._name}"
+        failure = self._runners[stream].attempt(label, work, location, span)
         if failure is not None:
-            self.failures.told(failure)
-            raise failure.error
+            self.failures.report(failure)
         return Completion(self.failures, is_done=True, span=span)
 
     def _await(self, event: Completion) -> None:
-        """The compute stream waits for ``event``, and remembers how long and for which stream."""
+        """Have the compute stream wait for ``event``, and count the time by the stream of ``event``."""
         if event.done() or event.stream is None:
             event.raise_failure()
             return
@@ -364,29 +361,9 @@ class Streams:
             before_s = self.stalled_s.get(event.stream, 0.0)
             self.stalled_s[event.stream] = before_s + time.perf_counter() - begun_s
 
-    def _worker(self, stream: Stream) -> Worker:
-        worker = self._workers.get(stream)
-        if worker is not None:
-            return worker
-        with self._lock:
-            self.check_usable()
-            if stream not in self._workers:
-                self._workers[stream] = Worker(self._name, stream, self.failures, self._surroundings[stream])
-            return self._workers[stream]
-
-    def _own(self, event: Event, label: str) -> Completion:
+    def _checked(self, event: Event, label: str) -> Completion:
         if not isinstance(event, Completion):
             raise ChunkcError(
                 f"{label} waits for {event!r}, which is no event of {self._name} or another emulated device"
             )
         return event
-
-    def check_usable(self) -> None:
-        """Raise after `close` and in a forked child."""
-        if self._is_closed:
-            raise ChunkcError(f"{self._name} is closed: compile the model again to go on")
-        if os.getpid() != self._pid:
-            raise ChunkcError(
-                f"{self._name} belongs to process {self._pid}, its workers did not survive the fork into "
-                f"{os.getpid()}: use the model in the process that compiled it, or start workers by 'spawn'"
-            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -20,7 +21,14 @@ from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Update
-from chunkc.runtime.execution.bound_action import AnnouncedUpdate, BoundAction, CompiledGraph, RunEnvironment
+from chunkc.runtime.execution.bound_action import (
+    AnnouncedUpdate,
+    BoundAction,
+    CompiledGraph,
+    RunEnvironment,
+    Work,
+    in_sequence,
+)
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
@@ -32,10 +40,7 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
-        norm_table: where norms and the decision on them stand; a plan that measures has one.
-        ranks: with which chunks are exchanged.
-        updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
-            gradient chunk's (-1 where there is none), or None.
+        updates: by chunk and slots of the chunk, its triple and its gradient chunk (-1 for none); no slots on the host.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
     """
 
@@ -43,11 +48,11 @@ class Binder:
     store: ChunkStore
     device: Device
     graphs: Mapping[GraphKind, CompiledGraph]
-    frame: RunEnvironment
+    env: RunEnvironment
     norm_table: GradNormTable | None = None
     ranks: Ranks = field(default_factory=Ranks)
     updates: dict[tuple[int, tuple[int, int, int] | None], Update] = field(default_factory=dict)
-    recoveries: dict[int, Callable[[], None]] = field(default_factory=dict)
+    recoveries: dict[int, Work] = field(default_factory=dict)
     _program: str = ""
     _occupancy: Occupancy = field(init=False)
     _views: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -66,11 +71,11 @@ class Binder:
             update = self._norm_table(action)
         work = update.restore if update is not None else self._work(action)
         self._occupancy.apply(action)
-        wanted = None if action.op is Op.RESTORE else update
-        return BoundAction(label, str(action), action.stream, action.waits, work, wanted, action.op is Op.SUM)
+        applied = None if action.op is Op.RESTORE else update
+        return BoundAction(label, str(action), action.stream, action.waits, work, applied, action.op is Op.SUM)
 
-    def _work(self, action: Action) -> Callable[[], None]:
-        makers: dict[Op, Callable[[Action], Callable[[], None]]] = {
+    def _work(self, action: Action) -> Work:
+        makers: dict[Op, Callable[[Action], Work]] = {
             Op.FETCH: self._fetch,
             Op.OPEN: self._open,
             Op.EVICT: self._evict,
@@ -101,58 +106,36 @@ class Binder:
             raise PlanError(f"`{action}` names no slot")
         return action.slot
 
-    def _fetch(self, action: Action) -> Callable[[], None]:
+    def _fetch(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         return self._copy(self.store.payload_slot(chunk, slot), self.store.payload_home(chunk), Stream.H2D)
 
-    def _open(self, action: Action) -> Callable[[], None]:
-        """Open a slot: gradients that ranks add up begin at 0.
-
-        What any other slot holds until it is written is nobody's.
-        """
+    def _open(self, action: Action) -> Work:
+        """Open a slot: gradients that ranks add up begin at 0."""
         if self.plan.layout.world_size > 1 and self._chunk(action).partner is not None:
             memory = self.store.slot_bytes(self._slot(action))
             return lambda: _zero(memory)
         return _nothing
 
-    def _evict(self, action: Action) -> Callable[[], None]:
+    def _evict(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         copy = self._copy(self.store.payload_home(chunk), self.store.payload_slot(chunk, slot), Stream.D2H)
-        memory, device = self.store.slot_bytes(slot), self.device
+        return in_sequence(copy, self._freeing(slot))
 
-        def evict() -> None:
-            copy()
-            device.freed(memory)
-
-        return evict
-
-    def _load(self, action: Action) -> Callable[[], None]:
+    def _load(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
 
-    def _store(self, action: Action) -> Callable[[], None]:
+    def _store(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
-        memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
+        return in_sequence(partial(self.store.before_write, chunk.index), copy, self._freeing(slot))
 
-        def store() -> None:
-            before_write(chunk.index)
-            copy()
-            device.freed(memory)
+    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Work:
+        return in_sequence(*(self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)))
 
-        return store
-
-    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Callable[[], None]:
-        copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
-
-        def copy() -> None:
-            for one in copies:
-                one()
-
-        return copy
-
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Callable[[], None]:
-        nbytes, moved, key = source.numel() * source.element_size(), self.frame.moved_nbytes, (self._program, stream)
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Work:
+        nbytes, moved, key = source.numel() * source.element_size(), self.env.moved_nbytes, (self._program, stream)
 
         def copy() -> None:
             target.copy_(source, non_blocking=True)
@@ -160,34 +143,29 @@ class Binder:
 
         return copy
 
-    def _drop(self, action: Action) -> Callable[[], None]:
-        memory, device = self.store.slot_bytes(self._slot(action)), self.device
-        return lambda: device.freed(memory)
+    def _drop(self, action: Action) -> Work:
+        return self._freeing(self._slot(action))
+
+    def _freeing(self, slot: int) -> Work:
+        return partial(self.device.freed, self.store.slot_bytes(slot))
 
     def _exchanges(self) -> Exchanges:
-        return Exchanges(self.plan, self.store, self.ranks, self.frame, self._program)
+        return Exchanges(self.plan, self.store, self.ranks, self.env, self._program)
 
-    def _gather(self, action: Action) -> Callable[[], None]:
+    def _gather(self, action: Action) -> Work:
         group, first = self._group(action)
         return self._exchanges().gather(group, first, str(action))
 
-    def _reduce(self, action: Action) -> Callable[[], None]:
+    def _reduce(self, action: Action) -> Work:
         group, first = self._group(action)
         return self._exchanges().reduce(group, first, str(action))
 
-    def _release(self, action: Action) -> Callable[[], None]:
+    def _release(self, action: Action) -> Work:
         self._group(action)
-        remote = self.plan.layout.remote_of(action.index)
-        slots = [self.store.slot_bytes(self._slot_of(chunk)) for chunk in remote]
-        device = self.device
+        remote_chunks = self.plan.layout.remote_of(action.index)
+        return in_sequence(*(self._freeing(self._slot_of(chunk)) for chunk in remote_chunks))
 
-        def release() -> None:
-            for memory in slots:
-                device.freed(memory)
-
-        return release
-
-    def _sum(self, action: Action) -> Callable[[], None]:
+    def _sum(self, action: Action) -> Work:
         return self._exchanges().sum(self._norm_table(action), str(action))
 
     def _group(self, action: Action) -> tuple[int, int]:
@@ -198,39 +176,39 @@ class Binder:
                 f"`{action}` is for a job of {layout.num_ranks} ranks, this one has {self.ranks.size}: launch the "
                 "script with as many ranks as it was planned for"
             )
-        own = layout.groups[action.index].chunks[layout.rank]
-        return action.index, self._slot_of(own) - layout.rank
+        own_chunk = layout.groups[action.index].chunks[layout.rank]
+        return action.index, self._slot_of(own_chunk) - layout.rank
 
     def _payload(self, param: int) -> torch.Tensor:
         """The parameter in the slot where its first chunk now stands."""
-        place = self.plan.layout.placements[param]
-        slot = self._occupancy.slot_of.get(f"c{place.chunk}", -1)
+        first_chunk = self.plan.layout.placements[param].chunk
+        slot = self._occupancy.slot_of.get(f"c{first_chunk}", -1)
         if self.plan.layout.params[param].numel and slot < 0:
             name = self.plan.layout.params[param].name
-            raise PlanError(f"chunk c{place.chunk} of parameter {name} is not resident where it is needed")
+            raise PlanError(f"chunk c{first_chunk} of parameter {name} is not resident where it is needed")
         if (param, slot) not in self._views:
             self._views[param, slot] = self.store.param_in_slot(param, slot)
         return self._views[param, slot]
 
-    def _run(self, action: Action) -> Callable[[], None]:
+    def _run(self, action: Action) -> Work:
         planned = self.plan.segment(action.target)
         compiled = self.graphs[planned.graph]
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
         payloads = [(i, self._payload(param)) for i, param in segment.params]
         names = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)]
-        frame, outputs, device = self.frame, segment.outputs, self.device
+        env, outputs, device = self.env, segment.outputs, self.device
 
         def work() -> None:
-            env = frame.env
-            args = [env.pop(name) if dies else env.get(name) for name, dies in names]
+            values = env.values
+            args = [values.pop(name) if dies else values.get(name) for name, dies in names]
             for i, payload in payloads:
                 args[i] = payload
-            env.update(zip(outputs, run(args), strict=True))
+            values.update(zip(outputs, run(args), strict=True))
             device.sample_nonmodel()
 
         return work
 
-    def _stash(self, action: Action) -> Callable[[], None]:
+    def _stash(self, action: Action) -> Work:
         """Land the elements in this chunk of gradients of the segment, and no others.
 
         Only this chunk's fetch has been waited for, and only its slot is kept until the stash has run.
@@ -246,15 +224,13 @@ class Binder:
                 name = names[param]
                 is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
                 landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
-        frame, share = self.frame, self._share(chunk)
+        env, share = self.env, self._share(chunk)
 
         def stash() -> None:
             for param, name, is_last, target, part_of in landing:
-                whole, is_added = (
-                    frame.env.pop(name) if is_last else frame.env[name],
-                    adds and param in frame.accumulated,
-                )
-                if param in frame.withheld:
+                whole = env.values.pop(name) if is_last else env.values[name]
+                is_added = adds and param in env.accumulated
+                if param in env.withheld:
                     if not is_added:
                         target.zero_()
                     continue
@@ -269,10 +245,7 @@ class Binder:
         return stash
 
     def _share(self, chunk: Chunk) -> float:
-        """Return the factor by which gradients are multiplied as they land.
-
-        Ranks that share chunks add up the gradients of micro-batches, and average others.
-        """
+        """Factor of landing gradients: ranks that share chunks add up those of micro-batches, average others."""
         adds_up = chunk.partner is not None and self.plan.accumulate > 1
         return 1.0 / self.plan.layout.world_size if adds_up else 1.0
 
@@ -289,22 +262,21 @@ class Binder:
         info = self.plan.layout.params[param]
         memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
         part = next(p for p in self.store.parts(param) if p.chunk == mapped)
-        target = self.store.payload_slot(chunk, slot)[part.start : part.end]
-        span = slice(part.first, part.first + part.end - part.start)
-        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[span]
+        target = self.store.payload_slot(chunk, slot)[part.in_chunk]
+        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[part.in_param]
 
     def _norm_table(self, action: Action) -> GradNormTable:
         if self.norm_table is None:
             raise PlanError(f"`{action}` has no place in a plan that does not measure gradients")
         return self.norm_table
 
-    def _norm(self, action: Action) -> Callable[[], None]:
+    def _norm(self, action: Action) -> Work:
         """Of the gradients that land by this plan; what else the chunk holds are parameters."""
         chunk = self._chunk(action)
         holder = self.plan.layout.grad_chunks().get(chunk.index, chunk.index)
         norm_table = self._norm_table(action)
-        landed = {param for segment in self.plan.segments for param in segment.lands}
-        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in landed]
+        graded_params = {param for segment in self.plan.segments for param in segment.lands}
+        pieces = [piece for piece in self.store.pieces(chunk.index) if piece.param in graded_params]
         gradient = self.store.payload_slot(self.plan.layout.chunks[holder], self._slot_of(holder))
         return self.device.make_norm(gradient, pieces, norm_table.table[chunk.index])
 
@@ -332,7 +304,7 @@ class Binder:
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
 
-    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Callable[[], None]:
+    def _recovery(self, chunk: Chunk, pieces: Sequence[Piece]) -> Work:
         """Casts param32 into the payload, each where it is in the cold state."""
         cold, store = dict(self.plan.cold.resident), self.store
         slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")

@@ -12,6 +12,17 @@ from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.update_inputs import StepInputs
 
 SegmentCallable = Callable[[list[Any]], Sequence[Any]]
+Work = Callable[[], None]
+
+
+def in_sequence(*works: Work) -> Work:
+    """Make one piece of work of several."""
+
+    def work() -> None:
+        for part in works:
+            part()
+
+    return work
 
 
 class GraphSegment(Protocol):
@@ -48,16 +59,25 @@ class CompiledGraph:
     segments: Sequence[SegmentCallable]
     gradients: Mapping[str, int]
 
+    def outputs(self, values: Mapping[str, Any]) -> list[Any]:
+        """Results of the graph, with None for gradients of parameters."""
+        return [self._output(entry, values) for entry in self.graph.result]
+
+    def _output(self, entry: str | tuple[Any, ...], values: Mapping[str, Any]) -> Any:
+        if not isinstance(entry, str):
+            return entry[0]
+        return None if entry in self.gradients else values[entry]
+
 
 @dataclass(slots=True)
 class RunEnvironment:
     """State that changes while programs run: values by name, and bytes moved by each program's latest run.
 
-    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds; it lays down the others.
-    ``withheld``: parameters whose gradient nobody asked for: zeros land in its place.
+    ``accumulated``: parameters whose gradient chunks hold a gradient, to which ``add`` adds. ``withheld``: parameters
+    whose gradient nobody asked for: zeros land in its place.
     """
 
-    env: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     accumulated: Set[int] = frozenset()
     withheld: Set[int] = frozenset()
     moved_nbytes: dict[tuple[str, Stream], int] = field(default_factory=dict)
@@ -67,8 +87,7 @@ class RunEnvironment:
 class BoundAction:
     """An action with the function that does it.
 
-    ``update`` stands in for ``work`` where hyperparameters are needed. ``is_sum``: the findings of norms stand once the
-    action has happened.
+    ``update`` stands in for ``work`` where hyperparameters are needed. After ``is_sum`` norms can be read.
     """
 
     label: str
@@ -89,7 +108,6 @@ class AnnouncedUpdate:
     chunk: int
 
     def update(self, inputs: StepInputs) -> None:
-        """Say so first."""
         self.store.before_write(self.chunk)
         self.inner.update(inputs)
 

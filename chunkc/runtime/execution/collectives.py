@@ -1,14 +1,13 @@
 """Exchanges of a plan (``gather``, ``reduce``, ``sum``) as functions over the memory of the chunks.
 
-A group's chunks stand one behind the other in the arena, so it is one tensor, of which this rank's chunk is a part:
-both collectives work in place. What a rank receives is counted as the plan counts it: the chunks of the others, and of
-a reduction what it takes to have the mean over replicas.
+A group is one tensor in the arena, of which this rank's chunk is a part: both collectives work in place. What a rank
+receives is counted as the plan counts it: the chunks of the others, and what a mean over replicas takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -16,11 +15,9 @@ from chunkc.distributed.process_group import Ranks
 from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
-from chunkc.runtime.execution.bound_action import RunEnvironment
+from chunkc.runtime.execution.bound_action import RunEnvironment, Work, in_sequence
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.storage.chunk_store import ChunkStore
-
-Work = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,60 +27,41 @@ class Exchanges:
     plan: Plan
     store: ChunkStore
     ranks: Ranks
-    frame: RunEnvironment
+    env: RunEnvironment
     program: str
 
     def gather(self, group: int, first_slot: int, text: str) -> Work:
         """Fill the slots of a group from its owners."""
-        whole, own = self._parts(group, first_slot)
-        place, ranks = self._place(text), self.ranks
-        count = self._counting(whole.nbytes - own.nbytes)
-
-        def gather() -> None:
-            ranks.gather(whole, own, place)
-            count()
-
-        return gather
+        group_memory, own_chunk = self._parts(group, first_slot)
+        gather = partial(self.ranks.gather, group_memory, own_chunk, self._describe(text))
+        return in_sequence(gather, self._counting(group_memory.nbytes - own_chunk.nbytes))
 
     def reduce(self, group: int, first_slot: int, text: str) -> Work:
-        """Put the mean of the own chunk over all ranks into that chunk.
-
-        Gradient chunks to which micro-batches add take the sum of contributions that were divided as they landed.
-        """
-        whole, own = self._parts(group, first_slot)
-        place, ranks, layout = self._place(text), self.ranks, self.plan.layout
-        count = self._counting(whole.nbytes - own.nbytes + layout.mirrored_nbytes(own.nbytes))
+        """Put the mean of the own chunk over all ranks into that chunk: a sum of shares that landed divided."""
+        group_memory, own_chunk = self._parts(group, first_slot)
+        layout = self.plan.layout
+        count = self._counting(group_memory.nbytes - own_chunk.nbytes + layout.mirrored_nbytes(own_chunk.nbytes))
         kind = layout.chunks[layout.groups[group].first_chunk].list
         mean = not (kind is ChunkList.GRAD and self.plan.accumulate > 1)
-
-        def reduce() -> None:
-            ranks.reduce(own, whole, place, mean=mean)
-            count()
-
-        return reduce
+        reduce = partial(self.ranks.reduce, own_chunk, group_memory, self._describe(text), mean=mean)
+        return in_sequence(reduce, count)
 
     def sum(self, norm_table: GradNormTable, text: str) -> Work:
         """Add up over all ranks the findings of this rank's norms."""
-        place, ranks = self._place(text), self.ranks
-
-        def add_up() -> None:
-            norm_table.total()
-            ranks.total(norm_table.totals, place)
-
-        return add_up
+        return in_sequence(norm_table.total, partial(self.ranks.total, norm_table.totals, self._describe(text)))
 
     def _parts(self, group: int, first_slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The chunks of a group, and the own one of them."""
-        whole, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
-        return whole, whole.chunk(layout.world_size)[layout.rank]
+        group_memory, layout = self.store.group_in_slots(group, first_slot), self.plan.layout
+        return group_memory, group_memory.chunk(layout.world_size)[layout.rank]
 
     def _counting(self, received_nbytes: int) -> Work:
-        moved, key = self.frame.moved_nbytes, (self.program, Stream.COMM)
+        moved, key = self.env.moved_nbytes, (self.program, Stream.COMM)
 
         def count() -> None:
             moved[key] = moved.get(key, 0) + received_nbytes
 
         return count
 
-    def _place(self, text: str) -> str:
+    def _describe(self, text: str) -> str:
         return f"`{text}` of {self.program}"

@@ -1,7 +1,6 @@
 """The executor, which carries out the programs of one plan, action by action, on a device.
 
-The executor decides nothing. All actions are bound to memory when it is made, so that a step allocates nothing and
-looks nothing up. Running a program is: launch each action on its stream with the events of the labels it waits for.
+The executor decides nothing. All actions are bound to memory when it is made, so that a step allocates nothing.
 Values of the graphs live in an environment by name and leave it at their last use.
 """
 
@@ -35,7 +34,6 @@ class Executor:
     """Runs the programs of ``plan`` over the memory of ``store``.
 
     Attributes:
-        plan: what it runs.
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
@@ -65,29 +63,26 @@ class Executor:
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
         self._ranks = ranks or Ranks()
-        self._exchanged: dict[str, int] = {}
-        self._frame = RunEnvironment()
+        self._exchange_digests: dict[str, int] = {}
+        self._env = RunEnvironment()
         self._events: dict[str, Event] = {}
         self.step_number = -1
-        self._counted: set[str] = set()
-        binder = Binder(plan, store, device, self._graphs, self._frame, self.norm_table, self._ranks)
+        self._counted_programs: set[str] = set()
+        binder = Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks)
         self._programs = {p.name: binder.bind(p) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
-        self._wanted = {name: _wanted(compiled) for name, compiled in self._graphs.items()}
+        self._used_values = {name: _used_values(compiled) for name, compiled in self._graphs.items()}
 
     def enter_step(self, number: int) -> None:
-        """The next forward is one of step ``number``: with several micro-batches, bytes moved for it add up."""
+        """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
         if number != self.step_number:
             self.step_number = number
-            self._counted.clear()
+            self._counted_programs.clear()
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes that copies on ``stream`` moved in the latest forward, backward and step, or evaluation.
-
-        With several micro-batches: in all programs since the latest step was entered.
-        """
-        names = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted.intersection(REPEATED_PROGRAMS)
-        return sum(self._frame.moved_nbytes.get((name, stream), 0) for name in names)
+        """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
+        counted = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted_programs
+        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS if name in counted)
 
     def exchanges(self, program: str) -> list[str]:
         """List what all ranks must have alike in a program: collectives in order, and gradients that land."""
@@ -97,18 +92,16 @@ class Executor:
         return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
 
     def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
-        """Agree with all ranks that they are about to run ``program``; return ``number`` of every rank.
-
-        ``state``: what else the ranks must have alike.
+        """Agree with all ranks on ``state`` and on running ``program``; return ``number`` of every rank.
 
         Raises:
             RankError: when they do other things, or exchange other chunks.
         """
         if self._ranks.size == 1:
             return [number]
-        if program not in self._exchanged:
-            self._exchanged[program] = digest_lines(self.exchanges(program))
-        digest = digest_lines([*state, str(self._exchanged[program])])
+        if program not in self._exchange_digests:
+            self._exchange_digests[program] = digest_lines(self.exchanges(program))
+        digest = digest_lines([*state, str(self._exchange_digests[program])])
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
     def forward(self, program: str, args: list[Any]) -> list[Any]:
@@ -131,13 +124,11 @@ class Executor:
     ) -> list[Any]:
         """Run a backward program; gradients of parameters land in chunks and come back as None.
 
-        Where there are any ``accumulated``, parameters whose gradient chunks hold a gradient of this step, those that
-        land are added to them. Of parameters ``withheld`` zeros land, whatever the graph makes.
-
-        Under a ``loss_scale`` its tangents are multiplied by the scale, and so are the gradients in chunks; those that
-        come back are not.
+        Gradients of parameters ``accumulated`` are added to those in their chunks; of those ``withheld`` zeros land.
+        Under a ``loss_scale`` tangents are multiplied by the scale, and so are the gradients in chunks; those that come
+        back are not.
         """
-        self._frame.accumulated, self._frame.withheld = accumulated, withheld
+        self._env.accumulated, self._env.withheld = accumulated, withheld
         if loss_scale is None:
             return self._run_graph(program, "backward", args)
         scale_tangents(self._graphs["backward"].graph.inputs, args, loss_scale.scale)
@@ -152,45 +143,41 @@ class Executor:
         found: torch.Tensor | None = None,
         loss_scale: LossScale | None = None,
     ) -> StepDecision | None:
-        """Launch the step program with these hyperparameters; host updates run while the caller goes on.
+        """Launch the step program with arguments of `StepInputs`; host updates run while the caller goes on.
 
-        Args:
-            hypers, steps, factor, found, loss_scale: as in `StepInputs`; the last three only where the plan measures.
-
-        Returns:
-            What becomes of it, where ``found`` may have it skipped.
+        Returns the decision where ``found`` may have the step skipped. The last three are only for plans with norms.
         """
-        norm_table, num_params = self.norm_table, len(self.plan.layout.params)
-        if norm_table is None:
+        table, num_params = self.norm_table, len(self.plan.layout.params)
+        if table is None:
             self._launch("step", StepInputs(hypers, steps, num_params))
             return None
-        inputs = StepInputs(hypers, steps, num_params, factor, norm_table.control, norm_table.seen, found, loss_scale)
+        inputs = StepInputs(hypers, steps, num_params, factor, table.control, table.host_control, found, loss_scale)
         self._launch("step", inputs)
-        return None if found is None else StepDecision(self._events[self._decide], norm_table.seen)
+        return None if found is None else StepDecision(self._events[self._decide], table.host_control)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
         self._launch("restore")
 
     def abandon(self) -> None:
-        """From the forward's exit state to cold, joined."""
+        """Go from the forward's exit state to cold, joined."""
         self._launch("abandon")
         self.join()
 
     def resume(self) -> None:
-        """From cold, joined, to the forward's exit state."""
+        """Go from cold, joined, to the forward's exit state."""
         self.join()
         self._launch("resume")
         self.join()
 
     def reduce_all(self) -> None:
-        """Reduce what micro-batches have left unreduced, joined, and let go of what they kept."""
+        """Reduce what micro-batches have left unreduced, joined."""
         self.join()
         self._launch("reduce_all")
         self.join()
 
     def recover(self) -> None:
-        """After an interrupted program: join, and every payload at its home equals its param32 again."""
+        """Join after an interrupted program, and cast every payload at its home from its param32 again."""
         with suppress(Exception):  # the exception that led here is already on its way to the caller
             self._device.synchronize()
         self.forget_launched()
@@ -198,8 +185,8 @@ class Executor:
             recover()
 
     def forget_launched(self) -> None:
-        """Let go of values of the graphs, and of the events of what has been launched."""
-        self._frame.env = {}
+        """Let go of values of the graphs, and of the events of launches."""
+        self._env.values = {}
         self._events.clear()
 
     def join(self) -> None:
@@ -210,50 +197,42 @@ class Executor:
             self._events.clear()
 
     def _run_graph(self, program: str, graph: GraphKind, args: list[Any]) -> list[Any]:
-        compiled, frame = self._graphs[graph], self._frame
+        compiled, env = self._graphs[graph], self._env
         pairs = zip(compiled.graph.inputs, args, strict=True)
-        frame.env = {n: value for n, value in pairs if n in self._wanted[graph]}
+        env.values = {n: value for n, value in pairs if n in self._used_values[graph]}
         args.clear()
         del pairs
         try:
             self._launch(program)
-            return [self._result(entry, compiled) for entry in compiled.graph.result]
+            return compiled.outputs(env.values)
         finally:
-            frame.env = {}
-
-    def _result(self, entry: str | tuple[Any], compiled: CompiledGraph) -> Any:
-        if not isinstance(entry, str):
-            return entry[0]
-        return None if entry in compiled.gradients else self._frame.env[entry]
+            env.values = {}
 
     def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
         events, device = self._events, self._device
         launch = device.launch if self._paced_launch is None else self._paced_launch
         self._count_from_zero(name)
-        for position, bound in enumerate(self._programs[name]):
-            waits = [events[w] for w in bound.waits if w in events]
-            work = bound.work if bound.update is None or inputs is None else partial(bound.update.update, inputs)
+        for position, action in enumerate(self._programs[name]):
+            waits = [events[w] for w in action.waits if w in events]
+            work = action.work if action.update is None or inputs is None else partial(action.update.update, inputs)
             try:
-                events[bound.label] = launch(bound.stream, bound.text, waits, work)
+                events[action.label] = launch(action.stream, action.text, waits, work)
             except torch.OutOfMemoryError as error:
                 raise self._out_of_memory(name, position, error) from error
-            if bound.is_sum and self.norm_table is not None:
-                self.norm_table.ready = (events[bound.label],)
+            if action.is_sum and self.norm_table is not None:
+                self.norm_table.ready = (events[action.label],)
             if self.trace is not None:
-                self.trace.append(bound.text)
+                self.trace.append(action.text)
         if self._ranks.size > 1:
             device.enqueue_exchanges()
         self.num_actions += len(self._programs[name])
 
     def _count_from_zero(self, name: str) -> None:
-        """Forget the bytes that a program moved, unless it runs again for the same step.
-
-        Copies of the step before may still be under way, but none of a program that is about to run.
-        """
-        if self.plan.accumulate == 1 or name not in self._counted:
-            moved = self._frame.moved_nbytes
+        """Forget the bytes that a program moved, unless it runs again for the same step."""
+        if self.plan.accumulate == 1 or name not in self._counted_programs:
+            moved = self._env.moved_nbytes
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
-        self._counted.add(name)
+        self._counted_programs.add(name)
 
     def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         program = self.plan.program(name)
@@ -268,12 +247,12 @@ class Executor:
         )
 
 
-def _wanted(compiled: CompiledGraph) -> frozenset[str]:
+def _used_values(compiled: CompiledGraph) -> frozenset[str]:
     taken = {name for segment in compiled.graph.segments for name in segment.inputs}
     return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
 
 
 def _label_of(plan: Plan, program: str, op: Op) -> str:
     """The label of the first ``op`` in a program; empty where there is none."""
-    found = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
-    return next(found, "")
+    labels = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
+    return next(labels, "")

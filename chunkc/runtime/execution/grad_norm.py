@@ -1,10 +1,8 @@
-"""Findings of a plan that measures gradients, and the decision on them that updates wait for.
+"""Norms of a plan's gradients, and the decision on them that updates wait for.
 
 Norm actions write one row for each chunk as its gradients become final; ``decide`` turns rows and requests into what
-every update reads: a factor for gradients, and whether to leave parameters as they are. All of it stays on the device,
-and what updates on the host read is copied there behind it, so that nobody waits for the device but those updates.
-
-Sums of squares add up in float64, so that the norm does not depend on how parameters are packed into chunks.
+every update reads: a factor, and whether to leave parameters as they are. All stays on the device; host updates read a
+copy. Sums of squares add up in float64, so the norm does not depend on how parameters are packed into chunks.
 """
 
 from __future__ import annotations
@@ -24,10 +22,8 @@ class GradNormTable:
     Attributes:
         table: float64 [num_chunks, `ROW_NUMEL`] on the device; rows of chunks that are not measured stay 0.
         control: float32 [2] on the device: the factor of every gradient; and 0, or 1 to leave parameters as they are.
-        seen: ``control`` as host memory has it.
-        totals: float64 [`ROW_NUMEL`] on the device: the columns of ``table`` added up, over all ranks where there are
-            several; they stand there once ``ready`` has happened.
-        ready: what to wait for before ``totals`` is read on the compute stream.
+        host_control: ``control`` as host memory has it.
+        totals: float64 [`ROW_NUMEL`] on the device: sums of columns over all ranks, once ``ready`` has happened.
     """
 
     def __init__(self, num_chunks: int, device: torch.device, num_ranks: int = 1) -> None:
@@ -36,9 +32,9 @@ class GradNormTable:
         self.totals = torch.zeros(ROW_NUMEL, dtype=torch.float64, device=device)
         self.ready: tuple[Event, ...] = ()
         self._is_alone = num_ranks == 1
-        self.seen = self.control
+        self.host_control = self.control
         if device.type != "cpu":
-            self.seen = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
+            self.host_control = torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").pin_memory()
 
     def total(self) -> None:
         """Add up what the chunks of this rank have."""
@@ -70,25 +66,25 @@ class GradNormTable:
             self.control[1].copy_(inputs.found)
         if inputs.loss_scale is not None and inputs.found is not None:
             inputs.loss_scale.update(inputs.found)
-        if self.seen is not self.control:
-            self.seen.copy_(self.control, non_blocking=True)
+        if self.host_control is not self.control:
+            self.host_control.copy_(self.control, non_blocking=True)
 
     def restore(self) -> None:
-        """The work of ``decide`` in a program that updates nothing: there is nothing to decide."""
+        """Nothing: a program that updates nothing decides nothing."""
 
 
 class StepDecision:
     """Whether a step that may be skipped was; known once its decision has been taken on the device."""
 
-    def __init__(self, event: Event, seen: torch.Tensor) -> None:
-        self._event, self._seen = event, seen
+    def __init__(self, event: Event, host_control: torch.Tensor) -> None:
+        self._event, self._host_control = event, host_control
         self._is_skipped: bool | None = None
 
     def is_skipped(self) -> bool:
-        """Waits for the decision, which stands before the updates of its step."""
+        """Wait for the decision, which stands before the updates of its step."""
         if self._is_skipped is None:
             self._event.wait()
-            self._is_skipped = bool(self._seen[1])
+            self._is_skipped = bool(self._host_control[1])
         return self._is_skipped
 
 

@@ -1,7 +1,6 @@
 """A graph without a plan: operators run one after another, each with just the parameters it reads.
 
-This is how the first iteration runs when a forward breaks into several graphs, since the layout is made once all of
-them are known. On the device stand the values of the graph and the parameters of one operator, no arena.
+So the first iteration runs when a forward breaks into several graphs: the layout is made once all are known.
 """
 
 from __future__ import annotations
@@ -19,44 +18,36 @@ ReadParam = Callable[[int], torch.Tensor]
 class UnplannedGraph:
     """Runs a captured forward and its backward.
 
-    Attributes:
-        graded_params: indexes of the parameters whose gradients its backward makes.
-        used_params: those and the ones that its backward reads.
+    ``graded_params``: those whose gradients its backward makes; ``used_params``: those and the ones that it reads.
     """
 
     def __init__(self, graphs: Mapping[Literal["forward", "backward"], CompiledGraph]) -> None:
-        """Segments of ``graphs`` begin wherever an operator reads parameters."""
         self._graphs = graphs
-        made = graphs["backward"].gradients if "backward" in graphs else {}
+        gradients = graphs["backward"].gradients if "backward" in graphs else {}
         segments = graphs["backward"].graph.segments if "backward" in graphs else ()
-        self.graded_params = tuple(sorted(made.values()))
+        self.graded_params = tuple(sorted(gradients.values()))
         self.used_params = frozenset((*self.graded_params, *(p for s in segments for _, p in s.params)))
 
     def forward(self, args: list[Any], read_param: ReadParam) -> list[Any]:
         """Outputs of the forward graph; empties ``args``. ``read_param`` gives a copy of a parameter."""
         compiled = self._graphs["forward"]
-        env = self._run(compiled, args, read_param)
-        return [env[entry] if isinstance(entry, str) else entry[0] for entry in compiled.graph.result]
+        return compiled.outputs(self._run(compiled, args, read_param))
 
     def backward(self, args: list[Any], read_param: ReadParam) -> tuple[list[Any], dict[int, torch.Tensor]]:
         """Outputs of the backward graph with None for gradients of parameters, and these by parameter."""
         compiled = self._graphs["backward"]
-        env = self._run(compiled, args, read_param)
-        outputs = [
-            (None if entry in compiled.gradients else env[entry]) if isinstance(entry, str) else entry[0]
-            for entry in compiled.graph.result
-        ]
-        return outputs, {param: env[name] for name, param in compiled.gradients.items()}
+        values = self._run(compiled, args, read_param)
+        return compiled.outputs(values), {param: values[name] for name, param in compiled.gradients.items()}
 
     def _run(self, compiled: CompiledGraph, args: list[Any], read_param: ReadParam) -> dict[str, Any]:
         graph = compiled.graph
-        env = dict(zip(graph.inputs, args, strict=True))
+        values = dict(zip(graph.inputs, args, strict=True))
         args.clear()
         for segment, run in zip(graph.segments, compiled.segments, strict=True):
             params = dict(segment.params)
-            values = [
-                read_param(params[i]) if i in params else env.pop(name) if i in segment.dies else env[name]
+            inputs = [
+                read_param(params[i]) if i in params else values.pop(name) if i in segment.dies else values[name]
                 for i, name in enumerate(segment.inputs)
             ]
-            env.update(zip(segment.outputs, run(values), strict=True))
-        return env
+            values.update(zip(segment.outputs, run(inputs), strict=True))
+        return values

@@ -217,7 +217,7 @@ class Parameters:
         if self._store is None or self.staging.holds(index) or not numel:
             return ((0, numel),) if self.ranks.is_first else ()
         runs = self._store.own_runs(index)
-        return tuple((run[0].first, run[-1].first + run[-1].end - run[-1].start) for run in runs)
+        return tuple((run[0].first, run[-1].in_param.stop) for run in runs)
 
     @property
     def is_in_first_replica(self) -> bool:

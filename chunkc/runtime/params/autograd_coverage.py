@@ -1,7 +1,7 @@
 """Whether autograd's engine runs the whole backward of a compiled forward.
 
 Gradients land in chunks and never reach autograd, so ``backward(inputs=...)`` and ``torch.autograd.grad`` cannot pick
-some of them: both are noticed, inside the backward, by the nodes that would have accumulated the other gradients.
+some of them: the nodes that would have accumulated the others notice both inside the backward.
 """
 
 from __future__ import annotations
@@ -17,24 +17,21 @@ from chunkc._torch_compat.core import engine_runs, pytree
 
 
 def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:
-    """The nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there.
-
-    Breadth first from the outputs, until all are found; a parameter that no output depends on has none.
-    """
-    wanted = {id(param): key for key, param in params.items()}
+    """Find the nodes behind ``outputs`` that accumulate gradients of ``params``, by their key there."""
+    key_of = {id(param): key for key, param in params.items()}
     todo = deque(t.grad_fn for t in pytree.tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.grad_fn)
-    seen, found = set(todo), dict[int, Node]()
-    while todo and len(found) < len(params):
+    seen, accumulators = set(todo), dict[int, Node]()
+    while todo and len(accumulators) < len(params):
         for node, _ in todo.popleft().next_functions:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            key = wanted.get(id(getattr(node, "variable", None)))
+            key = key_of.get(id(getattr(node, "variable", None)))
             if key is not None:
-                found[key] = node
+                accumulators[key] = node
             else:
                 todo.append(node)
-    return found
+    return accumulators
 
 
 def left_out(accumulators: Mapping[int, Node], keys: Collection[int]) -> list[int]:

@@ -4,9 +4,8 @@
     host     a tensor of its own in host memory: another graph of the same backward needed the payload after it landed,
              or no plan has laid out chunks yet
 
-A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward, so
-that a handle that was kept never shows the gradient of a later one. Where micro-batches add up, it is that of the first
-of them that had a gradient, as in autograd, and shows the sum.
+A gradient may have both parts; their sum is the gradient. ``param.grad`` is a handle with the stamp of its backward (of
+the first micro-batch that had a gradient), so that a kept handle never shows the gradient of a later one.
 """
 
 from __future__ import annotations
@@ -30,15 +29,12 @@ class Gradients:
         zeroed: parameters whose ``grad`` was zeroed in place, and got nothing since.
         stamp: number of the latest backward.
         num_micro_batches: backwards whose gradients add up since the last step.
-        factor: what clipping and unscaling have multiplied all of them by, float32 [] on the model's device; they
-            themselves stand as they landed until the step, or until somebody writes one. None for 1.
+        factor: pending factor of all of them by clipping and unscaling, float32 [] on the device; None for 1.
         unscaling: the factor that the latest backward left, which undoes a loss scale; None for 1.
-        found: 1 where one of them was infinite or NaN when the script that scales them looked, else 0: float32 []
-            there. None where it has not.
+        found: 1 where the script's scaler found one infinite or NaN, else 0: float32 []; None before it looked.
         accumulate: backwards whose gradients one step may take; with more than one, gradients overlay no parameter.
         is_consumed: whether a step took the latest gradients.
-        measured: the parameters whose gradients the latest backward measured as they landed, if these are all that
-            there are and nobody has written one since; else None.
+        measured: parameters whose gradients the latest backward measured, if these are all and unchanged since.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], accumulate: int = 1) -> None:
@@ -83,7 +79,7 @@ class Gradients:
         return grad is not None and grad is self._handles.get(index)
 
     def is_kept(self, index: int) -> bool:
-        """Tell whether a gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
+        """Whether a gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
         return (index in self.chunk_grads and index in self._live) or index in self.host_grads
 
     def published(self, indexes: Iterable[int]) -> frozenset[int]:
@@ -91,11 +87,10 @@ class Gradients:
         return frozenset(self._live.intersection(indexes))
 
     def unshown(self) -> list[int]:
-        """Parameters whose gradient is kept, though nobody sees it: ``grad`` was removed, replaced or zeroed."""
+        """Parameters whose gradient is kept, though ``grad`` was removed, replaced or zeroed."""
         return [i for i in {*self.chunk_grads, *self.host_grads} if i in self.zeroed or not self.is_handle(i)]
 
     def stamp_of(self, index: int) -> int:
-        """Of the handle that shows the parameter's gradient."""
         return self._stamps.get(index, self.stamp)
 
     def drop_removed(self) -> None:
@@ -116,10 +111,7 @@ class Gradients:
         return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
 
     def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
-        """Tell whether ``graph``, run forward in ``call``, goes on with ``backward``'s latest micro-batch.
-
-        ``num_forwards``: how often it ran there, as a frame does that a forward comes to more than once.
-        """
+        """Whether ``graph``, run ``num_forwards`` times in ``call``, goes on with ``backward``'s micro-batch."""
         return backward == self._backward and call == self._call and self._ran[graph] < num_forwards
 
     def is_under_way(self, backward: int) -> bool:
@@ -127,7 +119,7 @@ class Gradients:
         return self.pending and backward == self._backward
 
     def begin(self, backward: int, call: int) -> None:
-        """A new backward, or one more micro-batch."""
+        """Begin a new backward, or one more micro-batch."""
         self.stamp += 1
         if self.num_micro_batches == 0:
             self.found = None
@@ -138,30 +130,28 @@ class Gradients:
         self._backward, self._call = backward, call
 
     def land(self, indexes: Iterable[int]) -> None:
-        """The gradients of ``indexes`` stand in their chunks now, those withheld as zeros."""
+        """Note that the gradients of ``indexes`` stand in their chunks, those withheld as zeros."""
         self.chunk_grads.update(indexes)
 
     def note_landed(self, graded: frozenset[int], scale: LossScale | None, *, is_measured: bool) -> None:
-        """Gradients of ``graded`` have landed, multiplied by ``scale``; note whether the plan measured them."""
+        """Note that gradients of ``graded``, multiplied by ``scale``, have landed, and whether with norms."""
         if scale is not None:
             self.factor = self.unscaling = scale.inverse()
         is_all = is_measured and self.chunk_grads == graded and not self.host_grads
         self.measured = self.published(graded) if is_all else None
 
     def add(self, index: int, part: torch.Tensor) -> None:
-        """One more part that does not stand in a chunk; a tensor in host memory may be kept as it is."""
+        """Add a part that does not stand in a chunk; a tensor in host memory may be kept as it is."""
         part, before = part.to("cpu"), self.host_grads.get(index)
         self.host_grads[index] = part if before is None else before + part
 
     def publish(
         self, store: GradStore, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None
     ) -> None:
-        """Set ``param.grad`` after ``graph`` has run backward.
+        """Set ``param.grad`` after ``graph`` has run backward, whose gradients are multiplied by ``scale``.
 
-        ``store`` reads and writes them. All gradients of ``graph`` are multiplied by ``scale``, if it has one.
-
-        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept
-        for the case that this backward fails.
+        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept for
+        the case that this backward fails.
         """
         self._ran[graph] += 1
         for index in indexes:
@@ -180,7 +170,7 @@ class Gradients:
             self._live.add(index)
 
     def forget(self) -> None:
-        """Gradients were stepped or discarded; ``param.grad`` stays what it is."""
+        """Note that gradients were stepped or discarded; ``param.grad`` stays what it is."""
         self.factor = self.unscaling = self.found = self.measured = None
         self.chunk_grads.clear()
         self.host_grads.clear()
@@ -190,12 +180,11 @@ class Gradients:
         self.is_consumed = False
 
     def consume(self) -> None:
-        """A step takes all gradients."""
         self.forget()
         self.is_consumed = True
 
     def retract(self) -> None:
-        """Gradients are lost: parameters show what they showed before this model handed them out."""
+        """Give gradients up: parameters show what they showed before this model published gradients."""
         for index, handle in self._handles.items():
             if self._params[index].grad is handle:
                 self._params[index].grad = self._replaced.get(index)

@@ -18,11 +18,8 @@ def manage(
 ) -> torch.nn.Parameter:
     """Turn ``param`` into a managed parameter on ``device``; the object stays the same, its payload goes.
 
-    Returns:
-        a parameter that now holds the payload; swapping it with ``param`` undoes everything.
-
-    Raises:
-        RuntimeError: from ``torch.utils.swap_tensors``, when something else holds on to the parameter's insides.
+    Returns a parameter that now holds the payload; swapping it with ``param`` undoes everything. Raises RuntimeError
+    (``torch.utils.swap_tensors``) when something else holds on to the parameter's insides.
     """
     shell = Shell.of(info, device, requires_grad=param.requires_grad)
     managed = torch.nn.Parameter(ManagedTensor(shell, "param", index, runtime), requires_grad=param.requires_grad)
@@ -34,11 +31,7 @@ def manage(
 def manage_all(
     params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore, device: torch.device
 ) -> None:
-    """Make all parameters managed, or none; to users they stand on ``device``, as graphs read them.
-
-    Raises:
-        ChunkcError: naming the first that cannot.
-    """
+    """Make all parameters managed, or none; raises `ChunkcError` that names the first that cannot."""
     done: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
     for index, (param, info) in enumerate(zip(params, infos, strict=True)):
         try:

@@ -1,9 +1,8 @@
 """Managed parameters: stand-ins in the user's module for tensors whose payload moves between devices.
 
-A managed parameter is a traceable wrapper subclass around a shell (`shell`), a tensor of the same shape
-without storage. Under compilation it flattens to that, so graphs see an ordinary placeholder whose payload the executor
-supplies. Everywhere else an operator that reads it gathers the true value first, and an operator that writes it writes
-the true value: nothing ever reads memory that is not there, and no write is lost.
+A managed parameter is a traceable wrapper subclass around a shell (`shell`). Under compilation it flattens to that, so
+graphs see a placeholder whose payload the executor supplies. Everywhere else an operator that reads it gathers the true
+value first, and an operator that writes it writes the true value.
 
     role    stands for                                    after a read
     param   the parameter itself, and its ``detach``      a plain tensor with the current value
@@ -12,8 +11,7 @@ the true value: nothing ever reads memory that is not there, and no write is los
     view    a view of a gathered value                    reads go through until the parameter changes; writes are
                                                           refused by name
 
-What goes around operators (addresses, storages, sharing) is refused by name, since there is no memory behind it; NumPy
-gets a read-only copy. A gradient carries the stamp of its backward, so that one kept for later never shows another's.
+What goes around operators (addresses, storages, sharing) is refused by name; NumPy gets a read-only copy.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ValueStore(Protocol):
-    """Reads and writes of one kind of values, by the index of a parameter; a read drains pending updates.
-
-    Attributes:
-        holds: parameters with their gradients, or one part of the optimizer states.
-    """
+    """Reads and writes of one kind of values, by the index of a parameter; a read drains pending updates."""
 
     @property
     def holds(self) -> Literal["params", "states"]: ...
@@ -74,6 +68,15 @@ class GradStore(ValueStore, Protocol):
     def averaged(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
+def _refusing(access: str) -> Any:
+    """A method that refuses ``access`` to memory."""
+
+    def refuse(tensor: ManagedTensor, *_: object, **__: object) -> NoReturn:
+        _refuse_memory(tensor, access)
+
+    return refuse
+
+
 class ManagedTensor(torch.Tensor):
     """A parameter (or its gradient) whose payload a chunk holds. See the module docstring."""
 
@@ -96,7 +99,7 @@ class ManagedTensor(torch.Tensor):
         return outer
 
     def __init__(self, inner: torch.Tensor, role: Role, index: int, runtime: ValueStore | None, stamp: int = 0) -> None:
-        """Everything is done in ``__new__``; this keeps ``Tensor.__init__`` from seeing the arguments."""
+        """Nothing: keeps ``Tensor.__init__`` from seeing the arguments of ``__new__``."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
@@ -142,52 +145,28 @@ class ManagedTensor(torch.Tensor):
         return self.numpy() if dtype is None else self.numpy().astype(dtype, copy=False)
 
     def tolist(self) -> Any:
-        """The value as nested lists."""
         return _read(self).tolist()
 
-    def data_ptr(self) -> NoReturn:
-        """Refused: there is no address."""
-        _refuse_memory(self, "data_ptr()")
-
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refused: there is no storage. Capture asks for its identity and size only."""
+        """Refuse; capture asks for its identity and size only."""
         if is_capturing():
             return super().untyped_storage()
         _refuse_memory(self, "untyped_storage()")
 
-    def storage(self) -> NoReturn:
-        """Refused: there is no storage."""
-        _refuse_memory(self, "storage()")
-
-    def _typed_storage(self) -> NoReturn:
-        _refuse_memory(self, "storage()")
-
-    def share_memory_(self) -> NoReturn:
-        """Refused: there is nothing to share."""
-        _refuse_memory(self, "share_memory_()")
-
-    def __dlpack__(self, **_: object) -> NoReturn:
-        _refuse_memory(self, "DLPack export")
-
-    def apply_(self, function: object) -> NoReturn:
-        """Refused: it writes to memory directly."""
-        _refuse_memory(self, "apply_()")
-
-    def map_(self, *_: object) -> NoReturn:
-        """Refused: it writes to memory directly."""
-        _refuse_memory(self, "map_()")
-
-    def map2_(self, *_: object) -> NoReturn:
-        """Refused: it writes to memory directly."""
-        _refuse_memory(self, "map2_()")
+    data_ptr = _refusing("data_ptr()")
+    storage = _typed_storage = _refusing("storage()")
+    share_memory_ = _refusing("share_memory_()")
+    __dlpack__ = _refusing("DLPack export")
+    apply_ = _refusing("apply_()")
+    map_ = _refusing("map_()")
+    map2_ = _refusing("map2_()")
 
     def register_hook(self, hook: Any) -> Any:
-        """Refused for parameters: their gradients do not pass through autograd."""
+        """Refuse for parameters: their gradients do not pass through autograd."""
         _refuse_hook(self)
         return super().register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refused for parameters: their gradients do not pass through autograd."""
         _refuse_hook(self)
         return super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
@@ -222,17 +201,11 @@ class ManagedTensor(torch.Tensor):
 def _trace(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inner_args, inner_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: x._inner, (args, kwargs))
     out = func(*inner_args, **inner_kwargs)
-    if func in _ALIASES:
-        first = args[0]
-        return _like(first, out)
-    return out
+    return _like(args[0], out) if func in _ALIASES else out
 
 
 def _alias(tensor: ManagedTensor) -> ManagedTensor:
-    """Return another handle on the same place.
-
-    The handle is an ordinary tensor in inference mode too, as autograd asks of a detach.
-    """
+    """Another handle on the same place, an ordinary tensor in inference mode too, as a detach has to be."""
     with torch.inference_mode(False):
         return _like(tensor, tensor._inner.detach())
 
@@ -241,12 +214,12 @@ def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
     return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_store, tensor._chunkc_stamp)
 
 
-def _refuse_memory(tensor: ManagedTensor, what: str) -> NoReturn:
+def _refuse_memory(tensor: ManagedTensor, access: str) -> NoReturn:
     advice = "`param.detach().clone()` for a copy, or `with chunkc.full_params(model):` for real tensors"
     if _is_of_state(tensor):
         advice = "`.clone()` for a copy"
     raise ChunkcError(
-        f"{_describe(tensor)} has no memory of its own for {what}: its payload moves between host and device. Use "
+        f"{_describe(tensor)} has no memory of its own for {access}: its payload moves between host and device. Use "
         f"{advice}"
     )
 
@@ -281,7 +254,6 @@ def _describe(tensor: ManagedTensor) -> str:
 
 
 def _read(tensor: ManagedTensor) -> torch.Tensor:
-    """The true value, in memory of its own."""
     store, index = _store(tensor), tensor._chunkc_index
     if tensor._role == "view":
         if tensor._chunkc_stamp not in (_NO_VERSION, store.version_of(index)):
@@ -301,8 +273,8 @@ def _read(tensor: ManagedTensor) -> torch.Tensor:
 def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
     runtime = _store(tensor)
     if value.shape != tensor.shape or value.dtype != tensor.dtype:
-        found = f"{tuple(value.shape)} {value.dtype}"
-        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {found}")
+        result = f"{tuple(value.shape)} {value.dtype}"
+        raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {result}")
     if tensor._role == "grad":
         runtime.write_grad(tensor._chunkc_index, tensor._chunkc_stamp, value)
     else:
@@ -310,7 +282,6 @@ def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
 
 
 def _store(tensor: ManagedTensor) -> Any:
-    """Where the values of its role are read and written."""
     if tensor._chunkc_store is None:
         raise ChunkcError(f"{_describe(tensor)} belongs to no compiled model any more; read it before the model goes")
     return tensor._chunkc_store
@@ -332,14 +303,14 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return args[0] if func is aten.zero_.default else None
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
-        if _place(tensor) not in values:
-            values[_place(tensor)] = _read(tensor)
-    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_place(x)], (args, kwargs))
+        if _value_key(tensor) not in values:
+            values[_value_key(tensor)] = _read(tensor)
+    plain_args, plain_kwargs = pytree.tree_map_only(ManagedTensor, lambda x: values[_value_key(x)], (args, kwargs))
     out = func(*plain_args, **plain_kwargs)
     for tensor in written:
-        _write(tensor, values[_place(tensor)])
+        _write(tensor, values[_value_key(tensor)])
     if written:
-        originals = {id(values[_place(tensor)]): tensor for tensor in written}
+        originals = {id(values[_value_key(tensor)]): tensor for tensor in written}
         return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
     if any(r.alias_info is not None for r in func._schema.returns):
         source = managed[0]
@@ -359,10 +330,7 @@ def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
 
 
 def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
-    """Fill a parameter without reading it, in the dtype that it was handed over in.
-
-    Random numbers are those of the parameter's device, as in the parameter's initialisation.
-    """
+    """Fill a parameter without reading it, in the dtype and with the random numbers of its initialisation."""
     dtype = _store(target).staging.dtypes[target._chunkc_index]
     value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
     args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
@@ -370,7 +338,7 @@ def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[
     return _copy_exactly(target, value)
 
 
-def _place(tensor: ManagedTensor) -> object:
+def _value_key(tensor: ManagedTensor) -> object:
     """Return a key shared by tensors whose values are in the same place, as a parameter and its ``data``."""
     if tensor._role == "view":
         return id(tensor)
@@ -378,12 +346,12 @@ def _place(tensor: ManagedTensor) -> object:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:
-    found: list[ManagedTensor] = []
+    written: list[ManagedTensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
-    return found
+            written += [x for x in pytree.tree_leaves(value) if isinstance(x, ManagedTensor)]
+    return written
 
 
 def _plain(tensor: ManagedTensor) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Hooks on the user's modules, beside parameters: real values in state dicts, answers to conversions.
 
-Both look at the parameters that a module holds when they are called, so that in a copy of a compiled model
-(``copy.deepcopy``, pickle), which has plain parameters, they do nothing.
+In a copy of a compiled model (``copy.deepcopy``, pickle), which has plain parameters, they do nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from chunkc.runtime.params.managed_tensor import ManagedTensor
 
 
 class StateDictHook:
-    """A hook that makes managed tensors in a state dict real, in the dtype they were handed over in.
+    """A hook that makes a module's managed tensors in a state dict real, in the dtype handed over.
 
-    It stands on every module and sees to the module's own parameters, so that the state dict of a part is as real as
-    that of the whole. Tied parameters stay tied within one state dict. With ``keep_vars=True`` the parameters
-    themselves are in it, as torch has it.
+    Tied parameters stay tied within one state dict. ``keep_vars=True`` keeps the parameters themselves.
     """
 
     def __init__(self) -> None:
@@ -58,8 +55,8 @@ class StateDictHook:
 class Conversion:
     """Stands in for ``Module._apply``, behind ``to``, ``half``, ``cuda`` and their like.
 
-    What would leave every parameter as it is reaches the buffers, as torch has it; anything else is refused before
-    anything has changed. (torch itself would swap parameter objects, which compiled code holds on to, or stop halfway.)
+    What would leave every parameter as it is reaches the buffers; anything else is refused before anything has changed.
+    (torch itself would swap parameter objects, which compiled code holds on to, or stop halfway.)
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,9 +1,7 @@
 """Shells: what managed tensors are inside, and what compiled code is called with in their place.
 
-A shell has the shape, dtype, strides and device of a parameter and no memory. The executor supplies the payload, so no
-operator of chunkc reads one. But torch's own frames hold shells while compiled code runs, and whatever shows the
-variables of a traceback (pytest, IPython, reporters of errors) prints them, which for a plain tensor would read the
-memory that is not there. A shell prints what it is.
+A shell has the shape, dtype, strides and device of a parameter and no memory. Whatever shows the variables of torch's
+own frames (pytest, IPython) would read memory that is not there, so a shell prints what it is.
 """
 
 from __future__ import annotations
@@ -49,5 +47,4 @@ class Shell(torch.Tensor):
         return as_plain_subclass(Shell, plain, requires_grad)
 
     def detach(self) -> Shell:
-        """Another one, without autograd."""
         return as_plain_subclass(Shell, self, requires_grad=False)

@@ -1,20 +1,21 @@
 """The chunk store: the memory of one model's layout, and views of parameters in it.
 
 Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
-there as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
-variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
+there as in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32, momentum,
+variance. Device memory is one arena; slots are byte ranges of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
-from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.layout import Chunk, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
-from chunkc.runtime.storage.snapshot import Snapshot
+from chunkc.runtime.storage.snapshot import Part, Snapshot
 from chunkc.runtime.update.cpu_adam import Piece
 
 
@@ -31,24 +32,11 @@ class Triple:
         return self.param32, self.exp_avg, self.exp_avg_sq
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements ``[start, end)`` of ``chunk``, which hold a parameter's elements from ``first`` on."""
-
-    chunk: int
-    start: int
-    end: int
-    first: int
-
-
 class ChunkStore:
     """Arena and homes of one layout, from when the store is made to ``close``.
 
-    Homes take their pages as parameters come (`touch`), so that what these come from can go meanwhile, and are pinned
-    when all have come (`pin`).
-
-    Attributes:
-        snapshot: of an earlier moment, as long as somebody reads it.
+    Homes take their pages as parameters come (`touch`), and are pinned when all have come (`pin`). ``snapshot`` is of
+    an earlier moment, as long as somebody reads it.
     """
 
     def __init__(self, layout: Layout, device: Device) -> None:
@@ -80,25 +68,18 @@ class ChunkStore:
             if not self.is_own(part.chunk):
                 continue
             if chunk.home is Home.HOST:
-                self._device.touch_home(self.payload_home(chunk)[part.start : part.end])
+                self._device.touch_home(self.payload_home(chunk)[part.in_chunk])
             if chunk.os_home is Home.HOST:
                 for tensor in self.triple_home(chunk).tensors:
-                    self._device.touch_home(tensor[part.start : part.end])
+                    self._device.touch_home(tensor[part.in_chunk])
 
     def pin(self) -> None:
-        """All parameters stand in their chunks: the first launch may come.
-
-        Raises:
-            HardwareError: when the system does not pin the homes; they keep what they hold.
-        """
+        """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
         for slab in (self._payload_slab, self._triple_slab):
             self._device.pin_home(slab)
 
     def close(self) -> None:
-        """Give all memory back; no view may be used afterwards.
-
-        The garbage collector may call this while torch traces something else, so no operator runs here.
-        """
+        """Give all memory back. The garbage collector may call this while torch traces: no operator runs here."""
         self.end_snapshot(self.snapshot)
         for slab in (self._payload_slab, self._triple_slab):
             if slab.numel():
@@ -107,35 +88,27 @@ class ChunkStore:
         self.arena = self._payload_slab = self._triple_slab = self._nothing
 
     def before_write(self, chunk: int) -> None:
-        """Prepare a write to a chunk; return when no snapshot needs what stands there now.
-
-        The call comes before param32 or moments of the chunk change where they live. For an untrained chunk the call
-        comes before the payload changes. See `chunkc.runtime.storage.snapshot`.
-        """
+        """Return when no snapshot needs what stands in a chunk; to be called before its masters change."""
         snapshot = self.snapshot
         if snapshot is not None:
             snapshot.before_write(chunk)
 
     def begin_snapshot(self, snapshot: Snapshot) -> None:
-        """Keep ``snapshot`` from now on, and give up an earlier one that nobody ended.
-
-        The reader of the earlier snapshot is told so.
-        """
+        """Keep ``snapshot`` from now on, and give up an earlier one that nobody ended."""
         self.end_snapshot(self.snapshot)
         self.snapshot = snapshot
 
     def end_snapshot(self, snapshot: Snapshot | None) -> None:
-        """Nobody reads ``snapshot`` any more."""
         if snapshot is not None:
             snapshot.close()
         if self.snapshot is snapshot:
             self.snapshot = None
 
     def _find_parts(self, index: int) -> tuple[Part, ...]:
-        place = self.layout.placements[index]
-        left, first, start = self.layout.params[index].numel, 0, place.offset
+        placement = self.layout.placements[index]
+        left, first, start = self.layout.params[index].numel, 0, placement.offset
         parts = []
-        for chunk in place.chunks:
+        for chunk in placement.chunks:
             end = min(self.layout.chunks[chunk].numel, start + left)
             if end > start:
                 parts.append(Part(chunk, start, end, first))
@@ -143,11 +116,11 @@ class ChunkStore:
         return tuple(parts)
 
     def parts(self, param: int) -> tuple[Part, ...]:
-        """Where the elements of a parameter are, in their order in memory."""
+        """Ranges of the elements of a parameter, in their order in memory."""
         return self._parts[param]
 
     def own_runs(self, param: int) -> tuple[tuple[Part, ...], ...]:
-        """The parts of a parameter in this rank's chunks; those that follow each other in it are together."""
+        """The parts of a parameter in this rank's chunks; those that follow each other are together."""
         runs: list[list[Part]] = []
         for part in self._parts[param]:
             if not self.is_own(part.chunk):
@@ -160,10 +133,8 @@ class ChunkStore:
 
     def pieces(self, chunk: int) -> list[Piece]:
         """The parameters in a chunk, by offset, for the update."""
-        found = []
-        for param in self.layout.params_of(chunk):
-            found += [Piece(param, p.start, p.end) for p in self._parts[param] if p.chunk == chunk]
-        return found
+        params = self.layout.params_of(chunk)
+        return [Piece(param, p.start, p.end) for param in params for p in self._parts[param] if p.chunk == chunk]
 
     def is_own(self, chunk: int) -> bool:
         """Whether this rank owns a chunk: it alone has a home for it."""
@@ -186,34 +157,28 @@ class ChunkStore:
         return self.arena[offset : offset + sum(c.nbytes for c in chunks)].view(_dtype(chunks[0].dtype))
 
     def slot_bytes(self, slot: int) -> torch.Tensor:
-        """All bytes of a slot."""
-        place = self.layout.slots[slot]
-        return self.arena[place.offset : place.end]
+        info = self.layout.slots[slot]
+        return self.arena[info.offset : info.end]
 
     def triple_home(self, chunk: Chunk) -> Triple:
-        """The host-homed optimizer state of a chunk."""
         return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
 
     def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
-        """The optimizer state of a chunk in a slot."""
         return _triple(self.arena, self.layout.slots[slot].offset, chunk)
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
         """The parameter as the graphs read it, its first chunk standing in ``slot``."""
-        info, place = self.layout.params[param], self.layout.placements[param]
+        info, placement = self.layout.params[param], self.layout.placements[param]
         if info.numel == 0:
             return torch.empty_strided(info.shape, info.stride, dtype=_dtype(info.dtype), device=self.arena.device)
-        start = self.layout.slots[slot].offset + place.offset * DTYPE_NBYTES[info.dtype]
+        start = self.layout.slots[slot].offset + placement.offset * DTYPE_NBYTES[info.dtype]
         flat = self.arena[start : start + info.nbytes].view(_dtype(info.dtype))
         return flat.as_strided(info.shape, info.stride)
 
 
 def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
-    found, offset = {}, 0
-    for chunk, nbytes in zip(chunks, sizes, strict=True):
-        found[chunk.index] = offset
-        offset += nbytes
-    return found
+    indexes = (chunk.index for chunk in chunks)
+    return dict(zip(indexes, accumulate(sizes, initial=0), strict=False))
 
 
 def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
@@ -225,8 +190,3 @@ def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
 def _dtype(name: str) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, name)
     return dtype
-
-
-def is_trained(chunk: Chunk) -> bool:
-    """Whether a chunk has an optimizer state."""
-    return chunk.list is ChunkList.TRAINED

@@ -1,12 +1,8 @@
 """Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
 
-param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
-All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
-of the parameter are, in host memory or on the device; what is written may come from anywhere.
-
-Where several ranks share the chunks, all of them read and write together: what is read is put together from the owners'
-chunks, in host memory, and of what is written each keeps its own part. Where there are replicas, what is read is the
-first one's.
+param32 is valid at every moment, so a trained parameter is read from it; the payload may hold a gradient. The caller
+has drained the device. Where ranks share the chunks, all read and write together: what is read is put together in host
+memory, from the first replica; of what is written each rank keeps its own part.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.runtime.devices.host_slab import FreedPages
 from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
-from chunkc.runtime.storage.snapshot import Snapshot, SnapshotReader
+from chunkc.runtime.storage.snapshot import Part, Snapshot, SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore
 from chunkc.runtime.update.loss_scale import multiply
 
@@ -31,10 +27,7 @@ class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
-        """Bind a chunk store, the slots of its device-homed tensors and the ranks.
-
-        ``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device.
-        """
+        """Bind a store to ``static_slots``, of payloads (``c3``) and triples (``os3``) homed on the device."""
         self._store = store
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
@@ -42,13 +35,10 @@ class ChunkValues:
         self._grad_chunks = store.layout.grad_chunks()
 
     def load(self, staging: StagingStore) -> None:
-        """Move what is left in ``staging`` into chunks, one parameter at a time.
+        """Move what is left in ``staging`` into chunks, one parameter at a time; an interrupted move resumes.
 
-        The move can be interrupted and resumed. Parameters move in the order of the chunks, so that homes take their
-        pages as fast as ``staging`` lets go of its own.
-
-        Raises:
-            HardwareError: when homes cannot be pinned; all parameters stand in their chunks then.
+        Parameters move in the order of the chunks, so that homes take their pages as fast as ``staging`` lets go of its
+        own. Raises `HardwareError` when homes cannot be pinned; all parameters stand in their chunks then.
         """
         freed = FreedPages()
         for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
@@ -64,11 +54,10 @@ class ChunkValues:
         self._store.pin()
 
     def _first_element(self, index: int) -> tuple[int, int]:
-        place = self._layout.placements[index]
-        return place.chunk, place.offset
+        placement = self._layout.placements[index]
+        return placement.chunk, placement.offset
 
     def is_trained(self, index: int) -> bool:
-        """Whether the parameter has an optimizer state."""
         return self._chunk_of(index).list is ChunkList.TRAINED
 
     def read_param(self, index: int) -> torch.Tensor:
@@ -88,30 +77,23 @@ class ChunkValues:
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
+            self._payload(chunk)[part.in_chunk].copy_(self._triple(chunk).param32[part.in_chunk])
 
     def read_gradient(self, index: int) -> torch.Tensor:
-        """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
+        """A copy of the gradient in the payload or in the gradient chunk beside it."""
         return self._whole(index, self._gradient)
 
     def multiply_gradient(self, index: int, factor: torch.Tensor) -> None:
         """Multiply the gradient in chunks by ``factor``, float32 []: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            gradient = self._gradient(chunk)[part]
+            gradient = self._gradient(chunk)[part.in_chunk]
             multiply(gradient, factor.to(gradient.device))
 
     def write_gradient(self, index: int, value: torch.Tensor) -> None:
-        """Replace the gradient that the payload, or the gradient chunk beside it, holds."""
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
-        """Return a copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped.
-
-        Where nothing is trained, ``param32`` is the parameter.
-
-        Raises:
-            ChunkcError: for moments of a parameter that the compiled graph does not train.
-        """
+        """A float32 copy of ``exp_avg``, ``exp_avg_sq`` or ``param32``; moments of none trained raise."""
         if name == "param32":
             return self.read_param(index).float()
         if not self.is_trained(index):
@@ -123,16 +105,12 @@ class ChunkValues:
         return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
 
     def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """Replace both moments."""
         self._before_write(index)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
         self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
 
     def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and, where given, of its moments.
-
-        The new elements are 1-D, one tensor for each run of parts.
-        """
+        """Replace this rank's elements of a parameter and its moments, 1-D, a tensor for each run of parts."""
         self._before_write(index)
         lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
         if self.is_trained(index):
@@ -144,16 +122,14 @@ class ChunkValues:
             lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
         for of, flats in lists:
             for run, flat in zip(self._store.own_runs(index), flats, strict=True):
-                for part in run:
-                    first = part.first - run[0].first
-                    place = of(self._layout.chunks[part.chunk])[part.start : part.end]
-                    place.copy_(flat[first : first + part.end - part.start])
+                sizes = [part.end - part.start for part in run]
+                for part, elements in zip(run, torch.split(flat, sizes), strict=True):
+                    of(self._layout.chunks[part.chunk])[part.in_chunk].copy_(elements)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
         """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
 
-        The values are those of now. There is one snapshot at a time: an earlier one ends. ``end_snapshot`` of the store
-        must follow the last read.
+        An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
         """
         used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
         snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
@@ -161,19 +137,18 @@ class ChunkValues:
         return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
-        found = self._layout.chunks[chunk]
-        return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
+        """Tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
+        info = self._layout.chunks[chunk]
+        return self._triple(info).tensors if info.list is ChunkList.TRAINED else (self._payload(info),)
 
     def _before_write(self, index: int) -> None:
         for chunk, _ in self._own_parts(index):
             self._store.before_write(chunk.index)
 
-    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, slice]]:
-        """The chunks of this rank that hold elements of a parameter, and where in them."""
+    def _own_parts(self, index: int) -> Iterator[tuple[Chunk, Part]]:
         for part in self._store.parts(index):
             if self._store.is_own(part.chunk):
-                yield self._layout.chunks[part.chunk], slice(part.start, part.end)
+                yield self._layout.chunks[part.chunk], part
 
     def _chunk_of(self, index: int) -> Chunk:
         return self._layout.chunks[self._layout.placements[index].chunk]
@@ -193,46 +168,40 @@ class ChunkValues:
         return self._store.triple_home(chunk)
 
     def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
-        info, chunks = self._layout.params[index], self._layout.chunks
-        parts = [of(chunks[p.chunk])[p.start : p.end] for p in self._store.parts(index)]
-        dtype = parts[0].dtype if parts else getattr(torch, info.dtype)
-        device = parts[0].device if parts else torch.device("cpu")
-        found = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
-        flat = _flat(found)
-        for place, part in zip(self._store.parts(index), parts, strict=True):
-            flat[place.first : place.first + place.end - place.start].copy_(part)
-        return found
+        info, parts = self._layout.params[index], self._store.parts(index)
+        ranges = [of(self._layout.chunks[part.chunk])[part.in_chunk] for part in parts]
+        dtype = ranges[0].dtype if ranges else getattr(torch, info.dtype)
+        device = ranges[0].device if ranges else torch.device("cpu")
+        value = torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device)
+        for part, elements in zip(parts, ranges, strict=True):
+            _flat(value)[part.in_param].copy_(elements)
+        return value
 
     def _whole(self, index: int, of: Callable[[Chunk], torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
         """A parameter-shaped copy of ``of`` its chunks, which are in ``dtype`` or the parameter's own."""
         if self._ranks.size == 1:
             return self._gather(index, of)
         info = self._layout.params[index]
-        found_dtype = getattr(torch, info.dtype) if dtype is None else dtype
-        found = torch.empty_strided(info.shape, info.stride, dtype=found_dtype, device="cpu")
-        flat, parts = _flat(found.zero_()), self._store.parts(index)
-        is_first = self._ranks.replica == 0
-        for part in parts:
-            if is_first and self._store.is_own(part.chunk):
-                own = of(self._layout.chunks[part.chunk])[part.start : part.end]
-                flat[part.first : part.first + own.numel()].copy_(own)
-        if len({self._layout.owner(part.chunk) for part in parts}) == 1:
-            self._ranks.broadcast(flat, self._layout.owner(parts[0].chunk))
+        value_dtype = getattr(torch, info.dtype) if dtype is None else dtype
+        value = torch.empty_strided(info.shape, info.stride, dtype=value_dtype, device="cpu")
+        flat = _flat(value.zero_())
+        if self._ranks.replica == 0:
+            for chunk, part in self._own_parts(index):
+                flat[part.in_param].copy_(of(chunk)[part.in_chunk])
+        owners = {self._layout.owner(part.chunk) for part in self._store.parts(index)}
+        if len(owners) == 1:
+            self._ranks.broadcast(flat, owners.pop())
         else:
             self._ranks.combine(flat)
-        return found
+        return value
 
     def _scatter(self, index: int, of: Callable[[Chunk], torch.Tensor], value: torch.Tensor) -> None:
-        info, chunks = self._layout.params[index], self._layout.chunks
-        dense = value
+        info, dense = self._layout.params[index], value
         if value.stride() != info.stride:
             dense = torch.empty_strided(info.shape, info.stride, dtype=value.dtype, device=value.device).copy_(value)
         flat = _flat(dense.detach())
-        for part in self._store.parts(index):
-            if not self._store.is_own(part.chunk):
-                continue
-            count = part.end - part.start
-            of(chunks[part.chunk])[part.start : part.end].copy_(flat[part.first : part.first + count])
+        for chunk, part in self._own_parts(index):
+            of(chunk)[part.in_chunk].copy_(flat[part.in_param])
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

@@ -5,14 +5,14 @@
     taken     the reader has it
 
 The copies aside are bounded. A writer that finds no room waits until the reader has caught up, so a slow disk slows the
-steps down instead of taking a second model's memory. What is read is therefore always that moment, never a mixture.
+steps down instead of taking a second model's memory.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
@@ -23,15 +23,9 @@ Live = Callable[[int], tuple[torch.Tensor, ...]]
 
 
 class Snapshot:
-    """See the module docstring. One thread reads; any threads write, and say so before by `before_write`.
+    """One moment of ``chunks``: one thread reads; any threads write, each after `before_write`.
 
-    Args:
-        live: gives the memory of a chunk between programs.
-        chunks: indexes of the chunks to keep. Nothing may be writing to them now.
-        max_copied_nbytes: bound of the copies aside. A chunk larger than that is waited for.
-
-    Attributes:
-        num_copies, num_waits: how many chunks were copied aside, and how many writers had to wait.
+    ``live`` gives the memory of a chunk between programs. ``max_copied_nbytes`` bounds the copies aside.
     """
 
     def __init__(self, live: Live, chunks: Iterable[int], max_copied_nbytes: int) -> None:
@@ -46,7 +40,7 @@ class Snapshot:
         self._is_closed = False
 
     def before_write(self, chunk: int) -> None:
-        """Somebody is about to write to ``chunk``: returns when that cannot change what will be read."""
+        """Return when a write to ``chunk`` cannot change what will be read."""
         with self._changed:
             if chunk not in self._waiting:
                 return
@@ -64,9 +58,7 @@ class Snapshot:
     def take(self, chunk: int) -> tuple[torch.Tensor, ...]:
         """The chunk as it was, in host memory that belongs to the caller; once for each chunk.
 
-        Raises:
-            KeyError: when it was taken before, or is none of the snapshot's.
-            ChunkcError: when the snapshot was closed, so that the chunk may have been written to since.
+        Raises KeyError for a chunk that was taken before, `ChunkcError` when the snapshot was closed.
         """
         with self._changed:
             if self._is_closed:
@@ -81,7 +73,7 @@ class Snapshot:
             return tensors
 
     def close(self) -> None:
-        """Nobody reads any more: writers go on."""
+        """Let writers go on: nobody reads any more."""
         with self._changed:
             self._is_closed = True
             self._waiting.clear()
@@ -102,45 +94,40 @@ def _nbytes(tensors: tuple[torch.Tensor, ...]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-class PartOfParam(Protocol):
-    """Elements ``[start, end)`` of ``chunk`` belong to a parameter."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``[start, end)`` of ``chunk``, which hold a parameter's elements from ``first`` on."""
+
+    chunk: int
+    start: int
+    end: int
+    first: int
 
     @property
-    def chunk(self) -> int: ...
+    def in_chunk(self) -> slice:
+        return slice(self.start, self.end)
+
     @property
-    def start(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    def in_param(self) -> slice:
+        return slice(self.first, self.first + self.end - self.start)
 
 
 class SnapshotReader:
     """Parameters out of a snapshot, in the order in which they stand in chunks.
 
-    A chunk is taken when its first parameter is read and let go when one is read that has no part of it.
-
-    Attributes:
-        snapshot: what it reads.
+    A chunk is taken when its first parameter is read and let go when one is read that has no part of it. ``runs`` gives
+    parts of a parameter by its index, together where they follow each other.
     """
 
-    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[PartOfParam]]]) -> None:
-        """Read ``snapshot`` by the runs of each parameter.
-
-        ``runs`` gives the runs of a parameter by its index: parts in chunks of the snapshot. Parts that follow each
-        other in the parameter are together.
-        """
+    def __init__(self, snapshot: Snapshot, runs: Callable[[int], Sequence[Sequence[Part]]]) -> None:
         self.snapshot = snapshot
         self._runs = runs
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def read(self, index: int, position: int = 0) -> tuple[torch.Tensor, ...]:
-        """Parameter ``index`` (position 0), its exp_avg (1) or its exp_avg_sq (2), as it was, in host memory.
+        """Runs of parameter ``index`` (position 0), exp_avg (1) or exp_avg_sq (2) as it was: 1-D, on the host.
 
-        Returns:
-            the elements of each run, 1-D.
-
-        Raises:
-            KeyError: when parameters are read in another order than that of their chunks.
-            ChunkcError: after the end.
+        Raises KeyError when parameters are read in another order than that of their chunks.
         """
         runs = self._runs(index)
         needed = [part.chunk for run in runs for part in run]
@@ -149,4 +136,4 @@ class SnapshotReader:
         for chunk in needed:
             if chunk not in self._taken:
                 self._taken[chunk] = self.snapshot.take(chunk)
-        return tuple(torch.cat([self._taken[p.chunk][position][p.start : p.end] for p in run]) for run in runs)
+        return tuple(torch.cat([self._taken[p.chunk][position][p.in_chunk] for p in run]) for run in runs)

@@ -1,14 +1,10 @@
 """The staging store: where parameters stand before the first training graph gives them chunks.
 
-Each parameter keeps the tensor that it was handed over in, with full precision. Loading, ``state_dict``, an evaluation
-or an optimizer's ``load_state_dict`` before the first step work on these. Chunks then consume them one by one, so that
-the model never exists twice.
+Each parameter keeps the tensor that it was handed over in. Chunks consume these one by one, so that the model never
+exists twice. A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written,
+as a whole; reading it before, or training, is an error that names it.
 
-A parameter that was handed over on the meta device is *blank*: it takes memory when it is first written, as a whole,
-and whoever reads it before, or trains, is told its name.
-
-Where several ranks train one model, rank 0 alone keeps values: what the others were handed over, or are told to write,
-is dropped. Reads are collective then (`StagingStore.value`, ``exact``, ``state``), and give all ranks what rank 0 has.
+Where several ranks train one model, rank 0 alone keeps values, and reads are collective.
 """
 
 from __future__ import annotations
@@ -29,10 +25,7 @@ _MAPPED_NBYTES: Final = 2**16
 
 @dataclass(slots=True)
 class StagedState:
-    """Optimizer state that was loaded before there were chunks.
-
-    ``param32`` is there only where it is finer than the parameter.
-    """
+    """Optimizer state loaded before there were chunks; ``param32`` only where finer than the parameter."""
 
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
@@ -40,14 +33,9 @@ class StagedState:
 
 
 class StagingStore:
-    """Per-tensor storage by parameter index; a parameter that has its chunk is forgotten.
-
-    Attributes:
-        dtypes: of each parameter as it was handed over.
-    """
+    """Per-tensor storage by parameter index; ``dtypes`` are those that parameters were handed over in."""
 
     def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = (), ranks: Ranks | None = None) -> None:
-        """``names`` of the parameters are for messages."""
         self._ranks = ranks or Ranks()
         self._values: list[torch.Tensor | None] = list(values)
         self._states: dict[int, StagedState] = {}
@@ -62,19 +50,13 @@ class StagingStore:
                 self._values[index] = self.empty(index)
 
     def holds(self, index: int) -> bool:
-        """Whether the parameter still stands here."""
         return self._values[index] is not None
 
     def is_blank(self, index: int) -> bool:
-        """Whether the parameter was never given a value."""
         return index in self._blank
 
     def check_complete(self) -> None:
-        """Refuse parameters that were never given a value.
-
-        Raises:
-            ChunkcError: with their names.
-        """
+        """Raise `ChunkcError` that names parameters which were never given a value."""
         blank = [name for index, name in enumerate(self._names) if self.is_blank(index)]
         if blank:
             more = f" and {len(blank) - 5} more" if len(blank) > 5 else ""
@@ -85,11 +67,7 @@ class StagingStore:
             )
 
     def empty(self, index: int) -> torch.Tensor:
-        """A tensor in host memory like the parameter as it was handed over, with whatever the memory holds.
-
-        Raises:
-            KeyError: when the parameter has left.
-        """
+        """An uninitialised host tensor like the parameter as handed over; raises `KeyError` when it has left."""
         with torch.inference_mode(False):
             like = torch.empty_like(self._held(index), device="meta")
             if like.nbytes < _MAPPED_NBYTES:
@@ -97,13 +75,7 @@ class StagingStore:
             return map_private(like.nbytes).view(like.dtype).as_strided(like.shape, like.stride())
 
     def value(self, index: int) -> torch.Tensor:
-        """Return the parameter in the dtype that it was handed over in.
-
-        The result is the staged tensor itself, or a copy of rank 0's.
-
-        Raises:
-            ChunkcError: when it was never given a value.
-        """
+        """The parameter in the dtype that it was handed over in; raises `ChunkcError` when it has no value."""
         if self.is_blank(index):
             raise ChunkcError(
                 f"{self._names[index]} came on the meta device and has no value yet; load a state dict or write the "
@@ -122,10 +94,9 @@ class StagingStore:
         if self._ranks.size == 1:
             return value
         with torch.inference_mode(False), torch.no_grad():
-            found = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
-            dense = found.as_strided((found.numel(),), (1,))
-            self._ranks.broadcast(dense)
-            return found
+            received = value if self._ranks.is_first else torch.empty_like(value, device="cpu")
+            self._ranks.broadcast(received.as_strided((received.numel(),), (1,)))
+            return received
 
     def exact(self, index: int) -> torch.Tensor:
         """The finest value known: a loaded param32, else the staged tensor itself."""
@@ -137,15 +108,11 @@ class StagingStore:
         return self._held(index), self._states.get(index)
 
     def nbytes(self) -> int:
-        """Bytes of all parameters that still stand here."""
         held = [v for i, v in enumerate(self._values) if v is not None and i not in self._blank]
         return sum(v.numel() * v.element_size() for v in held)
 
     def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
-        """Replace the elements of a parameter.
-
-        With ``keep_finer``, elements of a loaded param32 that merely round to ``value`` stay.
-        """
+        """Replace a parameter; with ``keep_finer``, elements of param32 that merely round to ``value`` stay."""
         if not self._ranks.is_first:
             self._blank.discard(index)
             return
@@ -161,17 +128,16 @@ class StagingStore:
         state = self._states.get(index)
         if self._ranks.size == 1:
             return state
-        own = bytes([state is not None, state is not None and state.param32 is not None])
-        has_state, has_param32 = self._ranks.collect(own)[0]
+        flags = bytes([state is not None, state is not None and state.param32 is not None])
+        has_state, has_param32 = self._ranks.collect(flags)[0]
         if not has_state:
             return None
         like = torch.empty_like(self._held(index), device="meta", dtype=torch.float32)
-        found = state or StagedState(like, like, like if has_param32 else None)
-        moments = self._from_first(found.exp_avg), self._from_first(found.exp_avg_sq)
-        return StagedState(*moments, None if found.param32 is None else self._from_first(found.param32))
+        shape = state or StagedState(like, like, like if has_param32 else None)
+        moments = self._from_first(shape.exp_avg), self._from_first(shape.exp_avg_sq)
+        return StagedState(*moments, None if shape.param32 is None else self._from_first(shape.param32))
 
     def state_or_zeros(self, index: int) -> StagedState:
-        """Loaded optimizer state, or zero moments; its ``param32`` is the finest value known."""
         value, state = self.exact(index), self.state(index)
         if state is None:
             return StagedState(torch.zeros_like(value), torch.zeros_like(value), value)
@@ -191,23 +157,17 @@ class StagingStore:
             )
 
     def _float_copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
-        """A copy in float32 with the parameter's strides."""
         held = self._held(index)
         return torch.empty_like(held, device="cpu", dtype=torch.float32).copy_(value)
 
     def forget(self, index: int) -> None:
-        """The parameter has its chunk."""
         self._values[index] = None
         self._blank.discard(index)
         self._states.pop(index, None)
 
 
 def keep_master(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value`` in the master's dtype; where it is merely the master rounded, the master's own element.
-
-    So writing a parameter's 16-bit value back to itself (as ``load_state_dict`` does) loses no precision. The result
-    stands where the master does.
-    """
+    """``value`` in the master's dtype; where it is merely the master rounded, the master's own element."""
     value = value.to(master.device)
     if value.dtype == master.dtype:
         return value

@@ -1,14 +1,13 @@
 """Transactions: calls that happen whole or not at all, whatever is raised in the calling thread.
 
-A KeyboardInterrupt comes between any two instructions of the main thread, whichever thread the signal was delivered to;
-debuggers and ``PyThreadState_SetAsyncExc`` raise in any thread. Blocking a signal defers none of these. So a call that
-must not stop halfway runs on a thread of its own, in which nothing is raised from outside:
+A KeyboardInterrupt comes between any two instructions of the main thread; debuggers raise in any thread. So a call that
+must not stop halfway runs on a thread of its own:
 
     caller     put ──▶ wait ─────────────────▶ result      the put is one instruction: before it nothing has happened,
     thread             └─▶ call ─▶ commit ─▶ done          after it the whole call will
 
-An exception in the waiting caller goes on when the call has ended. A second exception leaves at once; the call is
-carried on, and whoever uses the model next waits for the call first (`Transactions.finish`).
+An exception in the waiting caller goes on when the call has ended. A second one leaves at once; whoever uses the model
+next waits for the call first (`Transactions.finish`).
 """
 
 from __future__ import annotations
@@ -50,12 +49,7 @@ class _Call(Generic[T]):
 
 
 class Transactions:
-    """The transactions of one model, one after another; the thread starts with the first.
-
-    Args:
-        check_usable: raises where no thread is left to carry calls out, as in a forked child.
-        follow_caller: makes of ``work`` what another thread is to call in place of the calling thread.
-    """
+    """The transactions of one model, one after another; the thread starts with the first."""
 
     def __init__(
         self,
@@ -69,10 +63,9 @@ class Transactions:
         Finalizer(self, self._calls.put, None).atexit = False
 
     def run(self, call: Callable[[], T]) -> T:
-        """Carry out ``call`` as a transaction, and return or raise what ``call`` does.
+        """Carry out ``call`` as a transaction, or as part of the one it is called in; return or raise alike.
 
-        Inside another transaction ``call`` becomes part of that one. ``call`` runs without gradients, modes and other
-        state of the calling thread, but on its current stream.
+        ``call`` runs without gradients, modes and other state of the calling thread, but on its current stream.
         """
         if self.is_inside():
             return call()
@@ -112,7 +105,6 @@ class Transactions:
         self._has_left = False
 
     def is_inside(self) -> bool:
-        """Whether the calling thread carries out a transaction."""
         return self._thread is threading.current_thread()
 
     def call_from_host(self, work: Callable[[], None]) -> None:
@@ -127,7 +119,7 @@ class Transactions:
         self._calls.put(None)
 
     def _start(self) -> None:
-        """An exception may come between any two of these lines, and the next call goes on from there."""
+        """Start the thread; an exception may come between any two lines, and the next call goes on from there."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), name="chunkc-transaction", daemon=True)
         if self._thread.ident is None:

@@ -21,9 +21,10 @@ from chunkc.compiler.device_selection import device_for
 from chunkc.ir.actions import Op, Stream
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
-from chunkc.runtime.devices.cuda_events import CudaEvent, Held, HostCompletion
+from chunkc.runtime.devices.cuda_events import CudaEvent, CudaWork
 from chunkc.runtime.devices.cuda_streams import CudaStreams
 from chunkc.runtime.devices.debug_settings import DebugSettings
+from chunkc.runtime.devices.worker_streams import Completion
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.storage.parameter_io import ChunkValues
 
@@ -276,14 +277,14 @@ def test_a_wait_that_is_forgotten_is_found(
     keys = {"compute": 0} | {str(s): stream.key for s, stream in streams._side.items()}
     order = CudaStreams._order
 
-    def forgetful(self: CudaStreams, target: object, key: int, event: CudaEvent | HostCompletion) -> None:
-        source = "cpu" if isinstance(event, HostCompletion) else next(n for n, k in keys.items() if k == event.key)
+    def forgetful(self: CudaStreams, target: object, key: int, event: CudaEvent | Completion) -> None:
+        source = "cpu" if isinstance(event, Completion) else next(n for n, k in keys.items() if k == event.key)
         if (key, source) != (keys[pair[0]], pair[1]):
             order(self, target, key, event)
 
     monkeypatch.setattr(CudaStreams, "_order", forgetful)
     if pair == ("h2d", "cpu"):
-        monkeypatch.setattr(Held, "is_ready", lambda self: True)
+        monkeypatch.setattr(CudaWork, "is_ready", lambda self: True)
         monkeypatch.setattr(CudaStreams, "_await", lambda self, event: None)
     iterate(model, optimizer, 2)
     found = found_faults(recorder, on_cuda[0], api)

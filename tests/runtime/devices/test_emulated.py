@@ -14,7 +14,6 @@ from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.emulated import EmulatedDevice
-from chunkc.runtime.devices.live_slabs import rounded_nbytes
 from chunkc.runtime.devices.protocol import Device, Event
 
 KIB = 2**10
@@ -86,7 +85,7 @@ def test_arenas_lie_within_the_reservation_to_the_byte(device: EmulatedDevice) -
     assert all(arena.dtype == torch.uint8 and arena.data_ptr() % 256 == 0 for arena in arenas)
     with pytest.raises(HardwareError, match=f"an arena of 1 bytes .* hold {MIB}"):
         device.allocate_arena(1)
-    assert device.num_arena_allocations == 5
+    assert device.num_allocations() == 5
     device.free_arena(arenas.pop(0))
     assert device.allocate_arena(1).numel() == 1
     assert device.allocate_arena(0).numel() == 0
@@ -107,18 +106,6 @@ def test_a_dead_arena_makes_room_and_a_living_one_outlasts_its_reservation(devic
     assert second.numel() + third.numel() == MIB
 
 
-def test_rounding_is_that_of_the_caching_allocator(device: EmulatedDevice) -> None:
-    assert [rounded_nbytes(nbytes) for nbytes in (0, 1, 512, 513, MIB, MIB + 1, 2 * MIB + 1)] == [
-        0, 512, 512, 1024, MIB, 2 * MIB, 4 * MIB,
-    ]  # fmt: skip
-    device.reserve(MIB)
-    arenas = [device.allocate_arena(513), device.allocate_arena(1)]
-    assert device.rounded_arena_nbytes() == 1536
-    del arenas
-    gc.collect()
-    assert device.rounded_arena_nbytes() == 0
-
-
 def test_homes_count_to_the_byte(device: EmulatedDevice) -> None:
     first = device.allocate_home(4 * MIB - 10)
     assert device.free_host_nbytes() == 10
@@ -137,7 +124,7 @@ def test_homes_count_to_the_byte(device: EmulatedDevice) -> None:
         device.free_home(second[1:])
     again = device.allocate_home(4 * MIB - 10)
     assert not again.any()
-    assert device.num_home_allocations == 3
+    assert device.num_allocations() == 3
     device.free_home(device.allocate_home(0))
 
 

@@ -128,7 +128,7 @@ def virtual_nbytes() -> int:
 
 
 def test_huge_pages_are_asked_for() -> None:
-    memory, slab = allocate_slab(8 * MIB, huge_pages=True)
+    memory, slab = allocate_slab(8 * MIB)
     flags = ""
     with open("/proc/self/smaps", encoding="utf-8") as lines:
         inside = False
@@ -148,7 +148,6 @@ def test_huge_pages_are_asked_for() -> None:
 def test_a_fork_neither_has_nor_doubles_the_memory() -> None:
     memory, slab = allocate_slab(64 * MIB)
     memory.fill_(1)
-    assert slab.is_fork_safe
     before = shared_out_nbytes(os.getpid())
     with forked_child() as child:
         assert resident_nbytes(slab.address, child) is None

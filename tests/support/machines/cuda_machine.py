@@ -15,7 +15,7 @@ from chunkc.compiler.device_selection import SharedDevice, device_for
 from chunkc.hardware import PresentGpu, present_gpu
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda import CudaDevice
-from chunkc.runtime.devices.cuda_api import CudaApi, TorchCuda
+from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device, Update
@@ -91,7 +91,7 @@ class Cuda:
         return present_gpu()
 
     def make_api(self, index: int) -> CudaApi:
-        return TorchCuda(index)
+        return CudaApi(index)
 
     def device_for(self, hw: Any) -> tuple[chunkc.Hardware, SharedDevice]:
         """As ``chunkc.compile`` finds the device."""

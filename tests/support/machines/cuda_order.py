@@ -18,8 +18,9 @@ from fake_cuda import Call, FakeCuda
 
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cuda import CudaDevice
-from chunkc.runtime.devices.cuda_events import CudaEvent, HostCompletion
+from chunkc.runtime.devices.cuda_events import CudaEvent
 from chunkc.runtime.devices.protocol import Event
+from chunkc.runtime.devices.worker_streams import Completion
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class LaunchRecorder:
         self._number_of[id(event)] = number
         return event
 
-    def joined(self, event: HostCompletion) -> None:
+    def joined(self, event: Completion) -> None:
         """The caller has waited for ``event``."""
         if id(event) in self._number_of:
             self._api.note("joined", -1, self._number_of[id(event)])
@@ -126,19 +127,19 @@ def faults(launches: Sequence[Launch], calls: Sequence[Call]) -> list[str]:
 
 def record(device: CudaDevice, api: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> LaunchRecorder:
     """Record from here on; no work of the worker is seen to be done when something is launched behind it."""
-    monkeypatch.setattr(HostCompletion, "done", lambda self: False)
+    monkeypatch.setattr(Completion, "done", lambda self: False)
     device.synchronize()
     api.calls.clear()
-    recorder, launcher, join = LaunchRecorder(device, api), threading.current_thread(), HostCompletion.join
+    recorder, launcher, join = LaunchRecorder(device, api), threading.current_thread(), Completion.join
     monkeypatch.setattr(device, "launch", recorder)
 
-    def noted(self: HostCompletion) -> object:
+    def noted(self: Completion) -> object:
         failure = join(self)
         if threading.current_thread() is launcher:  # autograd calls backwards of host tensors on it too
             recorder.joined(self)
         return failure
 
-    monkeypatch.setattr(HostCompletion, "join", noted)
+    monkeypatch.setattr(Completion, "join", noted)
     return recorder
 
 
