@@ -7,8 +7,12 @@ the model as it was.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
+
+_MAX_NAMED: Final = 5
 
 
 class ChunkcError(RuntimeError):
@@ -101,3 +105,9 @@ class BudgetError(ChunkcError):
         self.missing_nbytes = missing_nbytes
         self.min_device_nbytes = min_device_nbytes
         self.min_host_nbytes = min_host_nbytes
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names for a message, and how many more there are; ``none`` without any."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "none") + more

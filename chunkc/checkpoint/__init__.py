@@ -248,7 +248,7 @@ def _find(directory: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}", path=directory) from error
     if path is None:
-        renamed = ", ".join(str(found) for found in misnamed[:5])
+        renamed = ", ".join(map(str, misnamed[:5]))
         hint = f"; these were renamed, so give the one that you mean: {renamed}" if misnamed else ""
         raise CheckpointError(f"{directory} holds no complete checkpoint{hint}", path=directory)
     return path
@@ -297,7 +297,7 @@ def _write_files(root: Path, contents: Contents) -> Path:
         return of_first(ranks, lambda: _publish(path, contents, {k: v for part in written for k, v in part.items()}))
     except BaseException:
         if ranks.is_first:
-            folders.give_up(path)
+            shutil.rmtree(path, ignore_errors=True)
         raise
 
 

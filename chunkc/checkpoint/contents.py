@@ -169,7 +169,7 @@ def gather(
     return Contents(
         step=max(steps.values(), default=0),
         kept=params | whole if runtime.ranks.is_first else params,
-        nbytes=sum(found.nbytes for found in (params | whole).values()),
+        nbytes=sum(kept.nbytes for kept in (params | whole).values()),
         objects=objects,
         reader=reader,
         is_lasting=not any(runtime.parameters.staging.holds(index) for index in range(len(runtime.infos))),
@@ -183,8 +183,8 @@ def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
     Extra states of modules stand there by name only: their values are each rank's own, as buffers are.
     """
     parts = [(name, value) for part in ("model", "optimizer") for name, value in objects[part].items()]
-    found = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
-    return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *found]
+    lines = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
+    return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *lines]
 
 
 def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -192,14 +192,14 @@ def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     encoder = Encoder(f"{PREFIX}.rank{ranks.rank}")
     encoded = encoder.encode(read_generators(), "generators")
     arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
-    found = exchange(ranks, lambda: (encoded, arrays))
-    tensors = {key: torch.from_numpy(array) for _, states in found for key, array in states.items()}
-    return {str(rank): states for rank, (states, _) in enumerate(found)}, tensors
+    by_rank = exchange(ranks, lambda: (encoded, arrays))
+    tensors = {key: torch.from_numpy(array) for _, states in by_rank for key, array in states.items()}
+    return {str(rank): states for rank, (states, _) in enumerate(by_rank)}, tensors
 
 
 def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Kept]:
     """This rank's shares of all tensors of parameters, by key, in the order of chunks."""
-    found: dict[str, Kept] = {}
+    params: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.parameters.staging.dtypes[index]
         ranges = runtime.parameters.own_ranges(index) if runtime.parameters.is_in_first_replica else ()
@@ -208,8 +208,8 @@ def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotRea
             read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
             if reader is not None and info.numel and not runtime.parameters.staging.holds(index):
                 read = partial(_read_chunks, reader, index, position, stored)
-            found[key] = Kept(stored, share, read)
-    return found
+            params[key] = Kept(stored, share, read)
+    return params
 
 
 def _stored(
@@ -225,11 +225,10 @@ def _stored(
 
 
 def _in_chunk_order(runtime: ModelRuntime) -> list[int]:
-    layout = runtime.layout
     indexes = list(range(len(runtime.infos)))
-    if layout is None:
+    if runtime.layout is None:
         return indexes
-    places = layout.placements
+    places = runtime.layout.placements
     return sorted(indexes, key=lambda index: (places[index].chunk, places[index].offset))
 
 
@@ -252,8 +251,5 @@ def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.
 
 def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str, Any]]:
     """The parameter groups, with names in place of parameters."""
-    named = []
-    for group in optimizer.param_groups:
-        names = [runtime.parameters.name_of(managed(param)[1]) for param in group["params"]]
-        named.append({**group, "params": names})
-    return named
+    name_of = runtime.parameters.name_of
+    return [{**g, "params": [name_of(managed(param)[1]) for param in g["params"]]} for g in optimizer.param_groups]

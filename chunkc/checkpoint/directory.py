@@ -29,6 +29,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
@@ -76,8 +78,8 @@ def checkpoints(root: Path) -> list[Path]:
 
     A checkpoint is complete when its files all have their sizes.
     """
-    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
-    return [path for path in sorted(found, key=_number) if _is_complete(path)]
+    named = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return [path for path in sorted(named, key=_number) if _is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
@@ -85,13 +87,14 @@ def newest(root: Path) -> Path | None:
 
     Where it names none that is there, since it was damaged or the checkpoint was removed by hand, a log line says so.
     """
-    found = max(checkpoints(root), key=_number, default=None)
+    complete = max(checkpoints(root), key=_number, default=None)
     name = _pointed_to(root / LATEST_NAME)
     if name is not None and _NAME.fullmatch(name) and (root / name).is_dir():
         return root / name
-    if name is not None and found is not None:
-        logger.warning("%s names no checkpoint (%.80r); the newest complete one is %s", root / LATEST_NAME, name, found)
-    return found
+    if name is not None and complete is not None:
+        warning = "%s names no checkpoint (%.80r); the newest complete one is %s"
+        logger.warning(warning, root / LATEST_NAME, name, complete)
+    return complete
 
 
 def _pointed_to(pointer: Path) -> str | None:
@@ -108,14 +111,14 @@ def _pointed_to(pointer: Path) -> str | None:
 def misnamed(root: Path) -> list[Path]:
     """Folders of ``root`` that are checkpoints and have been given other names than the steps they are of."""
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    found = [(path, _parse_manifest(path)[0]) for path in folders if not path.name.startswith(".")]
-    return sorted(path for path, manifest in found if manifest is not None and not _is_named(path, manifest.step))
+    manifests = [(path, _parse_manifest(path)[0]) for path in folders if not path.name.startswith(".")]
+    return sorted(path for path, manifest in manifests if manifest is not None and not _is_named(path, manifest.step))
 
 
 def _is_named(path: Path, step: int) -> bool:
     """Whether the name of a checkpoint's folder says ``step``."""
-    found = _NAME.fullmatch(path.name)
-    return found is not None and int(found[2]) == step
+    name = _NAME.fullmatch(path.name)
+    return name is not None and int(name[2]) == step
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -172,11 +175,6 @@ def commit(path: Path, manifest: Manifest) -> Path:
     return final
 
 
-def give_up(path: Path) -> None:
-    """Remove the folder of ``begin``."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def prune(root: Path, keep: int) -> None:
     """Remove all complete checkpoints but the last ``keep``."""
     try:
@@ -199,31 +197,31 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         CheckpointError: when there is no checkpoint, the manifest is damaged or of a later format.
     """
-    found, fault = _parse_manifest(path)
-    if found is None:
+    manifest, fault = _parse_manifest(path)
+    if manifest is None:
         raise damaged(path, {MANIFEST_NAME: fault})
-    if found.format > FORMAT:
+    if manifest.format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {found.format}, and this chunkc ({found.versions.get('chunkc')} saved it) reads up to "
+            f"{path} has format {manifest.format}, and this chunkc ({manifest.versions.get('chunkc')} saved it) reads up to "
             f"{FORMAT}: load it with that version or a later one",
             path=path,
         )
-    if _NAME.fullmatch(path.name) and not _is_named(path, found.step):
+    if _NAME.fullmatch(path.name) and not _is_named(path, manifest.step):
         raise CheckpointError(
-            f"{path} was renamed: its manifest says that it is of step {found.step}. Give it back that step, or a name "
+            f"{path} was renamed: its manifest says that it is of step {manifest.step}. Give it back that step, or a name "
             "that says none",
             path=path,
         )
-    return found
+    return manifest
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
     """The manifest of any format, or what is wrong with it."""
     try:
-        found = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
-        if _signed(found.manifest)["sha256"] != found.sha256:
+        signed = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
+        if _signed(signed.manifest)["sha256"] != signed.sha256:
             return None, "changed since it was written"
-        manifest = Decoder().decode(Manifest, _known_of(found.manifest))
+        manifest = Decoder().decode(Manifest, _known_of(signed.manifest))
         for name in manifest.files:
             if Path(name).name != name or name == MANIFEST_NAME:
                 raise FormatError(f"{name!r:.80} is no name of another file", "manifest.files")
@@ -254,9 +252,9 @@ def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
     """
     ranks = ranks or Ranks()
     [manifest, *_] = exchange(ranks, lambda: read_manifest(path))
-    own = list(manifest.files.items())[ranks.rank :: ranks.size]
-    found = exchange(ranks, lambda: {name: fault for name, d in own if (fault := _fault(path / name, d))})
-    faults = {name: fault for part in found for name, fault in part.items()}
+    share = list(manifest.files.items())[ranks.rank :: ranks.size]
+    by_rank = exchange(ranks, lambda: {name: fault for name, d in share if (fault := _fault(path / name, d))})
+    faults = {name: fault for of_rank in by_rank for name, fault in of_rank.items()}
     if faults:
         raise damaged(path, dict(sorted(faults.items())))
     return manifest
@@ -328,23 +326,13 @@ def _hidden(root: Path, what: str, name: str) -> Path:
 def _remove_leftovers(root: Path) -> None:
     """Those of this process, of one that lives no more, and of this machine only: others may be at work."""
     for path in list(root.iterdir()):
-        found = _SAVING.fullmatch(path.name)
-        if found and found["host"] == socket.gethostname() and not _lives_elsewhere(int(found["pid"])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _lives_elsewhere(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        name = _SAVING.fullmatch(path.name)
+        if name and name["host"] == socket.gethostname():
+            pid = int(name["pid"])
+            if pid == os.getpid() or not psutil.pid_exists(pid):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _number(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1

@@ -20,9 +20,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from chunkc.checkpoint.index import DTYPE_NAMES
 from chunkc.errors import ChunkcError
 from chunkc.files import FormatError, shown
+from chunkc.weights.files import DTYPE_NAMES
 
 MAX_DEPTH: Final = 64
 """Containers inside each other; each takes at most three of JSON's."""
@@ -86,9 +86,6 @@ class Encoder:
             return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
         if type(value) is torch.dtype:
             return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
-        return self._encode_array(value, path)
-
-    def _encode_array(self, value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
             return {_KIND: "tensor", "key": self._keep(value)}
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in _ARRAY_DTYPES and value.dtype.isnative:
@@ -136,25 +133,25 @@ Decoder = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Any]
 
 
 def _items(values: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    found: list[Any] = []
+    decoded: list[Any] = []
     if not isinstance(values, list):
         raise FormatError(f"must be a list, found {shown(values)}", "items")
     try:
         for value in values:
-            found.append(decode(value, tensors))
+            decoded.append(decode(value, tensors))
     except FormatError as error:
-        raise error.within(f"[{len(found)}]") from None
-    return found
+        raise error.within(f"[{len(decoded)}]") from None
+    return decoded
 
 
 def _entries(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    found, key = {}, ""
+    decoded, key = {}, ""
     try:
         for key, value in values.items():
-            found[key] = decode(value, tensors)
+            decoded[key] = decode(value, tensors)
     except FormatError as error:
         raise error.within(shown(key)) from None
-    return found
+    return decoded
 
 
 def _sequence(make: Callable[[list[Any]], Any]) -> Decoder:

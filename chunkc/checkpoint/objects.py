@@ -55,8 +55,8 @@ def read_objects(folder: Path, reader: SafetensorsReader) -> dict[str, Any]:
     """
     encoded = read_json(folder / OBJECTS_NAME, max_nbytes=MAX_NBYTES, max_depth=_JSON_DEPTH)
     tensors: dict[str, torch.Tensor] = {}
-    stored = {key: found for key, found in stored_shapes(reader).items() if key.startswith(f"{PREFIX}.")}
-    load_whole(reader, stored, tensors.__setitem__)
+    stand_ins = {key: tensor for key, tensor in stored_shapes(reader).items() if key.startswith(f"{PREFIX}.")}
+    load_whole(reader, stand_ins, tensors.__setitem__)
     objects = Decoder().decode(dict[str, Any], decode(encoded, tensors))
     check_objects(objects)
     return objects

@@ -105,11 +105,11 @@ class LazySavePlanner(DefaultSavePlanner):
         kept, key = self._kept[index.fqn], index.fqn
         if not self._flats:
             self._flats = kept.read()
-        found = kept.share.view(self._flats, self._boxes[index])
+        elements = kept.share.view(self._flats, self._boxes[index])
         self._left[key] -= 1
         if not self._left[key]:
             self._flats = ()
-        return found
+        return elements
 
 
 class LazyLoadPlanner(DefaultLoadPlanner):
@@ -122,7 +122,7 @@ class LazyLoadPlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._wanted = wanted
         self._write = write
-        self._boxes = {(key, box.offsets): box for key, found in wanted.items() for box in found.share.boxes()}
+        self._boxes = {(key, box.offsets): box for key, tensor in wanted.items() for box in tensor.share.boxes()}
         self._left: Counter[str] = Counter()
         self._held: dict[str, Flats] = {}
 

@@ -21,13 +21,12 @@ from chunkc.checkpoint.objects import stored_shapes
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
-from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.errors import CheckpointError, ChunkcError, first_names
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.state_dict import check_options, check_range, managed
 from chunkc.runtime.storage.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
-_MAX_NAMED = 5
 T = TypeVar("T")
 
 
@@ -79,17 +78,17 @@ def fit_model(
     for name, index in fit.params.items():
         for key in _keys_of(fit, name, name in steps):
             _check_shape(fit, key, runtime.infos[index].shape)
-    for name, own in fit.buffers.items():
-        _check_shape(fit, f"model.{name}", fit.tensors.entry(own).shape)
+    for name, name_here in fit.buffers.items():
+        _check_shape(fit, f"model.{name}", fit.tensors.entry(name_here).shape)
     return fit
 
 
 def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
     if key not in fit.shapes:
         raise fit.refuse(f"it has no {key}")
-    found = tuple(fit.shapes[key].shape)
-    if found != tuple(shape):
-        raise fit.refuse(f"{key} is {found} there and {tuple(shape)} here")
+    stored = tuple(fit.shapes[key].shape)
+    if stored != tuple(shape):
+        raise fit.refuse(f"{key} is {stored} there and {tuple(shape)} here")
 
 
 def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], what: str) -> dict[str, T]:
@@ -191,7 +190,7 @@ class _Writer:
     """Collects what this rank reads of the tensors of one parameter and writes it together."""
 
     def __init__(self, fit: Fit, keys: Mapping[str, set[str]]) -> None:
-        self._owners = {key: name for name, found in keys.items() for key in found}
+        self._owners = {key: name for name, of_param in keys.items() for key in of_param}
         self._owners |= {f"model.{name}": name for name in fit.buffers}
         self._fit = fit
         self._keys = keys
@@ -234,8 +233,7 @@ class _Writer:
         is_finer = torch.promote_types(fit.shapes[source].dtype, handed_over) is not handed_over
         is_exact = runtime.parameters.is_trained(index) and (bool(moments) or is_finer)
         if runtime.parameters.staging.holds(index):
-            share = self._share(name, ())
-            _stage(runtime, index, share, held[source], moments, is_exact=is_exact)
+            _stage(runtime, index, self._share(name, ()), held[source], moments, is_exact=is_exact)
             return
         value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
         runtime.parameters.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
@@ -276,6 +274,4 @@ def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: l
 
 
 def _listed(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return (", ".join(found[:_MAX_NAMED]) or "none") + more
+    return first_names(sorted(names))

@@ -60,11 +60,11 @@ class Share:
             return tuple(Box((0,) * len(self.shape), self.shape, i, 0) for i in range(len(self.ranges)))
         order = self._order()
         sizes = [self.shape[dim] for dim in order]
-        found = []
-        for part, (first, end) in enumerate(self.ranges):
-            for begin, offsets, lengths in _boxes(sizes, first, end):
-                found.append(Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first))
-        return tuple(found)
+        return tuple(
+            Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first)
+            for part, (first, end) in enumerate(self.ranges)
+            for begin, offsets, lengths in _boxes(sizes, first, end)
+        )
 
     def empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Host memory for the elements of each range, 1-D."""

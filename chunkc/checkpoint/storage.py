@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -36,9 +35,10 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from chunkc.checkpoint.index import DTYPE_NAMES, DTYPES, INDEX_NAME, StoredTensor, read_index
+from chunkc.checkpoint.index import DTYPES, INDEX_NAME, Part, StoredTensor, read_index
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError, synced_file
+from chunkc.weights.files import DTYPE_NAMES, bytes_of, encode_header
 
 _PIECE_NBYTES: Final = 2**24
 
@@ -49,14 +49,6 @@ class FileDigest:
 
     nbytes: int
     sha256: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part of a tensor is: a name in a file."""
-
-    file: str
-    name: str
 
 
 class SafetensorsWriter(StorageWriter):
@@ -112,24 +104,24 @@ class SafetensorsWriter(StorageWriter):
     def _open(self, dtype: torch.dtype, items: Sequence[WriteItem], stack: ExitStack) -> DigestedFile:
         path = self._path / f"rank-{self._rank:05d}.{str(dtype).removeprefix('torch.')}.safetensors"
         file = DigestedFile(path, stack.enter_context(path.open("wb")))
-        for part in _header(dtype, items):
-            file.write(memoryview(part))
+        tensors = {_name(item): (dtype, _data(item).chunk.sizes) for item in items}
+        file.write(memoryview(encode_header(tensors, {})))
         return file
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index."""
-        places = {result.index: asdict(result.storage_data) for per_rank in results for result in per_rank}
+        places = {result.index: result.storage_data for per_rank in results for result in per_rank}
         index = {
             fqn: {
-                "dtype": str(found.properties.dtype).removeprefix("torch."),
-                "shape": list(found.size),
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
                 "parts": [
                     {"offsets": list(c.offsets), "sizes": list(c.sizes), **places[MetadataIndex(fqn, c.offsets)]}
-                    for c in found.chunks
+                    for c in tensor.chunks
                 ],
             }
-            for fqn, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+            for fqn, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
         self.digests[INDEX_NAME] = write_json(self._path / INDEX_NAME, index)
 
@@ -151,7 +143,7 @@ class SafetensorsReader(StorageReader):
         self._path = path
         self._files = files
         self._index: Mapping[str, StoredTensor] | None = None
-        self._places: dict[MetadataIndex, Place] = {}
+        self._parts: dict[MetadataIndex, Part] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """A new load; ``checkpoint_id`` may name another folder."""
@@ -161,11 +153,7 @@ class SafetensorsReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's metadata, from the index."""
         index = self.index()
-        self._places = {
-            MetadataIndex(fqn, part.offsets): Place(part.file, part.name)
-            for fqn, stored in index.items()
-            for part in stored.parts
-        }
+        self._parts = {MetadataIndex(fqn, p.offsets): p for fqn, stored in index.items() for p in stored.parts}
         return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
 
     def index(self) -> Mapping[str, StoredTensor]:
@@ -204,10 +192,10 @@ class SafetensorsReader(StorageReader):
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for item in plan.items:
-                place = self._places[item.storage_index]
-                if place.file not in files:
-                    files[place.file] = stack.enter_context(safe_open(self._path / place.file, framework="pt"))
-                _read(files[place.file], place.name, item, planner)
+                part = self._parts[item.storage_index]
+                if part.file not in files:
+                    files[part.file] = stack.enter_context(safe_open(self._path / part.file, framework="pt"))
+                _read(files[part.file], part.name, item, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -266,13 +254,16 @@ def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteRe
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
-    return WriteResult(item.index, file.write(_bytes_of(value)), Place(file.path.name, _name(item)))
+    return WriteResult(item.index, file.write(bytes_of(value)), {"file": file.path.name, "name": _name(item)})
 
 
 def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
     """Copy what ``item`` asks for out of an opened file, and forget it."""
+    stored = file.get_tensor(name)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
-    target.copy_(_part(file.get_tensor(name), item))
+    target.copy_(stored)
     planner.commit_tensor(item, target)
 
 
@@ -287,39 +278,6 @@ def _name(item: WriteItem) -> str:
     return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
 
 
-def _header(dtype: torch.dtype, items: Sequence[WriteItem]) -> Iterator[bytes]:
-    """Header of a safetensors file: names, shapes and byte ranges of its tensors.
-
-    The tensors follow without gaps in the order of ``items``. The format: the header's length in 8 bytes,
-    little-endian, then the header as JSON, padded with spaces so that the data begin at a multiple of 8 (README of
-    safetensors, "Format").
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for item in items:
-        shape = list(_data(item).chunk.sizes)
-        end = start + math.prod(shape) * dtype.itemsize
-        header[_name(item)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-
-
-def _bytes_of(value: torch.Tensor) -> memoryview:
-    """The elements in row-major order, in host memory."""
-    flat: Any = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
 def _tensor_metadata(stored: StoredTensor) -> TensorStorageMetadata:
     parts = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
     return TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), torch.Size(stored.shape), parts)
-
-
-def _part(stored: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """The elements of a stored part that ``item`` asks for."""
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        stored = stored.narrow(dim, start, length)
-    return stored
