@@ -1,8 +1,8 @@
 """The index of a checkpoint: dtype, shape and parts of each tensor, with their places in files.
 
-An index may come from a stranger. `read_index` takes nothing from it but what the files confirm: the parts of a tensor
-cover it, once everywhere, each part is a tensor of a file whose checksum the manifest has, and the header of that file
-says the same dtype and shape. So whoever reads by the index allocates no more than the files hold, and finds all of it.
+An index may come from a stranger. `read_index` accepts what the files confirm: the parts cover a tensor once
+everywhere, and each is a tensor of that dtype and shape in a file that the manifest has. So readers allocate no more
+than the files hold.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor; ``dtype`` is torch's name of it."""
+    """One tensor; ``dtype`` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,11 +48,7 @@ Index = Mapping[str, StoredTensor]
 
 
 def read_index(folder: Path, files: Collection[str] | None = None) -> dict[str, StoredTensor]:
-    """The index of a checkpoint, which its files confirm.
-
-    Args:
-        folder: of the checkpoint.
-        files: names that the manifest has; None takes every file of the folder.
+    """The index of a checkpoint, confirmed by ``files`` of the manifest, or by all of the folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -88,9 +84,9 @@ def _check_shape(stored: StoredTensor) -> None:
 
 
 def _check_cover(stored: StoredTensor) -> None:
-    """Boxes that share no element, and that have as many together as the tensor, cover it.
+    """Boxes that share no element, and have as many together as the tensor, cover it.
 
-    They are swept along the dimension in which they begin at most places, so that few of them are compared.
+    A sweep along the dimension with the most beginnings compares few of them.
     """
     boxes = [part for part in stored.parts if math.prod(part.sizes)]
     covered, numel = sum(math.prod(part.sizes) for part in boxes), math.prod(stored.shape)
@@ -114,7 +110,6 @@ def _overlap(left: Part, right: Part) -> bool:
 
 
 def _check_headers(folder: Path, index: Index, files: Collection[str] | None) -> None:
-    """Every part is in its file as the index says."""
     by_file: dict[str, list[tuple[str, StoredTensor, Part]]] = {}
     for key, stored in index.items():
         for position, part in enumerate(stored.parts):
@@ -132,7 +127,6 @@ def _check_headers(folder: Path, index: Index, files: Collection[str] | None) ->
 
 
 def _headers(path: Path, place: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype, by safetensors' word, and shape of every tensor of a file."""
     if not path.is_file():
         raise FormatError(f"{path.name!r:.200} is missing", place)
     try:

@@ -1,7 +1,7 @@
 """The objects of a checkpoint, read from a file of unknown origin and checked part by part.
 
-What users add, the scheduler's state and the extra states of modules may be anything that `chunkc.checkpoint.encode`
-holds. All else has a fixed form, and is that form when `read_objects` returns.
+Users' extras, the scheduler's state and the extra states of modules may be anything that `chunkc.checkpoint.encode`
+holds; `read_objects` checks that all else has its fixed form.
 """
 
 from __future__ import annotations
@@ -63,16 +63,11 @@ def read_objects(folder: Path, reader: SafetensorsReader) -> dict[str, Any]:
 
 
 def stored_shapes(reader: SafetensorsReader) -> dict[str, torch.Tensor]:
-    """Stand-ins of all tensors of a checkpoint, in the order of its index."""
     return {key: stand_in(DTYPES[stored.dtype], stored.shape) for key, stored in reader.index().items()}
 
 
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse decoded objects that are not of the form in which checkpoints hold them.
-
-    Raises:
-        FormatError: with the place.
-    """
+    """Refuse decoded objects that are not of the form of a checkpoint: FormatError with the place."""
     decoder = Decoder()
     _check_names(objects, _TOP)
     for name, parts in _PARTS.items():

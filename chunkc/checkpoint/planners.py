@@ -1,12 +1,10 @@
 """Planners of torch.distributed.checkpoint for tensors that exist one at a time, or in parts by rank.
 
-DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory. A value
-is made when storage asks for it, and handed on when it has been read whole. So a save or a load takes the memory of one
-tensor beside the model, or of this rank's share of one.
+DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory: a value
+is made when storage asks for it, and handed on when it has been read whole.
 
-``save`` and ``load`` go through DCP's steps (local plans, one global plan, data, metadata) over chunkc's own ranks, on
-any thread. (``torch.distributed.checkpoint.save`` and ``load`` exchange on a process group of the script's, and without
-one they warn in every call, while filters of warnings are the whole process's.)
+``save`` and ``load`` go through DCP's steps (local plans, global plan, data, metadata) over chunkc's own ranks, on any
+thread; DCP's own functions take the script's process group, or warn without one.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ Flats = Sequence[torch.Tensor]
 
 
 def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor of this dtype and shape, whose elements are all one."""
+    """A tensor of this dtype and shape, whose elements share one."""
     return torch.empty((), dtype=dtype, device="cpu").expand(torch.Size(shape))
 
 
@@ -64,21 +62,18 @@ class Kept:
 
     @staticmethod
     def whole(value: torch.Tensor) -> Kept:
-        """A tensor that this rank alone has."""
         return Kept(value.dtype, Share.whole(value.shape), lambda: (value.contiguous().view(-1),))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """This rank's share of a saved tensor to read, in the dtype in which the tensor was saved."""
+    """This rank's share of a saved tensor to read, in the saved dtype."""
 
     dtype: torch.dtype
     share: Share
 
 
 class LazySavePlanner(DefaultSavePlanner):
-    """Plans from what this rank keeps; each value is made when its first box is to be written."""
-
     def __init__(self, kept: Mapping[str, Kept]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._kept = kept
@@ -87,7 +82,6 @@ class LazySavePlanner(DefaultSavePlanner):
         self._flats: Flats = ()
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each box, in order."""
         items = [item for key, kept in self._kept.items() for item in self._items(key, kept)]
         self.plan = SavePlan(items)
         return self.plan
@@ -101,7 +95,7 @@ class LazySavePlanner(DefaultSavePlanner):
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(box), properties, size))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of a box; a tensor is made for its first one and let go of with its last."""
+        """The elements of a box; a tensor is made for its first box and freed with its last."""
         kept, key = self._kept[index.fqn], index.fqn
         if not self._flats:
             self._flats = kept.read()
@@ -113,10 +107,7 @@ class LazySavePlanner(DefaultSavePlanner):
 
 
 class LazyLoadPlanner(DefaultLoadPlanner):
-    """Planner of the reads that this rank wants.
-
-    ``write`` takes each tensor, or this rank's share of it, once all of it is read.
-    """
+    """Planner of the reads that this rank wants; ``write`` takes each share that is read whole."""
 
     def __init__(self, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -127,7 +118,6 @@ class LazyLoadPlanner(DefaultLoadPlanner):
         self._held: dict[str, Flats] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the reads: what stored boxes and wanted boxes have in common, tensor by tensor."""
         stored = {} if self.metadata is None else self.metadata.state_dict_metadata
         return LoadPlan([item for key in self._wanted for item in self._items(key, stored.get(key))])
 
@@ -149,14 +139,12 @@ class LazyLoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Where the elements of a box come."""
         wanted = self._wanted[index.fqn]
         if index.fqn not in self._held:
             self._held[index.fqn] = wanted.share.empty(wanted.dtype)
         return wanted.share.view(self._held[index.fqn], self._boxes[index.fqn, tuple(index.offset or ())])
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Hand a tensor on with its last item."""
         key = read_item.dest_index.fqn
         self._left[key] -= 1
         if not self._left[key]:
@@ -164,11 +152,7 @@ class LazyLoadPlanner(DefaultLoadPlanner):
 
 
 def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
-    """Write what every rank keeps, in order; all of it together must be whole tensors.
-
-    Raises:
-        Exception: on all ranks, when one cannot write.
-    """
+    """Write what every rank keeps, in order: together whole tensors. One rank's failure is raised on all."""
     ranks = ranks or Ranks()
     planner = LazySavePlanner(kept)
 
@@ -184,10 +168,7 @@ def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = 
 
 
 def load(reader: StorageReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
-    """Read the tensors that this rank wants, in order.
-
-    All of them must be stored in these shapes. The other ranks do the same, or something else.
-    """
+    """Read the tensors that this rank wants, in order; all of them must be stored in these shapes."""
     planner = LazyLoadPlanner(wanted, write)
     metadata = reader.read_metadata()
     planner.set_up_planner({}, metadata, is_coordinator=True)

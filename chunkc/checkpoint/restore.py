@@ -1,7 +1,6 @@
 """Putting a run back: everything is compared with the model first, then written tensor by tensor.
 
-Each rank reads what stands in its own chunks, whoever saved it, and writes it there. Parameters that have no chunks yet
-are read by rank 0, which keeps them until they have.
+Each rank reads what stands in its own chunks, whoever saved it. Parameters without chunks are read by rank 0.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ class Fit:
     """How the tensors of a checkpoint belong to a model.
 
     Attributes:
-        reader: of the stored tensors.
-        shapes: of these by key, as stand-ins.
+        shapes: stand-ins of the stored tensors, by key.
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
     """
@@ -50,18 +48,13 @@ class Fit:
     buffers: dict[str, str] = field(default_factory=dict)
 
     def refuse(self, what: str) -> CheckpointError:
-        """The error for a checkpoint of another model; nothing has changed."""
         return CheckpointError(f"{self.path} does not fit the model: {what}", path=self.path)
 
 
 def fit_model(
     path: Path, reader: SafetensorsReader, model: nn.Module, runtime: ModelRuntime, objects: Mapping[str, Any]
 ) -> Fit:
-    """Compare names, tying and shapes.
-
-    Raises:
-        CheckpointError: naming what differs.
-    """
+    """Compare names, tying and shapes; CheckpointError names what differs."""
     fit = Fit(path, reader, runtime, ModelTensors(model), stored_shapes(reader))
     ours = {info.name: (info.name, *info.aliases) for info in runtime.infos}
     indexes = {frozenset(names): index for index, names in enumerate(ours.values())}
@@ -146,9 +139,7 @@ def _check_group(fit: Fit, group: Mapping[str, Any], decoupled: bool) -> None:
 
 
 def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, scheduler: Stateful | None) -> None:
-    """Hand modules with extra states, and the scheduler, their saved states.
-
-    No tensor is written before that.
+    """Hand modules with extra states, and the scheduler, their saved states, before any tensor.
 
     Raises:
         CheckpointError: one does not take its state; all have their own again, as far as they take these.
@@ -179,7 +170,6 @@ def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> 
 
 
 def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
-    """Keys of the tensors of one parameter."""
     keys = [f"model.{name}"]
     keys += [f"optimizer.state.{name}.{moment}" for moment in MOMENTS if is_stepped]
     master = f"optimizer.state.{name}.{MASTER}"
@@ -213,7 +203,7 @@ class _Writer:
         return Share(info.shape, info.stride, fit.runtime.parameters.own_ranges(index))
 
     def take(self, key: str, flats: Flats) -> None:
-        """Take what was read of one tensor, and write its parameter or buffer once all of it is there."""
+        """Take one tensor, and write its parameter or buffer once all of it is there."""
         name, fit = self._owners[key], self._fit
         if name in fit.buffers:
             fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.shapes[key].shape).tensor(flats))
@@ -224,7 +214,7 @@ class _Writer:
             self._write_param(name, self._held.pop(name))
 
     def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
-        """The finest value that was stored, and moments where there are any."""
+        """Write the finest value that was stored, and moments where there are any."""
         fit, prefix = self._fit, f"optimizer.state.{name}"
         runtime, index = fit.runtime, fit.params[name]
         source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
@@ -242,7 +232,7 @@ class _Writer:
 def _stage(
     runtime: ModelRuntime, index: int, share: Share, value: Flats, moments: Sequence[Flats], *, is_exact: bool
 ) -> None:
-    """Write a parameter that has no chunks yet: rank 0 keeps it, and the others learn that it has a value."""
+    """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value."""
     if not share.ranges:
         runtime.parameters.write_param(index, stand_in(runtime.parameters.staging.dtypes[index], share.shape))
         return
@@ -260,11 +250,7 @@ def _stage(
 
 
 def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Restore what belongs to neither the model nor the scheduler.
-
-    These are step counts, hyperparameters, the loss scale where it is dynamic on both sides, and generators, which come
-    last.
-    """
+    """Restore step counts, hyperparameters, a loss scale that is dynamic on both sides, then generators."""
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
     scale, saved = fit.runtime.clipping.loss_scale, objects["loss_scale"]

@@ -1,14 +1,12 @@
 """Storage for torch.distributed.checkpoint in safetensors and JSON.
 
-Nothing that is loaded can run code. DCP's own file storage keeps its metadata as a pickle, and
-`HuggingFaceStorageWriter` holds a whole file in memory before it writes. The two classes here are DCP's public
-interfaces, `StorageWriter` and `StorageReader`, so that its planners do the resharding. In the folder of a checkpoint:
+Nothing that is loaded can run code (DCP's own storage pickles its metadata), and each tensor is written as soon as it
+is resolved (`HuggingFaceStorageWriter` holds a whole file). DCP's planners do the resharding. In a checkpoint's folder:
 
-    rank-00000.float32.safetensors   tensors of one rank and dtype, each written as soon as it is resolved
+    rank-00000.float32.safetensors   tensors of one rank and dtype, aligned in whatever order they come
     index.json                       DCP's metadata: of each tensor its dtype, shape, and the parts with their places
 
-Files of one dtype keep every tensor aligned in whatever order the tensors come. The files are plain safetensors, so
-DCP's `HuggingFaceStorageReader` reads them too. A checksum (SHA-256) is taken of what goes to each file.
+DCP's `HuggingFaceStorageReader` reads the files too. A checksum (SHA-256) is taken of what goes to each.
 """
 
 from __future__ import annotations
@@ -45,8 +43,6 @@ _PIECE_NBYTES: Final = 2**24
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Size in bytes and SHA-256 that a file must have."""
-
     nbytes: int
     sha256: str
 
@@ -54,8 +50,7 @@ class FileDigest:
 class SafetensorsWriter(StorageWriter):
     """Writes the tensors of one rank into files of the folder ``path``, one tensor at a time.
 
-    Attributes:
-        digests: of the files of this rank, once they are written, and of the index on the coordinator.
+    ``digests`` are of the written files of this rank, and of the index on the coordinator.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -64,7 +59,6 @@ class SafetensorsWriter(StorageWriter):
         self._rank = rank
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save; ``checkpoint_id`` may name another folder."""
         self.digests.clear()
         self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
 
@@ -72,11 +66,7 @@ class SafetensorsWriter(StorageWriter):
         """Nothing depends on the role."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what safetensors cannot hold.
-
-        Raises:
-            ChunkcError: naming it.
-        """
+        """Refuse by name what safetensors cannot hold."""
         for item in plan.items:
             if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPE_NAMES:
                 kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
@@ -84,7 +74,6 @@ class SafetensorsWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Every rank has files of its own: nothing to agree on."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -109,7 +98,6 @@ class SafetensorsWriter(StorageWriter):
         return file
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index."""
         places = {result.index: result.storage_data for per_rank in results for result in per_rank}
         index = {
             fqn: {
@@ -127,16 +115,13 @@ class SafetensorsWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
         return (Path(checkpoint_id) / INDEX_NAME).is_file()
 
 
 class SafetensorsReader(StorageReader):
     """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks.
 
-    Args:
-        path: the folder.
-        files: names of files that may be read; None allows every file of the folder.
+    Only ``files`` may be read; None allows every file of the folder.
     """
 
     def __init__(self, path: Path, files: Collection[str] | None = None) -> None:
@@ -146,18 +131,16 @@ class SafetensorsReader(StorageReader):
         self._parts: dict[MetadataIndex, Part] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load; ``checkpoint_id`` may name another folder."""
         self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
         self._index = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, from the index."""
         index = self.index()
         self._parts = {MetadataIndex(fqn, p.offsets): p for fqn, stored in index.items() for p in stored.parts}
         return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
 
     def index(self) -> Mapping[str, StoredTensor]:
-        """Stored tensors by key, as the files confirm them; the index is read once.
+        """Stored tensors by key, confirmed by the files; the index is read once.
 
         Raises:
             CheckpointError: when the index is missing, damaged or not that of the files; with the place in it.
@@ -177,18 +160,16 @@ class SafetensorsReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to add to what `read_metadata` read."""
+        """Nothing to add to `read_metadata`."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The planner's."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planner's."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items in the order of the plan into the tensors that the planner names."""
+        """Read the items in the order of the plan into the planner's tensors."""
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for item in plan.items:
@@ -202,7 +183,6 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
         return (Path(checkpoint_id) / INDEX_NAME).is_file()
 
 
@@ -216,7 +196,6 @@ class DigestedFile:
         self._nbytes = 0
 
     def write(self, data: memoryview) -> int:
-        """Append ``data``; how many bytes that were."""
         for start in range(0, len(data), _PIECE_NBYTES):
             piece = data[start : start + _PIECE_NBYTES]
             self._file.write(piece)
@@ -225,7 +204,6 @@ class DigestedFile:
         return len(data)
 
     def finish(self) -> FileDigest:
-        """Wait until all of it is on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileDigest(self._nbytes, self._sha256.hexdigest())
@@ -240,7 +218,6 @@ def write_json(path: Path, value: object) -> FileDigest:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """The checksum of a file as it is now."""
     sha256, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while piece := file.read(_PIECE_NBYTES):
@@ -250,7 +227,6 @@ def digest_of(path: Path) -> FileDigest:
 
 
 def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    """Resolve one item, append it, and forget it."""
     value = planner.resolve_data(item)
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
@@ -258,7 +234,6 @@ def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteRe
 
 
 def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
-    """Copy what ``item`` asks for out of an opened file, and forget it."""
     stored = file.get_tensor(name)
     for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         stored = stored.narrow(dim, start, length)
