@@ -1,12 +1,8 @@
-"""Timing of activities by the host's clock, alone and while others run.
+"""Timing of activities by the host's clock, alone and while others run, by `launch` and `wait`.
 
-It goes through nothing but `launch` and `wait`.
-
-A *batch* is several pieces launched back to back; its time runs from the first launch to the end of the last piece, so
-that a figure contains what a plan pays for too. Of several short batches the fastest counts: what other programs do to
-a batch only ever makes it longer, and among batches of a few milliseconds some are left alone. While other activities
-run, each is kept going by a thread of its own from before the first batch until after the last: what is timed never
-runs alone at its beginning or end.
+A *batch* is several pieces launched back to back, timed from the first launch to the end of the last piece. Of several
+short batches the fastest counts, since other programs only make batches longer. Activities in the background are each
+kept going by a thread from before the first batch until after the last.
 """
 
 from __future__ import annotations
@@ -44,7 +40,6 @@ class Timer:
     """Times activities on a device, in microseconds of one piece in the fastest batch.
 
     Attributes:
-        device: that the activities run on.
         batch_ms: wanted length of a batch; one piece may be longer.
         num_batches: batches of which the fastest counts; fewer of pieces that are longer than a batch should be.
         clock_ns: a clock in nanoseconds; tests give one of their own.
@@ -71,8 +66,7 @@ class Timer:
     def time_under_us(self, activity: Activity, others: Sequence[Activity], length: Length) -> float:
         """Time of a piece while ``others`` run, which are on other streams.
 
-        Meanwhile threads hand Python's lock on within `_SWITCH_S`. By default a thread that wants it may wait for 5 ms,
-        longer than most pieces take, so that what is timed would be the lock and not the machine.
+        Meanwhile threads hand Python's lock on within `_SWITCH_S`: the default of 5 ms is longer than most pieces take.
         """
         with ExitStack() as backgrounds:
             backgrounds.callback(sys.setswitchinterval, sys.getswitchinterval())
@@ -117,10 +111,9 @@ class Timer:
 
 
 class Background:
-    """An activity that is kept running inside a ``with`` block.
+    """An activity that is kept running inside a ``with`` block, entered once its first piece has finished.
 
-    The block is entered once the activity's first piece has finished. What a piece raises is raised when the block is
-    left, unless the block itself raised.
+    The error of a piece is raised when the block is left, unless the block itself raised.
     """
 
     def __init__(self, device: Device, activity: Activity) -> None:
