@@ -1,8 +1,7 @@
-"""The errors that users meet, as one family.
+"""The errors that users meet: ``except chunkc.ChunkcError`` catches all of them and nothing else.
 
-``except chunkc.ChunkcError`` catches all of them and nothing else. Every message states the rule, what was found
-(numbers, parameter names) and what to do. Errors are raised before anything changes, so that the caller can go on with
-the model as it was.
+Every message states the rule, what was found (numbers, parameter names) and what to do. Errors are raised before
+anything changes.
 """
 
 from __future__ import annotations
@@ -44,17 +43,11 @@ class PlanError(ChunkcError):
 
 
 class DeviceMemoryError(ChunkcError):
-    """The device ran out of memory while a plan ran.
-
-    The message names the action and what stood on the device.
-    """
+    """The device ran out of memory while a plan ran, at the action that the message names."""
 
 
 class RankError(ChunkcError):
-    """The ranks of a job do different things with a model, or one of them has ended.
-
-    The message says what each rank does, or where this rank stopped.
-    """
+    """The ranks of a job do different things with a model, or one of them has ended."""
 
 
 class CheckpointError(ChunkcError):

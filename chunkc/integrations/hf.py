@@ -106,10 +106,7 @@ class ChunkcTrainer(Trainer):
                     "leave them out, or hand over the model before chunkc.compile"
                 )
         else:
-            options: dict[str, Any] = {
-                "dtype": wanted_dtype(model, args),
-                "accumulate": args.gradient_accumulation_steps,
-            }
+            options = dict[str, Any](dtype=wanted_dtype(model, args), accumulate=args.gradient_accumulation_steps)
             model = compile(model, "auto" if self._hw is None else self._hw, **(options | self._compile_options))
         runtime = compiled_of(model).runtime
         check_compiled(runtime, args)
