@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,17 +173,10 @@ def _read_index(path: Path) -> dict[str, Path]:
             "files are not to be trusted: download the model from where it was published"
         )
     files = {name: path.parent / file for name, file in weight_map.items()}
-    missing = sorted({str(file) for file in files.values() if not _is_file(file)})
+    missing = sorted({str(file) for file in files.values() if not os.path.isfile(file)})
     if missing:
         raise ChunkcError(f"{path} names {missing[0]}, which is missing ({len(missing)} in all); copy or download it")
     return files
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _read_header(file: Path) -> list[Stored]:

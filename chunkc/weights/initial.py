@@ -44,10 +44,7 @@ def initial_values(model: nn.Module, wanted: Mapping[str, torch.dtype]) -> dict[
 
 
 def buffer_values(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Host copies of buffers on the meta device; ChunkcError names those that nothing initialises.
-
-    torch's generator keeps its state.
-    """
+    """Host copies of buffers on the meta device; ChunkcError names those that nothing initialises."""
     on_meta = {name: buffer for name, buffer in model.named_buffers() if buffer.is_meta}
     with torch.random.fork_rng(devices=()):
         values = initial_values(model, {name: buffer.dtype for name, buffer in on_meta.items()})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from chunkc.distributed.process_group import Kind
 from chunkc.errors import ChunkcError, first_names
 from chunkc.weights.files import WeightFiles
 from chunkc.weights.initial import initial_values
-from chunkc.weights.match import Matched, is_optional, match, tied_names
+from chunkc.weights.match import Matched, is_optional, match
 from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 logger = logging.getLogger("chunkc")
@@ -50,9 +50,9 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
     """Load safetensors into a compiled model, at any time between two steps; optimizer states stay.
 
     Parameters that the files lack keep their values. Those without any, since the model came from the meta device, are
-    initialised as the model itself would (transformers' ``_init_weights``, ``reset_parameters`` of modules); without
-    such an initialisation the next forward refuses them by name. An interrupted load leaves the tensors loaded so far.
-    All ranks call this, and return or raise what rank 0 does.
+    initialised as the model itself would (transformers' ``_init_weights``, ``reset_parameters`` of modules), drawing
+    from torch's generator; without such an initialisation the next forward refuses them by name. An interrupted load
+    leaves the tensors loaded so far. All ranks call this, and return or raise what rank 0 does.
 
     Args:
         model: compiled by ``chunkc.compile``, or a part of such a model.
@@ -69,25 +69,16 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
         tensors = ModelTensors(model)
         names = [entry.name for entry in tensors.entries]
         tensors.ranks.agree(Kind.LOAD, lambda: [f"{path=!s}", f"{strict=}", *names])
-    taken = tensors.led_write(lambda write: _read_files(model, tensors, path, write, strict=strict))
-    absent = [entry for entry in tensors.entries if entry.name not in taken.loaded]
+    report = tensors.led_write(lambda write: _read_files(model, tensors, path, write, strict=strict))
+    absent = [entry for entry in tensors.entries if entry.name not in report.loaded_keys]
     initialised = _initialise(model, tensors, [entry for entry in absent if tensors.is_blank(entry)])
-    report = LoadReport(taken.loaded, tied_names(tensors, taken.loaded), taken.missing, taken.unexpected, initialised)
+    report = replace(report, initialised_keys=initialised)
     if tensors.ranks.is_first:
-        _log(report, Path(path), sum(tensors.entry(name).nbytes for name in taken.loaded), started_s)
+        _log(report, Path(path), sum(tensors.entry(name).nbytes for name in report.loaded_keys), started_s)
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Names that rank 0 found: in the model, or in the files for ``unexpected``."""
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write: Write, *, strict: bool) -> _Taken:
+def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write: Write, *, strict: bool) -> LoadReport:
     files = WeightFiles(path)
     matched = match(model, tensors, files)
     absent = [entry for entry in tensors.entries if not matched.has(entry)]
@@ -98,8 +89,9 @@ def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write
             f"unexpected {first_names(matched.unexpected)}. Load with strict=False to report them only"
         )
     _write(tensors, files, matched, write)
-    loaded = tuple(entry.name for entry in tensors.entries if matched.has(entry))
-    return _Taken(loaded, missing, tuple(matched.unexpected))
+    loaded = [entry for entry in tensors.entries if matched.has(entry)]
+    tied = {alias: entry.name for entry in loaded for alias in entry.aliases}
+    return LoadReport(tuple(entry.name for entry in loaded), tied, missing, tuple(matched.unexpected), ())
 
 
 def _log(report: LoadReport, path: Path, nbytes: int, started_s: float) -> None:

@@ -8,7 +8,7 @@ that a class ignores (``_keys_to_ignore_on_load_missing``, ``_unexpected``) or c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -125,7 +125,3 @@ def _reported(model: nn.Module, tensors: ModelTensors, names: Sequence[str]) -> 
 def _ending(name: str) -> str:
     """The last two parts of a name, which a buffer keeps wherever an old checkpoint has it."""
     return ".".join(name.split(".")[-2:])
-
-
-def tied_names(tensors: ModelTensors, loaded: Sequence[str]) -> Mapping[str, str]:
-    return {alias: name for name in loaded for alias in tensors.entry(name).aliases}

@@ -14,7 +14,6 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -32,16 +31,8 @@ logger = logging.getLogger("chunkc")
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _PARTIAL: Final = ".partial"
 Read = Callable[[Entry], torch.Tensor]
+Shard = dict[str, Entry]  # entries of one file by saved name
 _OUR_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-@dataclass(slots=True)
-class Shard:
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
 
 
 def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
@@ -75,7 +66,7 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     names = [WEIGHTS_NAME] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     names = tensors.led_read(lambda read: _write_files(folder, names, shards, read))
     if tensors.ranks.is_first:
-        nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
+        nbytes, seconds = sum(entry.nbytes for entry in entries.values()), time.perf_counter() - started_s
         logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
     return tuple(folder / name for name in names)
 
@@ -131,12 +122,12 @@ def saved_name(model: nn.Module, entry: Entry) -> str:
 
 
 def _split(entries: dict[str, Entry], limit_nbytes: int) -> list[Shard]:
-    shards, fill_nbytes = [Shard()], 0
+    shards, fill_nbytes = list[Shard]([{}]), 0
     for name, entry in entries.items():
-        if shards[-1].entries and fill_nbytes + entry.nbytes > limit_nbytes:
-            shards.append(Shard())
+        if shards[-1] and fill_nbytes + entry.nbytes > limit_nbytes:
+            shards.append({})
             fill_nbytes = 0
-        shards[-1].entries[name] = entry
+        shards[-1][name] = entry
         fill_nbytes += entry.nbytes
     return shards
 
@@ -146,7 +137,7 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _write_shard(path: Path, shard: Shard, read: Read) -> None:
-    entries = dict(sorted(shard.entries.items(), key=lambda item: -item[1].dtype.itemsize))
+    entries = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
     aliases = {alias: name for name, entry in entries.items() for alias in entry.names if alias != name}
     with synced_file(path) as file:
         file.write(encode_header({name: (entry.dtype, entry.shape) for name, entry in entries.items()}, aliases))
@@ -174,11 +165,11 @@ def _put_in_place(folder: Path, written: Mapping[str, Path]) -> None:
 
 
 def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
-    places = {entry: file for shard, file in zip(shards, names, strict=False) for entry in shard.entries}
-    params = {name: e for s in shards for name, e in s.entries.items() if e.param is not None}
+    places = {entry: file for shard, file in zip(shards, names, strict=False) for entry in shard}
+    entries = [entry for shard in shards for entry in shard.values()]
     metadata = {
-        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in params.values()),
-        "total_size": sum(shard.nbytes for shard in shards),
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries if entry.param is not None),
+        "total_size": sum(entry.nbytes for entry in entries),
     }
     return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
