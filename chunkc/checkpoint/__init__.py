@@ -25,14 +25,7 @@ import torch
 from torch import nn
 
 from chunkc.checkpoint import directory as folders
-from chunkc.checkpoint.contents import (
-    Contents,
-    Optimizer,
-    Stateful,
-    check_optimizer,
-    gather,
-    runtime_of,
-)
+from chunkc.checkpoint.contents import Contents, Optimizer, Stateful, check_optimizer, gather, runtime_of
 from chunkc.checkpoint.directory import Manifest
 from chunkc.checkpoint.index import INDEX_NAME
 from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
@@ -172,8 +165,8 @@ def load_checkpoint(
         error = _finish_last(runtime)
         if error is not None:
             logger.warning("the asynchronous save before this load had failed: %s", error)
-        given = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
-        runtime.ranks.agree(Kind.LOAD, lambda: given)
+        lines = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
+        runtime.ranks.agree(Kind.LOAD, lambda: lines)
     runtime.state.to_cold()  # ranks exchange here, and no more while each of them reads
     ranks = runtime.ranks
     path = of_first(ranks, lambda: _find(Path(directory)))

@@ -134,12 +134,12 @@ def gather(
     runtime.parameters.drain()
     tensors, encoder, steps = ModelTensors(model), Encoder(PREFIX), optimizer.step_counts
     scale = runtime.clipping.loss_scale
-    held = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     objects = {
         "model": {
             "params": [[info.name, *info.aliases] for info in runtime.infos],
             "buffers": [list(entry.names) for entry in tensors.entries if entry.param is None],
-            "others": {n: encoder.encode(held[n], f"{n} of the state dict") for n in tensors.others},
+            "others": {n: encoder.encode(state[n], f"{n} of the state dict") for n in tensors.others},
         },
         "optimizer": {
             "class": type(optimizer).__name__,

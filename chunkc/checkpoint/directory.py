@@ -299,8 +299,8 @@ def _make(root: Path) -> None:
     root.mkdir(exist_ok=True)
 
 
-def _hidden(root: Path, what: str, name: str) -> Path:
-    return root / f".{what}-{socket.gethostname()}-{os.getpid()}-{name}"
+def _hidden(root: Path, stage: str, name: str) -> Path:
+    return root / f".{stage}-{socket.gethostname()}-{os.getpid()}-{name}"
 
 
 def _remove_leftovers(root: Path) -> None:

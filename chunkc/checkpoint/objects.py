@@ -74,12 +74,12 @@ def check_objects(objects: Mapping[str, Any]) -> None:
         with fault_at(name):
             part = decoder.decode(dict[str, Any], objects[name])
             _check_names(part, parts)
-            for inner, kind in parts.items():
+            for inner, annotation in parts.items():
                 with fault_at(inner):
-                    decoder.decode(kind, part[inner])
-    for what in ("params", "buffers"):
-        if not all(objects["model"][what]):
-            raise FormatError("each has a name or more", f"model.{what}")
+                    decoder.decode(annotation, part[inner])
+    for kind in ("params", "buffers"):
+        if not all(objects["model"][kind]):
+            raise FormatError("each has a name or more", f"model.{kind}")
     with fault_at("loss_scale"):
         decoder.decode(cast(Any, _LossScale | None), objects["loss_scale"])
     for position, group in enumerate(objects["optimizer"]["groups"]):

@@ -47,8 +47,8 @@ class Fit:
     params: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
-    def refuse(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} does not fit the model: {what}", path=self.path)
+    def refuse(self, misfit: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} does not fit the model: {misfit}", path=self.path)
 
 
 def fit_model(
@@ -84,7 +84,7 @@ def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
         raise fit.refuse(f"{key} is {stored} there and {tuple(shape)} here")
 
 
-def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], what: str) -> dict[str, T]:
+def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], kind: str) -> dict[str, T]:
     """Match stored tensors, by first name, with those here; tied tensors must be tied alike."""
     theirs = {frozenset(names): names[0] for names in stored}
     if theirs.keys() == ours.keys():
@@ -92,10 +92,10 @@ def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[
     names_there, names_here = (frozenset().union(*keys) for keys in (theirs, ours))
     if names_there == names_here:
         loose = [name for names, name in theirs.items() if names not in ours]
-        raise fit.refuse(f"{what} are tied in another way, for example {_listed(loose)}")
+        raise fit.refuse(f"{kind} are tied in another way, for example {_listed(loose)}")
     only_there, only_here = names_there - names_here, names_here - names_there
     raise fit.refuse(
-        f"its {what} {_listed(only_there)} are missing here, and {_listed(only_here)} here are missing in it. A "
+        f"its {kind} {_listed(only_there)} are missing here, and {_listed(only_here)} here are missing in it. A "
         "checkpoint is loaded whole, into the architecture that was saved; for weights alone see chunkc.load_pretrained"
     )
 
@@ -148,8 +148,8 @@ def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, schedule
     taken: list[Callable[[], object]] = []
     try:
         if others:
-            held = model.state_dict(keep_vars=True)
-            before = {name: held[name] for name in others}
+            values = model.state_dict(keep_vars=True)
+            before = {name: values[name] for name in others}
             taken.append(lambda: model.load_state_dict(before, strict=False))
             model.load_state_dict(others, strict=False)
         if scheduler is not None:
@@ -158,8 +158,8 @@ def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, schedule
     except Exception as error:  # modules and schedulers are the user's: each fails in its own way
         for give_back in taken:
             give_back()
-        what = "the scheduler" if len(taken) == bool(others) + 1 else "a module with an extra state"
-        raise fit.refuse(f"{what} does not take its state ({type(error).__name__}: {error!s:.200})") from error
+        refuser = "the scheduler" if len(taken) == bool(others) + 1 else "a module with an extra state"
+        raise fit.refuse(f"{refuser} does not take its state ({type(error).__name__}: {error!s:.200})") from error
 
 
 def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> None:

@@ -218,12 +218,8 @@ def write_json(path: Path, value: object) -> FileDigest:
 
 
 def digest_of(path: Path) -> FileDigest:
-    sha256, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_NBYTES):
-            sha256.update(piece)
-            nbytes += len(piece)
-    return FileDigest(nbytes, sha256.hexdigest())
+        return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
