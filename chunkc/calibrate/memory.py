@@ -12,7 +12,7 @@ finite in every floating dtype: arithmetic on zeros takes other power, hence oth
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -133,22 +133,17 @@ class Regions:
 
 @contextmanager
 def regions(device: Device, shares: Shares) -> Iterator[Regions]:
-    device.reserve(shares.device_nbytes)
-    try:
+    with ExitStack() as stack:
+        device.reserve(shares.device_nbytes)
+        stack.callback(device.unreserve, shares.device_nbytes)
         arena = device.allocate_arena(shares.arena_nbytes)
-        try:
-            home = device.allocate_home(shares.home_nbytes)
-            try:
-                device.launch(Stream.COMPUTE, "fill", (), partial(fill, arena)).wait()
-                fill(home)
-                yield Regions(*_quarters(arena), *_quarters(home), shares.device_nbytes - shares.arena_nbytes)
-                device.synchronize()
-            finally:
-                device.free_home(home)
-        finally:
-            device.free_arena(arena)
-    finally:
-        device.unreserve(shares.device_nbytes)
+        stack.callback(device.free_arena, arena)
+        home = device.allocate_home(shares.home_nbytes)
+        stack.callback(device.free_home, home)
+        device.launch(Stream.COMPUTE, "fill", (), partial(fill, arena)).wait()
+        fill(home)
+        yield Regions(*_quarters(arena), *_quarters(home), shares.device_nbytes - shares.arena_nbytes)
+        device.synchronize()
 
 
 def fill(memory: torch.Tensor) -> None:

@@ -13,13 +13,7 @@ from chunkc.cli.advice import Adviser
 from chunkc.cli.options import output_path, save
 from chunkc.cli.output import show, tell
 from chunkc.cli.screen import answer_json, render_answer
-from chunkc.cli.subjects import (
-    MODEL_HELP,
-    add_plan_options,
-    add_training_options,
-    answer_of,
-    title_of,
-)
+from chunkc.cli.subjects import MODEL_HELP, add_plan_options, add_training_options, answer_of, title_of
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.scenarios.scenario import Scenarios

@@ -31,13 +31,7 @@ from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.device_selection import HardwareLike
 from chunkc.errors import ChunkcError
-from chunkc.integrations.hf_checks import (
-    check_arguments,
-    check_compiled,
-    check_dtype,
-    check_transformers,
-    wanted_dtype,
-)
+from chunkc.integrations.hf_checks import check_arguments, check_compiled, check_dtype, check_transformers, wanted_dtype
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.grad_scaler import GradScaler
