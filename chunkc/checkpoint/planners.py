@@ -24,12 +24,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from chunkc.checkpoint.shares import Box, Share
+from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
+from chunkc.weights.files import DTYPE_NAMES
 
 Flats = Sequence[torch.Tensor]
 """The elements of a share: 1-D, one for each of its ranges."""
@@ -80,6 +81,8 @@ class LazySavePlanner(DefaultSavePlanner):
         return self.plan
 
     def _items(self, key: str, kept: Kept) -> Iterator[WriteItem]:
+        if kept.dtype not in DTYPE_NAMES:
+            raise ChunkcError(f"{key} is {kept.dtype}, which a checkpoint cannot hold: keep it in `extra`")
         properties, size = TensorProperties(kept.dtype), torch.Size(kept.share.shape)
         for box in kept.share.boxes():
             index = MetadataIndex(key, box.offsets)
@@ -144,35 +147,32 @@ class LazyLoadPlanner(DefaultLoadPlanner):
             self._write(key, self._held.pop(key))
 
 
-def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
+def save(writer: SafetensorsWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
     """Write what every rank keeps, in order: together whole tensors. One rank's failure is raised on all."""
     ranks = ranks or Ranks()
     planner = LazySavePlanner(kept)
 
     def plan_own() -> SavePlan:
-        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=ranks.is_first)
-        writer.set_up_storage_writer(ranks.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner({}, is_coordinator=ranks.is_first)
+        return planner.create_local_plan()
 
     plans, metadata = planner.create_global_plan(exchange(ranks, plan_own))
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
-    results = exchange(ranks, lambda: writer.write_data(plan, planner).wait())
-    exchange(ranks, lambda: writer.finish(metadata, results) if ranks.is_first else None)
+    plan = planner.finish_plan(plans[ranks.rank])
+    by_rank = exchange(ranks, lambda: writer.write(plan, planner))
+    places = {index: place for of_rank in by_rank for index, place in of_rank.items()}
+    exchange(ranks, lambda: writer.finish(metadata, places) if ranks.is_first else None)
 
 
-def load(reader: StorageReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
+def load(reader: SafetensorsReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
     """Read the tensors that this rank wants, in order; all of them must be stored in these shapes."""
     planner = LazyLoadPlanner(wanted, write)
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    local = reader.prepare_local_plan(planner.create_local_plan())
-    [plan] = reader.prepare_global_plan(planner.create_global_plan([local]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
+    [plan] = planner.create_global_plan([planner.create_local_plan()])
+    reader.read(planner.finish_plan(plan), planner)
 
 
 def load_whole(
-    reader: StorageReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
+    reader: SafetensorsReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
 ) -> None:
     """`load` of whole tensors, of which ``stand_ins`` give the dtypes and shapes."""
     wanted = {key: Wanted(value.dtype, Share.whole(value.shape)) for key, value in stand_ins.items()}

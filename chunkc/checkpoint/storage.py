@@ -30,15 +30,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
 from chunkc.checkpoint.index import DTYPES, INDEX_NAME, Part, StoredTensor, read_index
-from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.errors import CheckpointError
 from chunkc.files import FormatError, synced_file
-from chunkc.weights.files import DTYPE_NAMES, bytes_of, encode_header
+from chunkc.weights.files import bytes_of, encode_header
 
 _PIECE_NBYTES: Final = 2**24
+Places = dict[MetadataIndex, dict[str, str]]
+"""File and name of each box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class FileDigest:
     sha256: str
 
 
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter:
     """Writes the tensors of one rank into files of the folder ``path``, one tensor at a time.
 
     ``digests`` are of the written files of this rank, and of the index on the coordinator.
@@ -58,37 +58,17 @@ class SafetensorsWriter(StorageWriter):
         self._path = path
         self._rank = rank
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.digests.clear()
-        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing depends on the role."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse by name what safetensors cannot hold."""
-        for item in plan.items:
-            if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPE_NAMES:
-                kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
-                raise ChunkcError(f"{item.index.fqn} is {kind}, which a checkpoint cannot hold: keep it in `extra`")
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> Places:
         """Write the items in the order of the plan, and wait until they are on disk."""
         by_dtype: dict[torch.dtype, list[WriteItem]] = {}
         for item in plan.items:
             by_dtype.setdefault(_data(item).properties.dtype, []).append(item)
         with ExitStack() as stack:
             files = {d: self._open(d, items, stack) for d, items in by_dtype.items()}
-            results = [_write(files[_data(item).properties.dtype], item, planner) for item in plan.items]
+            places = {item.index: _write(files[_data(item).properties.dtype], item, planner) for item in plan.items}
             for file in files.values():
                 self.digests[file.path.name] = file.finish()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return places
 
     def _open(self, dtype: torch.dtype, items: Sequence[WriteItem], stack: ExitStack) -> DigestedFile:
         path = self._path / f"rank-{self._rank:05d}.{str(dtype).removeprefix('torch.')}.safetensors"
@@ -97,8 +77,8 @@ class SafetensorsWriter(StorageWriter):
         file.write(memoryview(encode_header(tensors, {})))
         return file
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {result.index: result.storage_data for per_rank in results for result in per_rank}
+    def finish(self, metadata: Metadata, places: Places) -> None:
+        """Write the index; ``places`` are those of all ranks."""
         index = {
             fqn: {
                 "dtype": str(tensor.properties.dtype).removeprefix("torch."),
@@ -113,12 +93,8 @@ class SafetensorsWriter(StorageWriter):
         }
         self.digests[INDEX_NAME] = write_json(self._path / INDEX_NAME, index)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return (Path(checkpoint_id) / INDEX_NAME).is_file()
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader:
     """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks.
 
     Only ``files`` may be read; None allows every file of the folder.
@@ -130,11 +106,7 @@ class SafetensorsReader(StorageReader):
         self._index: Mapping[str, StoredTensor] | None = None
         self._parts: dict[MetadataIndex, Part] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
-        self._index = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self) -> Metadata:
         index = self.index()
         self._parts = {MetadataIndex(fqn, p.offsets): p for fqn, stored in index.items() for p in stored.parts}
         return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
@@ -159,16 +131,7 @@ class SafetensorsReader(StorageReader):
             f"{self._path} is damaged: {INDEX_NAME} is {fault}", path=self._path, damaged=(INDEX_NAME,)
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to add to `read_metadata`."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Read the items in the order of the plan into the planner's tensors."""
         with ExitStack() as stack:
             files: dict[str, Any] = {}
@@ -177,13 +140,6 @@ class SafetensorsReader(StorageReader):
                 if part.file not in files:
                     files[part.file] = stack.enter_context(safe_open(self._path / part.file, framework="pt"))
                 _read(files[part.file], part.name, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return (Path(checkpoint_id) / INDEX_NAME).is_file()
 
 
 class DigestedFile:
@@ -195,13 +151,12 @@ class DigestedFile:
         self._sha256 = hashlib.sha256()
         self._nbytes = 0
 
-    def write(self, data: memoryview) -> int:
+    def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _PIECE_NBYTES):
             piece = data[start : start + _PIECE_NBYTES]
             self._file.write(piece)
             self._sha256.update(piece)
         self._nbytes += len(data)
-        return len(data)
 
     def finish(self) -> FileDigest:
         self._file.flush()
@@ -222,11 +177,10 @@ def digest_of(path: Path) -> FileDigest:
         return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    value = planner.resolve_data(item)
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
-    return WriteResult(item.index, file.write(bytes_of(value)), {"file": file.path.name, "name": _name(item)})
+def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> dict[str, str]:
+    value: Any = planner.resolve_data(item)
+    file.write(bytes_of(value))
+    return {"file": file.path.name, "name": _name(item)}
 
 
 def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
