@@ -177,7 +177,6 @@ def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
 
 
 def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The encoded states of all ranks by rank, and their tensors."""
     encoder = Encoder(f"{PREFIX}.rank{ranks.rank}")
     encoded = encoder.encode(read_generators(), "generators")
     arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers

@@ -64,8 +64,6 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _SignedManifest:
-    """The file: a manifest, and the checksum of its canonical JSON."""
-
     manifest: dict[str, Any]
     sha256: str
 
@@ -198,7 +196,6 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
-    """The manifest of any format, or the fault."""
     try:
         signed = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
         if _signed(signed.manifest)["sha256"] != signed.sha256:

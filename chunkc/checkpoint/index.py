@@ -44,9 +44,6 @@ class StoredTensor:
     parts: tuple[Part, ...]
 
 
-Index = Mapping[str, StoredTensor]
-
-
 def read_index(folder: Path, files: Collection[str] | None = None) -> dict[str, StoredTensor]:
     """The index of a checkpoint, confirmed by ``files`` of the manifest, or by all of the folder.
 
@@ -109,7 +106,7 @@ def _overlap(left: Part, right: Part) -> bool:
     return all(a < c + d and c < a + b for a, b, c, d in ranges)
 
 
-def _check_headers(folder: Path, index: Index, files: Collection[str] | None) -> None:
+def _check_headers(folder: Path, index: Mapping[str, StoredTensor], files: Collection[str] | None) -> None:
     by_file: dict[str, list[tuple[str, StoredTensor, Part]]] = {}
     for key, stored in index.items():
         for position, part in enumerate(stored.parts):

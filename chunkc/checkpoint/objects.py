@@ -15,8 +15,7 @@ import torch
 
 from chunkc.checkpoint.encode import MAX_DEPTH, decode
 from chunkc.checkpoint.generators import check_generators
-from chunkc.checkpoint.index import DTYPES
-from chunkc.checkpoint.planners import load_whole, stand_in
+from chunkc.checkpoint.planners import load_whole
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.files import Decoder, FormatError, fault_at, read_json, shown
 
@@ -55,19 +54,13 @@ def read_objects(folder: Path, reader: SafetensorsReader) -> dict[str, Any]:
     """
     encoded = read_json(folder / OBJECTS_NAME, max_nbytes=MAX_NBYTES, max_depth=_JSON_DEPTH)
     tensors: dict[str, torch.Tensor] = {}
-    stand_ins = {key: tensor for key, tensor in stored_shapes(reader).items() if key.startswith(f"{PREFIX}.")}
-    load_whole(reader, stand_ins, tensors.__setitem__)
+    load_whole(reader, [key for key in reader.index() if key.startswith(f"{PREFIX}.")], tensors.__setitem__)
     objects = Decoder().decode(dict[str, Any], decode(encoded, tensors))
     check_objects(objects)
     return objects
 
 
-def stored_shapes(reader: SafetensorsReader) -> dict[str, torch.Tensor]:
-    return {key: stand_in(DTYPES[stored.dtype], stored.shape) for key, stored in reader.index().items()}
-
-
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse decoded objects that are not of the form of a checkpoint: FormatError with the place."""
     decoder = Decoder()
     _check_names(objects, _TOP)
     for name, parts in _PARTS.items():

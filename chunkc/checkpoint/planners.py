@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from chunkc.checkpoint.index import DTYPES
 from chunkc.checkpoint.shares import Box, Share
 from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from chunkc.distributed.coordination import exchange
@@ -51,7 +52,6 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.share.shape) * self.dtype.itemsize
 
     @staticmethod
@@ -171,11 +171,10 @@ def load(reader: SafetensorsReader, wanted: Mapping[str, Wanted], write: Callabl
     reader.read(planner.finish_plan(plan), planner)
 
 
-def load_whole(
-    reader: SafetensorsReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
-) -> None:
-    """`load` of whole tensors, of which ``stand_ins`` give the dtypes and shapes."""
-    wanted = {key: Wanted(value.dtype, Share.whole(value.shape)) for key, value in stand_ins.items()}
+def load_whole(reader: SafetensorsReader, keys: Iterable[str], write: Callable[[str, torch.Tensor], None]) -> None:
+    """`load` of whole tensors, as they are stored."""
+    stored = reader.index()
+    wanted = {key: Wanted(DTYPES[stored[key].dtype], Share.whole(stored[key].shape)) for key in keys}
     load(reader, wanted, lambda key, flats: write(key, wanted[key].share.tensor(flats)))
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from chunkc.checkpoint.contents import MASTER, MOMENTS, Optimizer, Stateful
 from chunkc.checkpoint.generators import write_generators_of
-from chunkc.checkpoint.objects import stored_shapes
+from chunkc.checkpoint.index import DTYPES, StoredTensor
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
@@ -31,10 +31,9 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Fit:
-    """How the tensors of a checkpoint belong to a model.
+    """How the ``stored`` tensors of a checkpoint, by key, belong to a model.
 
     Attributes:
-        shapes: stand-ins of the stored tensors, by key.
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
     """
@@ -43,7 +42,7 @@ class Fit:
     reader: SafetensorsReader
     runtime: ModelRuntime
     tensors: ModelTensors
-    shapes: Mapping[str, torch.Tensor]
+    stored: Mapping[str, StoredTensor]
     params: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
@@ -55,7 +54,7 @@ def fit_model(
     path: Path, reader: SafetensorsReader, model: nn.Module, runtime: ModelRuntime, objects: Mapping[str, Any]
 ) -> Fit:
     """Compare names, tying and shapes; CheckpointError names what differs."""
-    fit = Fit(path, reader, runtime, ModelTensors(model), stored_shapes(reader))
+    fit = Fit(path, reader, runtime, ModelTensors(model), reader.index())
     ours = {info.name: (info.name, *info.aliases) for info in runtime.infos}
     indexes = {frozenset(names): index for index, names in enumerate(ours.values())}
     fit.params = _matched(fit, objects["model"]["params"], indexes, "parameters")
@@ -77,15 +76,14 @@ def fit_model(
 
 
 def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
-    if key not in fit.shapes:
+    if key not in fit.stored:
         raise fit.refuse(f"it has no {key}")
-    stored = tuple(fit.shapes[key].shape)
-    if stored != tuple(shape):
-        raise fit.refuse(f"{key} is {stored} there and {tuple(shape)} here")
+    stored_shape = fit.stored[key].shape
+    if stored_shape != tuple(shape):
+        raise fit.refuse(f"{key} is {stored_shape} there and {tuple(shape)} here")
 
 
 def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], kind: str) -> dict[str, T]:
-    """Match stored tensors, by first name, with those here; tied tensors must be tied alike."""
     theirs = {frozenset(names): names[0] for names in stored}
     if theirs.keys() == ours.keys():
         return {name: ours[names] for names, name in theirs.items()}
@@ -173,7 +171,7 @@ def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
     keys = [f"model.{name}"]
     keys += [f"optimizer.state.{name}.{moment}" for moment in MOMENTS if is_stepped]
     master = f"optimizer.state.{name}.{MASTER}"
-    return [*keys, master] if master in fit.shapes else keys
+    return [*keys, master] if master in fit.stored else keys
 
 
 class _Writer:
@@ -189,8 +187,8 @@ class _Writer:
     def wanted(self) -> dict[str, Wanted]:
         """Shares that this rank reads, by key, in the order of the checkpoint's index."""
         return {
-            key: Wanted(shape.dtype, self._share(self._owners[key], shape.shape))
-            for key, shape in self._fit.shapes.items()
+            key: Wanted(DTYPES[stored.dtype], self._share(self._owners[key], stored.shape))
+            for key, stored in self._fit.stored.items()
             if key in self._owners
         }
 
@@ -206,7 +204,7 @@ class _Writer:
         """Take one tensor, and write its parameter or buffer once all of it is there."""
         name, fit = self._owners[key], self._fit
         if name in fit.buffers:
-            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.shapes[key].shape).tensor(flats))
+            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.stored[key].shape).tensor(flats))
             return
         held = self._held.setdefault(name, {})
         held[key] = flats
@@ -220,7 +218,7 @@ class _Writer:
         source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
         moments = [held[key] for moment in MOMENTS if (key := f"{prefix}.{moment}") in held]
         handed_over = runtime.parameters.staging.dtypes[index]
-        is_finer = torch.promote_types(fit.shapes[source].dtype, handed_over) is not handed_over
+        is_finer = torch.promote_types(DTYPES[fit.stored[source].dtype], handed_over) is not handed_over
         is_exact = runtime.parameters.is_trained(index) and (bool(moments) or is_finer)
         if runtime.parameters.staging.holds(index):
             _stage(runtime, index, self._share(name, ()), held[source], moments, is_exact=is_exact)

@@ -62,7 +62,6 @@ class Share:
         )
 
     def empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Host memory for the elements of each range, 1-D."""
         return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
 
     def flats(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -132,7 +132,6 @@ class SafetensorsReader:
         )
 
     def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read the items in the order of the plan into the planner's tensors."""
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for item in plan.items:
@@ -143,8 +142,6 @@ class SafetensorsReader:
 
 
 class DigestedFile:
-    """A file under way, with the checksum of what went into it."""
-
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
         self._file = file

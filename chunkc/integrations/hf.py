@@ -203,7 +203,6 @@ class ChunkcTrainer(Trainer):
             load_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the scaler, or go on with built-in scaling from its state."""
         if self.accelerator.scaler is not None or checkpoint is None:
             super()._load_scaler(checkpoint)
             return
