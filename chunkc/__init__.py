@@ -1,6 +1,6 @@
 """chunkc trains models several times larger than device memory, by a static plan over chunks.
 
-The package's names are imported when the first of them is asked for (PEP 562). torch takes seconds to import, so the
+The package's names are imported when the first of them is asked for (PEP 562): torch takes seconds to import, so the
 command can be interrupted meanwhile (`chunkc.__main__`), and a submodule imports no more than it needs.
 """
 
@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """One of the package's names, or a submodule."""
         if name in __all__:
             public = import_module("chunkc._public")
             globals().update({known: getattr(public, known) for known in __all__})

@@ -1,7 +1,7 @@
 """The command ``chunkc``, also as ``python -m chunkc``; Ctrl-C ends it while it imports, too.
 
-The command line imports torch. A KeyboardInterrupt inside an import may be shown, turned into an ImportError or lost.
-Until the import has ended nothing was begun, so the signal ends the process.
+A KeyboardInterrupt inside an import may be shown, turned into an ImportError or lost; so the signal ends the process
+until the import of the command line, and of torch, has ended.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
     passes/                      chunkc/passes/
     triton_kernels/              chunkc/triton_kernels/
 
-Python run in a checkout's root imports this folder before any installed copy of the package. The two packages are then
-loaded from the same checkout, under the names that they install as. No name becomes importable at top level, and where
-an installation (also an editable one) finds the packages by itself, nothing is loaded here.
+No name becomes importable at top level. An installation (also an editable one) finds the packages by itself: nothing is
+loaded here then.
 """
 
 from __future__ import annotations

@@ -2,60 +2,33 @@
 
 from __future__ import annotations
 
-from chunkc.api import clip_grad_norm_, compile, full_params, plan, plan_of, stats
-from chunkc.checkpoint import load_checkpoint, save_checkpoint
-from chunkc.errors import (
-    AccumulationError,
-    BudgetError,
-    CaptureError,
-    CheckpointError,
-    ChunkcError,
-    DeviceMemoryError,
-    HardwareError,
-    PlanError,
-    PlanNotReadyError,
-    RankError,
-    ShapeLimitError,
-)
-from chunkc.graceful_exit import graceful_exit
-from chunkc.hardware import Hardware
-from chunkc.observability import metrics, record_timeline
-from chunkc.report import Plan
-from chunkc.report.timeline import simulate
-from chunkc.runtime.optim.grad_scaler import GradScaler
-from chunkc.runtime.optim.optimizer import Adam, AdamW
-from chunkc.weights.load import load_pretrained
-from chunkc.weights.save import save_safetensors
-
-__all__ = [
-    "AccumulationError",
-    "Adam",
-    "AdamW",
-    "BudgetError",
-    "CaptureError",
-    "CheckpointError",
-    "ChunkcError",
-    "DeviceMemoryError",
-    "GradScaler",
-    "Hardware",
-    "HardwareError",
-    "Plan",
-    "PlanError",
-    "PlanNotReadyError",
-    "RankError",
-    "ShapeLimitError",
-    "clip_grad_norm_",
-    "compile",
-    "full_params",
-    "graceful_exit",
-    "load_checkpoint",
-    "load_pretrained",
-    "metrics",
-    "plan",
-    "plan_of",
-    "record_timeline",
-    "save_checkpoint",
-    "save_safetensors",
-    "simulate",
-    "stats",
-]
+from chunkc.api import clip_grad_norm_ as clip_grad_norm_
+from chunkc.api import compile as compile
+from chunkc.api import full_params as full_params
+from chunkc.api import plan as plan
+from chunkc.api import plan_of as plan_of
+from chunkc.api import stats as stats
+from chunkc.checkpoint import load_checkpoint as load_checkpoint
+from chunkc.checkpoint import save_checkpoint as save_checkpoint
+from chunkc.errors import AccumulationError as AccumulationError
+from chunkc.errors import BudgetError as BudgetError
+from chunkc.errors import CaptureError as CaptureError
+from chunkc.errors import CheckpointError as CheckpointError
+from chunkc.errors import ChunkcError as ChunkcError
+from chunkc.errors import DeviceMemoryError as DeviceMemoryError
+from chunkc.errors import HardwareError as HardwareError
+from chunkc.errors import PlanError as PlanError
+from chunkc.errors import PlanNotReadyError as PlanNotReadyError
+from chunkc.errors import RankError as RankError
+from chunkc.errors import ShapeLimitError as ShapeLimitError
+from chunkc.graceful_exit import graceful_exit as graceful_exit
+from chunkc.hardware import Hardware as Hardware
+from chunkc.observability import metrics as metrics
+from chunkc.observability import record_timeline as record_timeline
+from chunkc.report import Plan as Plan
+from chunkc.report.timeline import simulate as simulate
+from chunkc.runtime.optim.grad_scaler import GradScaler as GradScaler
+from chunkc.runtime.optim.optimizer import Adam as Adam
+from chunkc.runtime.optim.optimizer import AdamW as AdamW
+from chunkc.weights.load import load_pretrained as load_pretrained
+from chunkc.weights.save import save_safetensors as save_safetensors

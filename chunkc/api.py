@@ -75,20 +75,20 @@ def compile(  # the name that torch.compile taught users
     """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
 
     The plan is made at the first training forward. Parameters become managed: their payloads live in chunks that move
-    between host and device, and reading one gathers it. On a GPU the model takes its inputs there, as any model does,
-    and its buffers move there now; ``state_dict()`` gives parameters in host memory, which the device need not hold.
+    between host and device, and reading one gathers it. On a GPU the model takes its inputs there, and its buffers move
+    there now; ``state_dict()`` gives parameters in host memory.
 
     Args:
         model: any module with floating-point parameters, in host memory or on the meta device. Those from the meta
             device must be given values (``chunkc.load_pretrained``, ``load_state_dict``, ``torch.nn.init``) before they
-            are read. Buffers from there are computed by the modules' own initialisation.
+            are read; buffers from there are computed by the modules' own initialisation.
         hw: a machine such as ``"v100-240g"`` or ``"emulated-64m-2g"``, a ``Hardware``, a profile's path, or ``"auto"``.
         dtype: compute dtype. ``"auto"``: a 16-bit model keeps its dtype, an fp32 model is trained in mixed precision.
         backend: how segments are compiled.
         chunk_size: elements per chunk, or ``"auto"``.
-        accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does in
-            PyTorch; scale the losses yourself. A step may come earlier. More than one takes host (or device) memory
-            for the gradients, which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
+        accumulate: backwards whose gradients may add up before a step, in compute dtype, as ``param.grad`` does; scale
+            the losses yourself. A step may come earlier. More than one takes host (or device) memory for the gradients,
+            which otherwise overlay the parameters. One more backward raises ``AccumulationError``.
         shard: over several nodes, ``"all"``: all ranks divide the model data; ``"node"``: those of a node do, and every
             node has all of it, so that only gradients go between nodes.
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
@@ -98,16 +98,17 @@ def compile(  # the name that torch.compile taught users
         keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
             inputs are cast to it, their outputs back. For normalisations and routers of a model in 16 bits.
         reserve: device bytes to leave alone.
-        loss_scale: ``"dynamic"``: gradients in fp16 are scaled, by the rules and defaults of torch.amp.GradScaler, and
-            other dtypes need none; a number: always by that. Either way a step with an infinite or NaN gradient
-            changes nothing, and ``param.grad`` shows gradients unscaled. Compute the loss inside the forward, or in
-            fp32: what it divides by outside in fp16 is lost before it is scaled (or use `chunkc.GradScaler`).
+        loss_scale: ``"dynamic"``: gradients in fp16 are scaled by the rules and defaults of torch.amp.GradScaler; a
+            number: always by that. A step with an infinite or NaN gradient changes nothing, and ``param.grad`` shows
+            gradients unscaled. Compute the loss inside the forward, or in fp32: what it divides by outside in fp16 is
+            lost before it is scaled (or use `chunkc.GradScaler`).
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    _refuse_unbuilt(example_inputs=example_inputs)
+    if example_inputs is not None and example_inputs != ():
+        raise ChunkcError(f"example_inputs={example_inputs!r} is not built yet; leave it at its default None")
     options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
     check_model(model)
     job.join()
@@ -192,17 +193,14 @@ def plan(
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
 ) -> Plan:
-    """Plan the training of ``model`` on ``hw`` without running it.
+    """Plan the training of ``model`` on ``hw``: nothing runs or is allocated, the model stays as it is.
 
-    Nothing runs, nothing is allocated, and the model stays as it is.
+    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are a bound, of each operator by
+    itself (``plan.memory.is_bound``); ``plan_of`` after the first call states what fused segments take. A run that
+    clips measures gradients: its plan has norms, a decision and their bytes. With a loss scale this one has them too.
 
-    Nothing is compiled either. With ``backend="inductor"`` the bytes of activations are therefore a bound, those of
-    each operator by itself (``plan.memory.is_bound``); compiled segments fuse operators, and ``plan_of`` after the
-    first call states what they take, with fewer moves where that allows it. A run that clips measures gradients: its
-    plan has norms and a decision, and counts what they take on the device. With a loss scale this one has them too.
-
-    For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). A run that
-    emulates the GPU computes such attention operator by operator, takes more, and has another digest.
+    For a GPU, attention with dropout counts as the one kernel that GPUs have for it (not run on a GPU). An emulated run
+    computes it operator by operator, takes more, and has another digest.
 
     Args:
         example_inputs: a dict of keyword or a tuple of positional inputs of one forward (one micro-batch).
@@ -272,8 +270,8 @@ def stats(model: nn.Module) -> dict[str, int]:
     """Numbers of the latest step with all its micro-batches, in bytes, and counts since warm-up.
 
     Pending work is finished first. ``num_foreign_steps`` are updates by other optimizers than chunkc's, each noticed at
-    the forward after it. What is planned is that of the latest forward's plan, with as many micro-batches as
-    ``accumulate`` declares; the measured peak is that of the latest forward and its backward.
+    the next forward. Planned numbers are the latest forward's plan, with as many micro-batches as ``accumulate``
+    declares; the measured peak is that of the latest forward and its backward.
 
     Raises:
         PlanNotReadyError: before the first training forward.
@@ -301,16 +299,16 @@ def stats(model: nn.Module) -> dict[str, int]:
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Clip a compiled model's gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-    Call it between ``backward()`` and ``step()``. The norm is that over all parameters of the model that have a
-    gradient, whichever optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1,
-    and ``param.grad`` shows them so from now on; ``zero_grad()`` begins anew. A further micro-batch adds its gradients,
-    unclipped, to the clipped ones, which are multiplied where they stand first: clip once before each step.
+    Call it between ``backward()`` and ``step()``. The norm is over all parameters that have a gradient, whichever
+    optimizers hold them. The step multiplies gradients by ``max_norm / (norm + 1e-6)``, at most 1, and ``param.grad``
+    shows them so; ``zero_grad()`` begins anew. A further micro-batch adds its gradients, unclipped, to the clipped
+    ones: clip once before each step.
 
-    From the forward after the first call on, gradients are measured on the device as they land, and nothing waits;
-    so does ``max_grad_norm=`` of an optimizer from its first step on. The first call, norms of another type than 2,
-    gradients that were written to or set to None, models whose forward breaks into several graphs, and plans that leave
-    no room for the tables of norms read all gradients instead, which waits for them. Where ``max_grad_norm=`` is given
-    before the first forward, the plan makes room.
+    From the forward after the first call on, gradients are measured on the device as they land, and nothing waits; so
+    does ``max_grad_norm=`` of an optimizer from its first step on, for which the plan makes room when it is given
+    before the first forward. All gradients are read, and waited for, by the first call, for norms of another type than
+    2, for gradients that were written to or set to None, for forwards that break into several graphs, and where the
+    plan has no room for the tables of norms.
 
     Args:
         model: from `compile`.
@@ -328,13 +326,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 
 def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Return where the buffers that are not on ``device`` stand, and what takes their place.
-
-    Shared buffers stay shared.
-
-    Raises:
-        ChunkcError: for buffers on the meta device whose values cannot be known.
-    """
+    """Places of the buffers that are not on ``device``, and their values there; shared ones stay shared."""
     places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
     made = buffer_values(model)
     moved = {b: made.get(b, b).to(device) for _, _, b in places if b.device != device}
@@ -350,13 +342,6 @@ def _share_buffers(model: nn.Module, ranks: Ranks) -> None:
         ranks.broadcast(value)
         with torch.no_grad():
             buffer.copy_(value)
-
-
-def _refuse_unbuilt(**options: Any) -> None:
-    defaults: dict[str, Any] = {"example_inputs": None}
-    for name, value in options.items():
-        if value != defaults[name] and tuple([value]) != ((),):
-            raise ChunkcError(f"{name}={value!r} is not built yet; leave it at its default {defaults[name]!r}")
 
 
 def _micro_batches(accumulate: int) -> int:

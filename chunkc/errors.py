@@ -1,14 +1,17 @@
-"""The errors that users meet, as one family.
+"""The errors that users meet: ``except chunkc.ChunkcError`` catches all of them and nothing else.
 
-``except chunkc.ChunkcError`` catches all of them and nothing else. Every message states the rule, what was found
-(numbers, parameter names) and what to do. Errors are raised before anything changes, so that the caller can go on with
-the model as it was.
+Every message states the rule, what was found (numbers, parameter names) and what to do. Errors are raised before
+anything changes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Final
+
+_MAX_NAMED: Final = 5
 
 
 class ChunkcError(RuntimeError):
@@ -40,17 +43,11 @@ class PlanError(ChunkcError):
 
 
 class DeviceMemoryError(ChunkcError):
-    """The device ran out of memory while a plan ran.
-
-    The message names the action and what stood on the device.
-    """
+    """The device ran out of memory while a plan ran, at the action that the message names."""
 
 
 class RankError(ChunkcError):
-    """The ranks of a job do different things with a model, or one of them has ended.
-
-    The message says what each rank does, or where this rank stopped.
-    """
+    """The ranks of a job do different things with a model, or one of them has ended."""
 
 
 class CheckpointError(ChunkcError):
@@ -101,3 +98,9 @@ class BudgetError(ChunkcError):
         self.missing_nbytes = missing_nbytes
         self.min_device_nbytes = min_device_nbytes
         self.min_host_nbytes = min_host_nbytes
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first names for a message, and how many more there are; ``none`` without any."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return (", ".join(names[:_MAX_NAMED]) or "none") + more

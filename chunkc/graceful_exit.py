@@ -7,9 +7,7 @@
                 chunkc.save_checkpoint(directory, model, optimizer)
                 break
 
-Schedulers and spot instances send SIGTERM. A signal only sets a flag, so it interrupts neither a step nor a save. When
-the block ends after one, the process exits with the code that a shell reports for a process ended by that signal, 128 +
-its number: 143 for SIGTERM. Handlers that were there before are there again after the block.
+Schedulers and spot instances send SIGTERM. A signal only sets a flag, so it interrupts neither a step nor a save.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ __all__ = ["Stop", "graceful_exit"]
 
 
 class Stop:
-    """Whether a signal has come; true in conditions from then on.
-
-    Attributes:
-        signal_number: of the first signal that came, or None.
-    """
+    """Whether a signal has come, and the number of the first; true in conditions from then on."""
 
     def __init__(self) -> None:
         self.signal_number: int | None = None
@@ -46,10 +40,7 @@ class Stop:
         return 0 if self.signal_number is None else 128 + self.signal_number
 
     def take(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note the first one.
-
-        A forked child inherits the handler, and has no loop that would look: the signal ends the child, as usual.
-        """
+        """Note the first signal; in a forked child, which has no loop that would look, end the process."""
         if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -61,9 +52,9 @@ class Stop:
 def graceful_exit(*signals: int) -> Iterator[Stop]:
     """Note the ``signals`` (default: SIGTERM) within the block, in the object that the block gives.
 
-    The signals do nothing else. When the block ends after one came, SystemExit is raised with ``128 + signal`` as the
-    process's exit code; an exception that leaves the block goes on instead. Checkpoints under way are finished before
-    the process is gone.
+    When the block ends after a signal, SystemExit is raised with the exit code 128 + its number, as shells report it
+    (143 for SIGTERM); an exception that leaves the block goes on instead. Checkpoints under way are finished first. The
+    handlers from before are there again after the block.
 
     Raises:
         ChunkcError: outside of the main thread, where Python takes no signals, and for a signal whose handler Python

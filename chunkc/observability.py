@@ -33,8 +33,8 @@ __all__ = ["metrics", "record_timeline"]
 def metrics(model: nn.Module) -> dict[str, float]:
     """Numbers of the latest step, flat, for any logger: those of `stats`, and how fast it went.
 
-    Pending work is finished first, as `stats` does; a loop that asks at every step gives up that updates run beside the
-    next forward. From the second step on there are also
+    Pending work is finished first; a loop that asks at every step gives up that updates run beside the next forward.
+    From the second step on there are also
 
         step_ms            from the end of the step before to its own, with whatever the script did in between
         num_tokens         of its forwards: elements of their largest integer inputs; left out where there are none
@@ -55,15 +55,15 @@ def metrics(model: nn.Module) -> dict[str, float]:
         PlanNotReadyError: before the first training forward.
         ChunkcError: for a model that was not compiled.
     """
-    found: dict[str, float] = dict(stats(model))
+    numbers: dict[str, float] = dict(stats(model))
     runtime = compiled_of(model).runtime
     steps = runtime.accounting.steps
-    found["num_steps"] = steps.num_steps
-    found["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
-    found |= runtime.device.allocator_peaks()
+    numbers["num_steps"] = steps.num_steps
+    numbers["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
+    numbers |= runtime.device.allocator_peaks()
     if steps.latest is not None:
-        found |= _speeds(steps.latest) | _stalls(steps.latest, sees_all=runtime.device.recorder() is not None)
-    return found
+        numbers |= _speeds(steps.latest) | _stalls(steps.latest, sees_all=runtime.device.recorder() is not None)
+    return numbers
 
 
 def _speeds(window: StepWindow) -> dict[str, float]:
@@ -73,20 +73,20 @@ def _speeds(window: StepWindow) -> dict[str, float]:
         samples += max((plan.num_samples for plan in plans), default=0)
         tokens += max((plan.num_tokens for plan in plans), default=0)
         flops += sum(flops_of(plan).model for plan in plans)
-    found = {"step_ms": window.elapsed_s * 1e3}
+    speeds = {"step_ms": window.elapsed_s * 1e3}
     if not window.elapsed_s or not all(window.calls):
-        return found
+        return speeds
     if tokens:
-        found |= {"num_tokens": tokens, "tokens_per_s": tokens / window.elapsed_s}
+        speeds |= {"num_tokens": tokens, "tokens_per_s": tokens / window.elapsed_s}
     if samples:
-        found["samples_per_s"] = samples / window.elapsed_s
-    return found | {"model_tflops": flops / window.elapsed_s * 1e-12}
+        speeds["samples_per_s"] = samples / window.elapsed_s
+    return speeds | {"model_tflops": flops / window.elapsed_s * 1e-12}
 
 
 def _stalls(window: StepWindow, *, sees_all: bool) -> dict[str, float]:
     streams = (Stream.H2D, Stream.D2H, Stream.COMM, Stream.CPU) if sees_all else tuple(window.stalled_s)
-    found = {f"stall_{stream}_ms": window.stalled_s.get(stream, 0.0) * 1e3 for stream in streams}
-    return found | ({"stall_ms": sum(found.values())} if sees_all else {})
+    stalls = {f"stall_{stream}_ms": window.stalled_s.get(stream, 0.0) * 1e3 for stream in streams}
+    return stalls | ({"stall_ms": sum(stalls.values())} if sees_all else {})
 
 
 @contextmanager
@@ -95,11 +95,10 @@ def record_timeline(
 ) -> Iterator[None]:
     """Record when every action runs within the block, and write the times as a Perfetto trace.
 
-    The planned times stand beside the measured ones. Choose the window by where the block begins and ends: steps are
-    whole when it begins before a forward and ends after a step. Both ends wait for pending work. The file is Chrome
-    trace JSON with two processes, ``measured`` and ``planned``, with one track for each stream and the action's text
-    for each bar; it is also written when the block ends by an exception. Planned times are two steady iterations of the
-    plan that runs when the block ends.
+    Steps are whole when the block begins before a forward and ends after a step. Both ends wait for pending work. The
+    file is Chrome trace JSON with two processes, ``measured`` and ``planned`` (two steady iterations of the plan that
+    runs when the block ends), with one track for each stream and the action's text for each bar; it is also written
+    when the block ends by an exception.
 
     Args:
         model: compiled, and trained for a step or more, so that there is a plan.
@@ -137,8 +136,8 @@ def record_timeline(
 def _write(path: Path, plan: Plan, spans: list[Span], hw: Hardware | str | os.PathLike[str] | None) -> None:
     measured = measured_trace(spans, f"measured on {plan.hw}")
     try:
-        found = joined_trace(measured, trace(plan, simulate(plan, hw)))
+        events = joined_trace(measured, trace(plan, simulate(plan, hw)))
     except HardwareError as error:
         logger.info("%s holds measured times only: %s", path, error)
-        found = measured
-    save_text(path, json.dumps(found))
+        events = measured
+    save_text(path, json.dumps(events))

@@ -1,7 +1,7 @@
 """``chunkc calibrate``: this machine's real rates, measured through the protocol that plans run on.
 
-The device's memory, streams, copies and updates are those of training, so the same code measures an emulated device
-and a GPU. See docs/calibration.md for what the figures mean; `fit` for how a spread is made; `rounds` for the order.
+Memory, streams, copies and updates are those of training: the same code measures an emulated device and a GPU.
+docs/calibration.md explains the figures, `fit` their spread, `rounds` the order.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _check_is_here(machine: Hardware) -> None:
 
 
 class _Load:
-    """The load on the machine beside the calibration, from when this is made."""
+    """The load of other processes since this was made."""
 
     def __init__(self) -> None:
         self._date = datetime.now(UTC)
@@ -95,7 +95,7 @@ class _Load:
         self._all_s = _all_cpu_s()
 
     def conditions(self) -> list[tuple[str, str]]:
-        """Date, duration, and the processor time that other processes took meanwhile."""
+        """Date, duration, and the cores that other processes kept busy meanwhile."""
         seconds = time.monotonic() - self._start_s
         others = max(0.0, _all_cpu_s() - self._all_s - (_own_cpu_s() - self._own_s)) / seconds
         return [

@@ -37,15 +37,11 @@ class Activity:
     works: tuple[Work, ...]
 
     def launch(self, device: Device, index: int) -> Event:
-        """Launch the piece whose turn it is."""
         return device.launch(self.stream, self.label, (), self.works[index % len(self.works)])
 
 
 def copy_sizes(regions: Regions) -> tuple[int, ...]:
-    """Return the sizes in bytes of the copies to time.
-
-    They go from 4 KiB by factors of 4, up to the largest power of two that has a place, 64 MiB at most.
-    """
+    """Sizes in bytes of the copies to time: by factors of 4 from 4 KiB to 64 MiB, as far as they fit."""
     room = min(
         region.numel()
         for region in (regions.device_arriving, regions.device_leaving, regions.host_leaving, regions.host_arriving)
@@ -82,7 +78,6 @@ def matmul_sizes(regions: Regions, scale: Scale) -> tuple[int, ...]:
 
 
 def matmul(regions: Regions, dtype: torch.dtype, num_rows: int) -> Activity:
-    """Products of two square matrices."""
     numel = num_rows * num_rows
     numbers = regions.device_math[: 3 * numel * dtype.itemsize].view(dtype)
     left, right, product = numbers.view(3, num_rows, num_rows)
@@ -128,12 +123,7 @@ def update(device: Device, regions: Regions, scale: Scale, stream: Stream, dtype
 
 
 def nothing(stream: Stream) -> Activity:
-    """Work that does nothing."""
-    return Activity(stream, "nothing", (_do_nothing,))
-
-
-def _do_nothing() -> None:
-    return None
+    return Activity(stream, "nothing", (lambda: None,))
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:
@@ -144,7 +134,6 @@ def _copy(source: torch.Tensor, target: torch.Tensor) -> Work:
 
 
 def _places(region: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
-    """Up to 64 places of ``nbytes``, spread over the region."""
     starts = _starts(region.numel(), nbytes)
     step = -(-len(starts) // _MAX_PLACES)
     return [region[start : start + nbytes] for start in starts[::step]]

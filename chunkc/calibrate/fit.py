@@ -1,19 +1,14 @@
 """Figures from the rounds' values: medians with an honest spread, and the constants of the copy law.
 
-**Spread.** It answers: how far may the median of another calibration be? Assume that the rounds of both are
-exchangeable, which says that nothing but chance tells their conditions apart, whatever the distribution of the noise.
-Take the range of the rounds without the ``trim`` smallest and largest. If the ranges of both overlap, then the
-medians, which lie inside, are at most both ranges apart, so at most twice the larger one: the spread is twice the
-range. By counting the orders in which two sets of ``n`` values can be merged, the ranges are disjoint with a
-probability that `disjoint_probability` gives: 1.5 in 10,000 for 15 rounds without 2 at either end. As many are left
-out as keep it below 1 in 1,000. The spread is never below 5 % of the median, for what all rounds of one process share
-and another process has otherwise.
+**Spread** says how far the median of another calibration may be. Assume that the rounds of both are exchangeable. Take
+the range of the rounds without the ``trim`` smallest and largest. If the ranges of both overlap, the medians, which lie
+inside, are at most both ranges apart: the spread is twice the range. The ranges are disjoint with the probability of
+`disjoint_probability` (1.5 in 10,000 for 15 rounds without 2 at either end); ``trim`` is the largest that keeps it
+below 1 in 1,000. The spread is never below 5 % of the median, for what all rounds of one process share. The load of
+other programs is in the profile's conditions; no statistics of one run can tell it.
 
-A machine that another program loads in one calibration and not in the other is a different machine: no statistics of
-one run can tell. The conditions in the profile say what ran beside it.
-
-**Copies** obey time = latency + bytes / bandwidth. Each round is fitted on its own, by least squares of relative
-errors: sizes span four decades, and absolute errors would leave the latency to the noise of the largest copy.
+**Copies** obey time = latency + bytes / bandwidth. Each round is fitted by least squares of relative errors, since
+sizes span four decades: absolute errors would leave the latency to the noise of the largest copy.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ def figure_of(values: Sequence[float]) -> Figure:
 
 
 def trim_of(num_rounds: int) -> int:
-    """How many rounds are left out at either end of the range."""
+    """Rounds that are left out at either end of the range."""
     trim = 0
     while disjoint_probability(num_rounds, trim + 1) <= MAX_DISJOINT_PROBABILITY:
         trim += 1
@@ -49,7 +44,7 @@ def trim_of(num_rounds: int) -> int:
 
 
 def disjoint_probability(num_rounds: int, trim: int) -> float:
-    """How likely the trimmed ranges of two sets of exchangeable values are disjoint.
+    """Probability that the trimmed ranges of two sets of exchangeable values are disjoint.
 
     Of the orders of 2n values that belong to A or B, n each, count those in which the last value of A's range comes
     before the first of B's: ``b <= trim`` of B stand before the (n - trim)-th of A. Then the same with A and B changed.
@@ -64,8 +59,8 @@ def disjoint_probability(num_rounds: int, trim: int) -> float:
 def fit_copies(sizes_nbytes: Sequence[int], times_us: Sequence[float]) -> tuple[float, float]:
     """(latency in microseconds, bandwidth in 1e9 bytes per second) of one round.
 
-    Least squares of ``(latency + nbytes * slope) / time - 1``; where that has no solution with a latency from 0 and a
-    positive slope, the latency is 0.
+    Least squares of ``(latency + nbytes * slope) / time - 1``; without a solution of latency from 0 and positive slope,
+    the latency is 0.
     """
     x = [1 / time for time in times_us]
     y = [nbytes / time for nbytes, time in zip(sizes_nbytes, times_us, strict=True)]
@@ -81,7 +76,6 @@ def fit_copies(sizes_nbytes: Sequence[int], times_us: Sequence[float]) -> tuple[
 
 
 def rates_of(samples: Samples, conditions: Sequence[tuple[str, str]]) -> Rates:
-    """All constants of a calibration, with its table."""
     slowdowns = (
         Slowdown(of, by, figure_of(samples[slowdown_subject(of, by)]))
         for of in TOGETHER

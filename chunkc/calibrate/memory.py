@@ -5,16 +5,14 @@ Device memory is one arena and host memory one home, like a model's. Activities 
     arena   | arriving 1/4 | leaving 1/4  | math 1/2   |
     home    | leaving 1/4  | arriving 1/4 | update 1/2 |
 
-What arrives on the device leaves the host. An eighth of the device bytes is no arena: operators allocate outputs there.
-
-All of it is filled with positive numbers that are finite in every floating dtype, so that any view of any dtype is
-usable: arithmetic on real values takes other power, hence other clocks, than arithmetic on zeros.
+An eighth of the device bytes is no arena: operators allocate outputs there. All of it is filled with positive numbers,
+finite in every floating dtype: arithmetic on zeros takes other power, hence other clocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -40,12 +38,11 @@ class Scale:
 
     Attributes:
         max_device_nbytes, max_host_nbytes: most that is taken of either memory.
-        dtypes: to measure, the one that models compute in last; those without fast arithmetic are left out.
+        dtypes: to measure, the one that models compute in last.
         matmul_sizes: rows of square matrices.
         attention_tokens: tokens of one sequence, in heads of 64.
-        update_numel: elements of one chunk in updates, at most.
-        together_rows, together_copy_nbytes: of what runs beside other activities: long enough that launching it leaves
-            no gaps.
+        update_numel: most elements of one chunk in updates.
+        together_rows, together_copy_nbytes: of what runs beside others, so long that launching it leaves no gaps.
     """
 
     max_device_nbytes: int
@@ -103,7 +100,7 @@ class Shares:
         """At most what the scale wants, what the budgets leave, and what this machine has.
 
         Raises:
-            HardwareError: less than the smallest useful memory is left, or the machine has less than the budgets say.
+            HardwareError: that is too little, or the machine has less than the budgets say.
         """
         device_nbytes = min(device.free_device_nbytes(), scale.max_device_nbytes)
         home_nbytes = min(device.free_host_nbytes(), scale.max_host_nbytes)
@@ -136,23 +133,17 @@ class Regions:
 
 @contextmanager
 def regions(device: Device, shares: Shares) -> Iterator[Regions]:
-    """Take the memory, fill it, and give it back whatever happens."""
-    device.reserve(shares.device_nbytes)
-    try:
+    with ExitStack() as stack:
+        device.reserve(shares.device_nbytes)
+        stack.callback(device.unreserve, shares.device_nbytes)
         arena = device.allocate_arena(shares.arena_nbytes)
-        try:
-            home = device.allocate_home(shares.home_nbytes)
-            try:
-                device.launch(Stream.COMPUTE, "fill", (), partial(fill, arena)).wait()
-                fill(home)
-                yield Regions(*_quarters(arena), *_quarters(home), shares.device_nbytes - shares.arena_nbytes)
-                device.synchronize()
-            finally:
-                device.free_home(home)
-        finally:
-            device.free_arena(arena)
-    finally:
-        device.unreserve(shares.device_nbytes)
+        stack.callback(device.free_arena, arena)
+        home = device.allocate_home(shares.home_nbytes)
+        stack.callback(device.free_home, home)
+        device.launch(Stream.COMPUTE, "fill", (), partial(fill, arena)).wait()
+        fill(home)
+        yield Regions(*_quarters(arena), *_quarters(home), shares.device_nbytes - shares.arena_nbytes)
+        device.synchronize()
 
 
 def fill(memory: torch.Tensor) -> None:

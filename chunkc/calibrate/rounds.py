@@ -1,8 +1,7 @@
 """Rounds: every subject once, in turn, over memory of its own.
 
-So what changes with time falls on all subjects alike. A calibration does not measure one thing to the end and then the
-next: another program that runs for five seconds would spoil some figures and leave no trace in their spread. Here it
-spoils one round of each. Every round also takes memory anew, because a figure depends on the pages it got.
+Another program that runs for five seconds then spoils one round of each subject, rather than all of one. Every round
+takes memory anew, because a figure depends on the pages it got.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TOGETHER: Final = (Stream.COMPUTE, Stream.CPU, Stream.D2H, Stream.H2D)
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One thing that is measured. `amount` is what a piece works through: bytes, parameters or operations.
+    """One thing that is measured, with the `amount` (bytes, parameters, operations) of a piece.
 
     Its `size` is in bytes, elements, rows or tokens, as the name implies; 0 where there is none.
     """
@@ -45,9 +44,7 @@ class Effort:
     Attributes:
         num_rounds: rounds over which medians and spreads are taken.
         num_batches: batches of one subject in a round, of which the fastest counts.
-        batch_ms: length of a batch.
-        max_s: no further round is begun after so many seconds, once there are `min_rounds`.
-        min_rounds: of them a spread means something.
+        max_s: seconds after which no further round begins, once there are `min_rounds`.
     """
 
     num_rounds: int = 15
@@ -65,7 +62,7 @@ QUICK: Final = Effort(num_rounds=7, num_batches=3, batch_ms=1.0)
 class Sampler:
     """Measures rounds and keeps their values by subject, in microseconds or as factors.
 
-    How long an activity is timed is settled when it is first met, and kept.
+    The length of an activity is settled when it is first met.
     """
 
     timer: Timer
@@ -80,7 +77,6 @@ class Sampler:
         self.samples.clear()
 
     def round(self) -> None:
-        """Measure every subject once."""
         device = self.timer.device
         with regions(device, self.shares) as memory:
             for subject, activity in self._alone(memory):
@@ -129,7 +125,7 @@ class Sampler:
                 self._note(slowdown_subject(of, by), under_us / alone_us)
 
     def _concurrent(self, memory: Regions) -> dict[Stream, Activity]:
-        """Return the activity that runs on each stream beside the others, in the models' compute dtype."""
+        """The activity that runs on each stream beside the others, in the models' compute dtype."""
         dtype = self.scale.dtypes[-1]
         nbytes = min(self.scale.together_copy_nbytes, activities.copy_sizes(memory)[-1])
         rows = min(self.scale.together_rows, activities.matmul_sizes(memory, self.scale)[-1])
@@ -142,10 +138,9 @@ class Sampler:
 
 
 def subsets(streams: Iterator[Stream]) -> Iterator[tuple[Stream, ...]]:
-    """Every set of at least one of ``streams``, in their order."""
-    found = tuple(streams)
-    for count in range(1, len(found) + 1):
-        yield from combinations(found, count)
+    members = tuple(streams)
+    for count in range(1, len(members) + 1):
+        yield from combinations(members, count)
 
 
 def slowdown_subject(of: Stream, by: tuple[Stream, ...]) -> Subject:

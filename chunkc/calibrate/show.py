@@ -11,7 +11,6 @@ from chunkc.report.columns import table, wrapped
 
 
 def tables(hw: Hardware, rates: Rates) -> str:
-    """Everything that ``chunkc calibrate`` prints, without a newline at the end."""
     heading = f"{hw}: medians of {rates.num_rounds} rounds, and how far another calibration may be off"
     together = "times as long as alone, while the activities on the left run"
     copies = f"copies by size, in microseconds; {_law('h2d', rates.h2d)}, {_law('d2h', rates.d2h)}"
@@ -40,8 +39,8 @@ def _figures(rates: Rates) -> Iterator[tuple[str, str, Figure]]:
     yield "handoff between streams", "us", rates.handoff_us
 
 
-def _dtypes(name: str, unit: str, found: tuple[DtypeRate, ...]) -> Iterator[tuple[str, str, Figure]]:
-    for entry in found:
+def _dtypes(name: str, unit: str, rates: tuple[DtypeRate, ...]) -> Iterator[tuple[str, str, Figure]]:
+    for entry in rates:
         yield f"{name}, {entry.dtype}", unit, entry.rate
 
 
@@ -52,9 +51,9 @@ def spread(figure: Figure) -> str:
 
 def _together(rates: Rates) -> str:
     by_sets = dict.fromkeys(slowdown.by for slowdown in sorted(rates.slowdowns, key=lambda s: (len(s.by), s.by)))
-    found = {(slowdown.of, slowdown.by): slowdown.factor for slowdown in rates.slowdowns}
+    factors = {(slowdown.of, slowdown.by): slowdown.factor for slowdown in rates.slowdowns}
     rows = [
-        (" + ".join(by), *(f"{found[of, by].median:.2f}" if (of, by) in found else "" for of in TOGETHER))
+        (" + ".join(by), *(f"{factors[of, by].median:.2f}" if (of, by) in factors else "" for of in TOGETHER))
         for by in by_sets
     ]
     return table(("", *TOGETHER), rows, "l" + "r" * len(TOGETHER))

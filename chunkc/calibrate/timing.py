@@ -1,24 +1,20 @@
-"""Timing of activities by the host's clock, alone and while others run.
+"""Timing of activities by the host's clock, alone and while others run, by `launch` and `wait`.
 
-It goes through nothing but `launch` and `wait`.
-
-A *batch* is several pieces launched back to back; its time runs from the first launch to the end of the last piece, so
-that a figure contains what a plan pays for too. Of several short batches the fastest counts: what other programs do to
-a batch only ever makes it longer, and among batches of a few milliseconds some are left alone. While other activities
-run, each is kept going by a thread of its own from before the first batch until after the last: what is timed never
-runs alone at its beginning or end.
+A *batch* is several pieces launched back to back, timed from the first launch to the end of the last piece. Of several
+short batches the fastest counts, since other programs only make batches longer. Activities in the background are each
+kept going by a thread from before the first batch until after the last.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Final
 
 from chunkc.calibrate.activities import Activity, nothing
@@ -44,7 +40,6 @@ class Timer:
     """Times activities on a device, in microseconds of one piece in the fastest batch.
 
     Attributes:
-        device: that the activities run on.
         batch_ms: wanted length of a batch; one piece may be longer.
         num_batches: batches of which the fastest counts; fewer of pieces that are longer than a batch should be.
         clock_ns: a clock in nanoseconds; tests give one of their own.
@@ -71,14 +66,13 @@ class Timer:
     def time_under_us(self, activity: Activity, others: Sequence[Activity], length: Length) -> float:
         """Time of a piece while ``others`` run, which are on other streams.
 
-        Meanwhile threads hand Python's lock on within `_SWITCH_S`. By default a thread that wants it may wait for 5 ms,
-        longer than most pieces take, so that what is timed would be the lock and not the machine.
+        Meanwhile threads hand Python's lock on within `_SWITCH_S`: the default of 5 ms is longer than most pieces take.
         """
         with ExitStack() as backgrounds:
             backgrounds.callback(sys.setswitchinterval, sys.getswitchinterval())
             sys.setswitchinterval(_SWITCH_S)
             for other in others:
-                backgrounds.enter_context(Background(self.device, other))
+                backgrounds.enter_context(background(self.device, other))
             return self.time_us(activity, length)
 
     def launch_us(self, stream: Stream) -> float:
@@ -116,51 +110,37 @@ class Timer:
         return (self.clock_ns() - start_ns) / 1e3 / _EMPTY_PIECES
 
 
-class Background:
-    """An activity that is kept running inside a ``with`` block.
+@contextmanager
+def background(device: Device, activity: Activity) -> Iterator[None]:
+    """Keep ``activity`` running inside a ``with`` block, entered once its first piece has finished.
 
-    The block is entered once the activity's first piece has finished. What a piece raises is raised when the block is
-    left, unless the block itself raised.
+    The error of a piece is raised when the block is left, unless the block itself raised.
     """
+    has_begun, is_over, errors = threading.Event(), threading.Event(), list[BaseException]()
 
-    def __init__(self, device: Device, activity: Activity) -> None:
-        self._device = device
-        self._activity = activity
-        self._has_begun = threading.Event()
-        self._is_over = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"chunkc-calibrate-{activity.stream}", daemon=True)
-
-    def __enter__(self) -> Background:
-        self._thread.start()
-        self._has_begun.wait()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._is_over.set()
-        self._thread.join()
-        if self._error is not None and error is None:
-            raise self._error
-
-    def _run(self) -> None:
-        try:
-            self._activity.launch(self._device, 0).wait()
-            self._has_begun.set()
-            self._keep_going()
-        except BaseException as error:  # the thread that times must get it, whatever it is
-            self._error = error
-        finally:
-            self._has_begun.set()
-
-    def _keep_going(self) -> None:
+    def run() -> None:
         queued: deque[Event] = deque()
-        index = 0
-        while not self._is_over.is_set():
-            index += 1
-            queued.append(self._activity.launch(self._device, index))
-            if len(queued) > _QUEUED:
-                queued.popleft().wait()
-        for event in queued:
-            event.wait()
+        try:
+            activity.launch(device, 0).wait()
+            has_begun.set()
+            for index in itertools.takewhile(lambda _: not is_over.is_set(), itertools.count(1)):
+                queued.append(activity.launch(device, index))
+                if len(queued) > _QUEUED:
+                    queued.popleft().wait()
+            for event in queued:
+                event.wait()
+        except BaseException as error:  # the thread that times must get it, whatever it is
+            errors.append(error)
+        finally:
+            has_begun.set()
+
+    thread = threading.Thread(target=run, name=f"chunkc-calibrate-{activity.stream}", daemon=True)
+    thread.start()
+    has_begun.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+    if errors:
+        raise errors[0]

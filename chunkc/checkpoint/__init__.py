@@ -1,12 +1,10 @@
 """Checkpoints of a training run: saved whole or not at all, checked, and resumed to the bit.
 
-A save runs beside training if asked to. `directory` makes saves atomic, `storage` and `planners` are the two ends of
-torch.distributed.checkpoint, `shares` says what a rank has of a tensor, `contents` what is saved, `encode` how values
-that are no tensors are, and `restore` puts all of it back.
+`directory` makes saves atomic, `storage` and `planners` are the two ends of torch.distributed.checkpoint, `shares` says
+what a rank has of a tensor, `contents` what is saved, `encode` how other values are, and `restore` puts all back.
 
-Several ranks write one checkpoint: rank 0 makes its folder, each writes and flushes files of its own, and rank 0 makes
-it the newest when all have said that theirs are on disk. What fails on one rank fails on all, with its cause. They
-agree on the thread that writes, over a process group of its own, so that training goes on with the others.
+Several ranks write one checkpoint: rank 0 makes its folder, each flushes files of its own, and rank 0 then makes it the
+newest. A failure of one rank fails all. An asynchronous save agrees on its own thread and process group.
 """
 
 from __future__ import annotations
@@ -27,14 +25,7 @@ import torch
 from torch import nn
 
 from chunkc.checkpoint import directory as folders
-from chunkc.checkpoint.contents import (
-    Contents,
-    Optimizer,
-    Stateful,
-    check_optimizer,
-    gather,
-    runtime_of,
-)
+from chunkc.checkpoint.contents import Contents, Optimizer, Stateful, check_optimizer, gather, runtime_of
 from chunkc.checkpoint.directory import Manifest
 from chunkc.checkpoint.index import INDEX_NAME
 from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
@@ -58,7 +49,6 @@ class Checkpoint:
     """A checkpoint that was loaded.
 
     Attributes:
-        path: of the checkpoint itself.
         step: optimizer steps that the run had taken.
         extra: what ``save_checkpoint`` was given.
         versions: of chunkc, torch and Python when it was saved.
@@ -83,22 +73,21 @@ def save_checkpoint(
 ) -> Future[Path]:
     """Save all that a run needs to go on exactly, as a new checkpoint in ``directory``.
 
-    ``directory`` may hold earlier checkpoints. Saved are parameters (fp32 masters where there are any), buffers,
-    moments and step counts by the names of the parameters, the optimizer's groups, the scheduler, the states of all
-    global random number generators, and ``extra``. A checkpoint appears under its name when all of it is on disk, so
-    whatever happens meanwhile, the one before stays what ``load_checkpoint`` finds. One run at a time saves into a
-    directory.
+    Saved are parameters (fp32 masters where there are any), buffers, moments and step counts by parameter name, the
+    optimizer's groups, the scheduler, all global random number generators, and ``extra``. A checkpoint appears under
+    its name when all of it is on disk; until then ``load_checkpoint`` finds the one before. One run at a time saves
+    into a directory.
 
-    Where several ranks train the model, all of them call this, with a directory that all of them see: each writes what
-    stands in its own chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
+    All ranks that train the model call this, with a directory that all of them see: each writes what stands in its own
+    chunks, and its generators; buffers, the scheduler and ``extra`` are rank 0's.
 
     Args:
         scheduler: whatever has ``state_dict`` and ``load_state_dict`` over plain values and tensors.
-        extra: what else the run needs, for example the position in the data: numbers, strings, bytes, lists, tuples,
-            dicts, tensors and NumPy arrays, nested up to 64 deep.
-        asynchronous: return when the moment is fixed, and write while training goes on. Each chunk is read before the
-            next update of it, or copied aside by that update; the checkpoint is that of this call, to the bit. A model
-            that has not been trained yet is written before this returns. A save under way is waited for by the next.
+        extra: for example the position in the data: numbers, strings, bytes, lists, tuples, dicts, tensors and NumPy
+            arrays, nested up to 64 deep.
+        asynchronous: write while training goes on; the checkpoint is that of this call, to the bit. Each chunk is read
+            before its next update, or copied aside by that update. A model that has not been trained yet is written
+            before this returns. The next save waits for this one.
         keep: remove all but the last ``keep`` complete checkpoints of the directory afterwards; default: none goes.
         max_copied_nbytes: host memory for chunks copied aside. When it is full, updates wait for the disk.
 
@@ -140,7 +129,7 @@ def save_checkpoint(
 
 
 def _beside(work: Callable[[], Path]) -> Future[Path]:
-    """``work`` on a thread of its own, which the process waits for before it exits."""
+    """Run ``work`` on a thread of its own, which the process waits for before it exits."""
     executor = ThreadPoolExecutor(1, "chunkc-checkpoint")
     future = executor.submit(work)
     executor.shutdown(wait=False)
@@ -152,13 +141,12 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Go on from the newest checkpoint in ``directory``, or from the one that ``directory`` is.
 
-    Every file is compared with its checksum first, and everything with the model; nothing has changed when this raises
-    for either. Budget, chunk size, compute dtype, the dtype that the model was handed over in and the machine may
-    differ from the run that saved it; names, shapes, tied parameters and the optimizer's groups may not. On the same
-    machine, with the same options, training goes on to the bit as if it had never stopped. No file is unpickled.
+    Every file is compared with its checksum and everything with the model first; nothing has changed when this raises
+    for either. Budget, chunk size, compute dtype, the dtype handed over, the machine and the number of ranks may differ
+    from the run that saved; names, shapes, tied parameters and the optimizer's groups may not. On the same machine,
+    with the same options, training goes on to the bit. No file is unpickled.
 
-    So may the number of ranks: all of them call this, and each reads what stands in its own chunks. A rank that did not
-    exist when it was saved keeps its generators of random numbers, and a log line says so.
+    All ranks call this; each reads what stands in its own chunks. A new rank keeps its generators of random numbers.
 
     Args:
         model: compiled; before its first step, or after any.
@@ -177,8 +165,8 @@ def load_checkpoint(
         error = _finish_last(runtime)
         if error is not None:
             logger.warning("the asynchronous save before this load had failed: %s", error)
-        given = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
-        runtime.ranks.agree(Kind.LOAD, lambda: given)
+        lines = [f"{directory=!s}", f"optimizer: {type(optimizer).__name__}", f"scheduler: {type(scheduler).__name__}"]
+        runtime.ranks.agree(Kind.LOAD, lambda: lines)
     runtime.state.to_cold()  # ranks exchange here, and no more while each of them reads
     ranks = runtime.ranks
     path = of_first(ranks, lambda: _find(Path(directory)))
@@ -206,13 +194,9 @@ def _compare(
     optimizer: Optimizer | None,
     scheduler: Stateful | None,
 ) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
-    """Compare a checkpoint with the model, and with optimizer and scheduler if an optimizer is given.
+    """Compare a checkpoint with the model, and with optimizer and scheduler if there is an optimizer.
 
-    Returned are the fit, what the checkpoint holds besides the tensors of the model, and the optimizer's groups (none
-    without an optimizer).
-
-    Raises:
-        CheckpointError, ChunkcError: when the checkpoint does not fit; nothing has changed.
+    Returns the fit, the objects, and the optimizer's groups (none without an optimizer).
     """
     omitted = {INDEX_NAME, OBJECTS_NAME} - manifest.files.keys()
     if omitted:
@@ -235,11 +219,7 @@ def _compare(
 
 
 def _find(directory: Path) -> Path:
-    """The checkpoint that ``directory`` is, or the newest in it.
-
-    Raises:
-        CheckpointError: when there is none.
-    """
+    """The checkpoint that ``directory`` is, or the newest in it; CheckpointError when there is none."""
     try:
         if folders.is_checkpoint(directory):
             return directory
@@ -248,17 +228,14 @@ def _find(directory: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{directory} cannot be read: {error}", path=directory) from error
     if path is None:
-        renamed = ", ".join(str(found) for found in misnamed[:5])
+        renamed = ", ".join(map(str, misnamed[:5]))
         hint = f"; these were renamed, so give the one that you mean: {renamed}" if misnamed else ""
         raise CheckpointError(f"{directory} holds no complete checkpoint{hint}", path=directory)
     return path
 
 
 def _finish_last(runtime: ModelRuntime) -> BaseException | None:
-    """Wait for a save under way, and return its exception or None.
-
-    The caller raises or logs the exception once more, since nobody may have asked the future of the save.
-    """
+    """Wait for a save under way, and return its exception, which nobody may have asked the future for."""
     last = runtime.saving
     if last is None:
         return None
@@ -268,7 +245,7 @@ def _finish_last(runtime: ModelRuntime) -> BaseException | None:
 
 
 def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Contents, keep: int | None) -> Path:
-    """Write a checkpoint and let go of the snapshot. ``model`` is held so that its memory stays."""
+    """Write a checkpoint and end the snapshot; ``model`` is held so that its memory stays."""
     started_s = time.perf_counter()
     try:
         path = _write_files(root, contents)
@@ -297,7 +274,7 @@ def _write_files(root: Path, contents: Contents) -> Path:
         return of_first(ranks, lambda: _publish(path, contents, {k: v for part in written for k, v in part.items()}))
     except BaseException:
         if ranks.is_first:
-            folders.give_up(path)
+            shutil.rmtree(path, ignore_errors=True)
         raise
 
 
@@ -317,7 +294,6 @@ def _check_folder(root: Path, path: Path, contents: Contents) -> None:
 
 
 def _publish(path: Path, contents: Contents, digests: Mapping[str, FileDigest]) -> Path:
-    """Make the folder, whose other files are on disk, the newest checkpoint."""
     files = {**digests, OBJECTS_NAME: write_json(path / OBJECTS_NAME, contents.objects)}
     versions = {"chunkc": version("chunkc"), "torch": torch.__version__, "python": platform.python_version()}
     return folders.commit(path, Manifest(folders.FORMAT, contents.step, versions, files))

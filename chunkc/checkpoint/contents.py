@@ -8,13 +8,12 @@ Tensors, by the user's names (the first, for tied parameters):
     optimizer.state.<name>.master_param     param32, where the parameter itself was handed over in 16 bits
     object.<n>                              tensors of the objects below
 
-Objects, as JSON (`chunkc.checkpoint.encode`): step counts and groups of the optimizer, the scheduler's state, what
-modules keep by ``get_extra_state``, generators of random numbers by rank, and what the user adds. Nothing depends on
-chunks, budgets, the compute dtype or the number of ranks, so any of them may be another when the checkpoint is loaded.
+Objects, as JSON (`chunkc.checkpoint.encode`): step counts and groups of the optimizer, the scheduler's state, modules'
+``get_extra_state``, generators by rank, and what the user adds. Nothing depends on chunks, budgets, the compute dtype
+or the number of ranks.
 
-Where several ranks train the model, each keeps what stands in its own chunks; where every node has all of the model
-data, those of the first node do. Parameters that have no chunks yet, and all else, are rank 0's. Generators are each
-rank's own, and rank 0 keeps their states for all.
+Each rank keeps what stands in its own chunks (of the first node, where every node has all model data). Parameters
+without chunks, and all else, are rank 0's, which also keeps the generators of all.
 """
 
 from __future__ import annotations
@@ -49,8 +48,6 @@ Optimizer = Adam | AdamW
 
 
 class Stateful(Protocol):
-    """A scheduler, or whatever else has a state of plain values and tensors."""
-
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
@@ -62,11 +59,10 @@ class Contents:
     Attributes:
         step: most steps that a parameter has taken.
         kept: what this rank writes, in the order in which it must be read.
-        nbytes: of all tensors, those of the other ranks too.
+        nbytes: of all tensors of all ranks.
         objects: everything else, for ``json.dumps``; rank 0's are written.
-        reader: of the snapshot that ``kept`` reads, to be ended; None where no parameter has chunks yet, or this rank
-            keeps none of them.
-        is_lasting: whether all this stays the moment's even when training goes on before it is read.
+        reader: of the snapshot that ``kept`` reads, to be ended; None where ``kept`` reads no chunks.
+        is_lasting: whether training may go on before all this is read.
         ranks: those who write it together, on whatever thread.
     """
 
@@ -83,8 +79,8 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
     """Runtime of a compiled model whose state can be saved or replaced now: between whole steps.
 
     Raises:
-        ChunkcError: when it is not compiled or a part of what is, in a forked child, when gradients wait, or when an
-            update has failed.
+        ChunkcError: for a model that is not compiled or a part of one, in a forked child, when gradients wait, and when
+            an update has failed.
     """
     runtime: ModelRuntime = memory_of(model).runtime
     runtime.device.check_usable()
@@ -110,11 +106,7 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
 
 
 def check_optimizer(optimizer: object, runtime: ModelRuntime) -> Optimizer:
-    """``optimizer``, which must step the model.
-
-    Raises:
-        ChunkcError: when it does not.
-    """
+    """``optimizer``; ChunkcError when it does not step the model."""
     if not isinstance(optimizer, (Adam, AdamW)):
         raise ChunkcError(f"a checkpoint takes chunkc's AdamW or Adam, not {type(optimizer).__module__}'s optimizer")
     if any(managed(param)[0] is not runtime.steps for group in optimizer.param_groups for param in group["params"]):
@@ -131,10 +123,10 @@ def gather(
     max_copied_nbytes: int,
     agreed: Sequence[str] = (),
 ) -> Contents:
-    """The run as it is now. A snapshot of the chunks is open afterwards, which its reader must end.
+    """The run as it is now, with an open snapshot of the chunks, which its reader must end.
 
     Args:
-        agreed: what all ranks must have been told alike, line by line.
+        agreed: lines on which all ranks must agree.
 
     Raises:
         ChunkcError: for what a checkpoint cannot hold; nothing is open then.
@@ -143,12 +135,12 @@ def gather(
     runtime.parameters.drain()
     tensors, encoder, steps = ModelTensors(model), Encoder(PREFIX), optimizer.step_counts
     scale = runtime.clipping.loss_scale
-    held = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     objects = {
         "model": {
             "params": [[info.name, *info.aliases] for info in runtime.infos],
             "buffers": [list(entry.names) for entry in tensors.entries if entry.param is None],
-            "others": {n: encoder.encode(held[n], f"{n} of the state dict") for n in tensors.others},
+            "others": {n: encoder.encode(state[n], f"{n} of the state dict") for n in tensors.others},
         },
         "optimizer": {
             "class": type(optimizer).__name__,
@@ -170,7 +162,7 @@ def gather(
     return Contents(
         step=max(steps.values(), default=0),
         kept=params | whole if runtime.ranks.is_first else params,
-        nbytes=sum(found.nbytes for found in (params | whole).values()),
+        nbytes=sum(kept.nbytes for kept in (params | whole).values()),
         objects=objects,
         reader=reader,
         is_lasting=not any(runtime.parameters.staging.holds(index) for index in range(len(runtime.infos))),
@@ -179,28 +171,24 @@ def gather(
 
 
 def _lines(agreed: Sequence[str], objects: Mapping[str, Any]) -> list[str]:
-    """Lines that must be the same on all ranks.
-
-    Extra states of modules stand there by name only: their values are each rank's own, as buffers are.
-    """
+    """Lines that must be the same on all ranks; of modules' extra states, the names only."""
     parts = [(name, value) for part in ("model", "optimizer") for name, value in objects[part].items()]
-    found = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
-    return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *found]
+    lines = [f"{name}: {sorted(value) if name == 'others' else value}" for name, value in parts]
+    return [*agreed, f"scheduler: {'none' if objects['scheduler'] is None else 'one'}", *lines]
 
 
 def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The states of all ranks by rank, encoded, and their tensors."""
     encoder = Encoder(f"{PREFIX}.rank{ranks.rank}")
     encoded = encoder.encode(read_generators(), "generators")
     arrays = {key: value.numpy() for key, value in encoder.tensors.items()}  # torch cannot pickle its unsigned integers
-    found = exchange(ranks, lambda: (encoded, arrays))
-    tensors = {key: torch.from_numpy(array) for _, states in found for key, array in states.items()}
-    return {str(rank): states for rank, (states, _) in enumerate(found)}, tensors
+    by_rank = exchange(ranks, lambda: (encoded, arrays))
+    tensors = {key: torch.from_numpy(array) for _, states in by_rank for key, array in states.items()}
+    return {str(rank): states for rank, (states, _) in enumerate(by_rank)}, tensors
 
 
 def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Kept]:
     """This rank's shares of all tensors of parameters, by key, in the order of chunks."""
-    found: dict[str, Kept] = {}
+    params: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.parameters.staging.dtypes[index]
         ranges = runtime.parameters.own_ranges(index) if runtime.parameters.is_in_first_replica else ()
@@ -209,14 +197,14 @@ def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotRea
             read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
             if reader is not None and info.numel and not runtime.parameters.staging.holds(index):
                 read = partial(_read_chunks, reader, index, position, stored)
-            found[key] = Kept(stored, share, read)
-    return found
+            params[key] = Kept(stored, share, read)
+    return params
 
 
 def _stored(
     name: str, dtype: torch.dtype, is_trained: bool, is_stepped: bool
 ) -> Iterator[tuple[str, torch.dtype, int]]:
-    """Keys of one parameter, with the dtype of each and its place in the triple."""
+    """Keys of one parameter, with the dtype of each and its place in the OS triple."""
     yield f"model.{name}", dtype, 0
     if is_stepped:
         for position, moment in enumerate(MOMENTS, 1):
@@ -226,11 +214,10 @@ def _stored(
 
 
 def _in_chunk_order(runtime: ModelRuntime) -> list[int]:
-    layout = runtime.layout
     indexes = list(range(len(runtime.infos)))
-    if layout is None:
+    if runtime.layout is None:
         return indexes
-    places = layout.placements
+    places = runtime.layout.placements
     return sorted(indexes, key=lambda index: (places[index].chunk, places[index].offset))
 
 
@@ -239,7 +226,6 @@ def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch
 
 
 def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.dtype, share: Share) -> Flats:
-    """A parameter that has no chunks: rank 0 has all of it."""
     if not runtime.infos[index].numel:
         return share.empty(dtype)
     value, state = runtime.parameters.staging.kept(index)
@@ -252,9 +238,5 @@ def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.
 
 
 def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str, Any]]:
-    """The parameter groups, with names in place of parameters."""
-    named = []
-    for group in optimizer.param_groups:
-        names = [runtime.parameters.name_of(managed(param)[1]) for param in group["params"]]
-        named.append({**group, "params": names})
-    return named
+    name_of = runtime.parameters.name_of
+    return [{**g, "params": [name_of(managed(param)[1]) for param in g["params"]]} for g in optimizer.param_groups]

@@ -1,17 +1,14 @@
 """A directory of checkpoints: each appears whole or not at all, and is checked before it is used.
 
-Old checkpoints are removed.
-
     latest                   name of the newest complete checkpoint, replaced in one piece when that one is there
     00000003-step-150/       the third checkpoint saved here, after 150 steps
         manifest.json        format, versions, and size and SHA-256 of every other file
         ...
     .saving-...              under way, or left by a process that was killed; the next save removes it
 
-A checkpoint is written into a folder of its own; files and folder are flushed to disk (fsync), the folder is renamed,
-the directory flushed, and only then ``latest`` changes. So at whatever moment the process or the machine stops, what
-``latest`` names is whole. Numbers only rise, so that the order of saving is the order of names, also when a run went
-back to an older step.
+Files and folder of a new checkpoint are flushed to disk (fsync), the folder is renamed, the directory flushed, and only
+then ``latest`` changes: whenever the machine stops, what ``latest`` names is whole. Numbers only rise, so that names
+have the order of saving, also when a run went back to an older step.
 """
 
 from __future__ import annotations
@@ -28,6 +25,8 @@ from dataclasses import asdict, dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from chunkc.checkpoint.storage import FileDigest, digest_of, write_json
 from chunkc.distributed.coordination import exchange
@@ -48,13 +47,13 @@ _SAVING: Final = re.compile(r"\.(?:saving|removing)-(?P<host>.*)-(?P<pid>\d+)-[^
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of a checkpoint: format, step, versions and files.
+    """The manifest of a checkpoint.
 
     Attributes:
         format: number of the format; a reader refuses those above its own.
         step: optimizer steps taken.
-        versions: of chunkc and torch, by name, when it was saved.
-        files: what every other file must be, by name.
+        versions: of chunkc, torch and Python when it was saved.
+        files: size and checksum of every other file, by name.
     """
 
     format: int
@@ -65,40 +64,30 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class _SignedManifest:
-    """The file: a manifest, and the checksum of its canonical JSON."""
-
     manifest: dict[str, Any]
     sha256: str
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints in ``root``, in the order of saving.
-
-    A checkpoint is complete when its files all have their sizes.
-    """
-    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
-    return [path for path in sorted(found, key=_number) if _is_complete(path)]
+    """Complete checkpoints in ``root``, whose files all have their sizes, in the order of saving."""
+    named = [path for path in root.iterdir() if _NAME.fullmatch(path.name)] if root.is_dir() else []
+    return [path for path in sorted(named, key=_number) if _is_complete(path)]
 
 
 def newest(root: Path) -> Path | None:
-    """The checkpoint that ``latest`` names, whole or not; else the newest complete one; None without any.
-
-    Where it names none that is there, since it was damaged or the checkpoint was removed by hand, a log line says so.
-    """
-    found = max(checkpoints(root), key=_number, default=None)
+    """The checkpoint that ``latest`` names, whole or not; else the newest complete one, with a log line."""
+    complete = max(checkpoints(root), key=_number, default=None)
     name = _pointed_to(root / LATEST_NAME)
     if name is not None and _NAME.fullmatch(name) and (root / name).is_dir():
         return root / name
-    if name is not None and found is not None:
-        logger.warning("%s names no checkpoint (%.80r); the newest complete one is %s", root / LATEST_NAME, name, found)
-    return found
+    if name is not None and complete is not None:
+        warning = "%s names no checkpoint (%.80r); the newest complete one is %s"
+        logger.warning(warning, root / LATEST_NAME, name, complete)
+    return complete
 
 
 def _pointed_to(pointer: Path) -> str | None:
-    """The name in ``latest``; None where there is no ``latest``.
-
-    The name is empty where ``latest`` is no file (a folder, a loop of links).
-    """
+    """The name in ``latest``; None where there is none, empty where it is no file."""
     if not pointer.is_file():
         return "" if os.path.lexists(pointer) else None
     with pointer.open("rb") as file:
@@ -106,16 +95,15 @@ def _pointed_to(pointer: Path) -> str | None:
 
 
 def misnamed(root: Path) -> list[Path]:
-    """Folders of ``root`` that are checkpoints and have been given other names than the steps they are of."""
+    """Folders of ``root`` that are checkpoints, with names that do not say their steps."""
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
-    found = [(path, _parse_manifest(path)[0]) for path in folders if not path.name.startswith(".")]
-    return sorted(path for path, manifest in found if manifest is not None and not _is_named(path, manifest.step))
+    manifests = [(path, _parse_manifest(path)[0]) for path in folders if not path.name.startswith(".")]
+    return sorted(path for path, manifest in manifests if manifest is not None and not _is_named(path, manifest.step))
 
 
 def _is_named(path: Path, step: int) -> bool:
-    """Whether the name of a checkpoint's folder says ``step``."""
-    found = _NAME.fullmatch(path.name)
-    return found is not None and int(found[2]) == step
+    name = _NAME.fullmatch(path.name)
+    return name is not None and int(name[2]) == step
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -134,7 +122,7 @@ def begin(root: Path, step: int) -> Path:
 
     Raises:
         OSError: it cannot be made.
-        CheckpointError: a folder has the name by which the newest checkpoint is found.
+        CheckpointError: a folder has the name of ``latest``.
     """
     _make(root)
     pointer = root / LATEST_NAME
@@ -152,7 +140,7 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(path: Path, manifest: Manifest) -> Path:
-    """The folder of ``begin``, whose files are all on disk, becomes the newest checkpoint; its final path.
+    """Make the folder of ``begin``, whose files are all on disk, the newest checkpoint; its final path.
 
     Raises:
         OSError: it cannot; the folder has its old name then, and ``latest`` names what it named.
@@ -172,13 +160,7 @@ def commit(path: Path, manifest: Manifest) -> Path:
     return final
 
 
-def give_up(path: Path) -> None:
-    """Remove the folder of ``begin``."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def prune(root: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the last ``keep``."""
     try:
         old = checkpoints(root)[:-keep]
     except OSError as error:
@@ -194,36 +176,31 @@ def prune(root: Path, keep: int) -> None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: when there is no checkpoint, the manifest is damaged or of a later format.
-    """
-    found, fault = _parse_manifest(path)
-    if found is None:
+    """The manifest of a checkpoint; CheckpointError where it is missing, damaged or of a later format."""
+    manifest, fault = _parse_manifest(path)
+    if manifest is None:
         raise damaged(path, {MANIFEST_NAME: fault})
-    if found.format > FORMAT:
+    if manifest.format > FORMAT:
         raise CheckpointError(
-            f"{path} has format {found.format}, and this chunkc ({found.versions.get('chunkc')} saved it) reads up to "
-            f"{FORMAT}: load it with that version or a later one",
+            f"{path} has format {manifest.format}, and this chunkc ({manifest.versions.get('chunkc')} saved it) reads "
+            f"up to {FORMAT}: load it with that version or a later one",
             path=path,
         )
-    if _NAME.fullmatch(path.name) and not _is_named(path, found.step):
+    if _NAME.fullmatch(path.name) and not _is_named(path, manifest.step):
         raise CheckpointError(
-            f"{path} was renamed: its manifest says that it is of step {found.step}. Give it back that step, or a name "
-            "that says none",
+            f"{path} was renamed: its manifest says that it is of step {manifest.step}. Give it back that step, or a "
+            "name that says none",
             path=path,
         )
-    return found
+    return manifest
 
 
 def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
-    """The manifest of any format, or what is wrong with it."""
     try:
-        found = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
-        if _signed(found.manifest)["sha256"] != found.sha256:
+        signed = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
+        if _signed(signed.manifest)["sha256"] != signed.sha256:
             return None, "changed since it was written"
-        manifest = Decoder().decode(Manifest, _known_of(found.manifest))
+        manifest = Decoder().decode(Manifest, _known_of(signed.manifest))
         for name in manifest.files:
             if Path(name).name != name or name == MANIFEST_NAME:
                 raise FormatError(f"{name!r:.80} is no name of another file", "manifest.files")
@@ -237,7 +214,7 @@ def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
 
 
 def _known_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A manifest without what a later format has added."""
+    """A manifest without the fields of a later format."""
     number = body.get("format")
     if type(number) is int and number > FORMAT:
         return {field.name: body[field.name] for field in fields(Manifest) if field.name in body}
@@ -245,18 +222,16 @@ def _known_of(body: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def verify(path: Path, ranks: Ranks | None = None) -> Manifest:
-    """Read every file of a checkpoint, compare it with the manifest, and return the manifest.
-
-    Each rank reads its share of the files.
+    """Compare every file of a checkpoint with the manifest, each rank a share of the files.
 
     Raises:
         CheckpointError: naming the files that differ and the checkpoint before; on all ranks.
     """
     ranks = ranks or Ranks()
     [manifest, *_] = exchange(ranks, lambda: read_manifest(path))
-    own = list(manifest.files.items())[ranks.rank :: ranks.size]
-    found = exchange(ranks, lambda: {name: fault for name, d in own if (fault := _fault(path / name, d))})
-    faults = {name: fault for part in found for name, fault in part.items()}
+    share = list(manifest.files.items())[ranks.rank :: ranks.size]
+    by_rank = exchange(ranks, lambda: {name: fault for name, d in share if (fault := _fault(path / name, d))})
+    faults = {name: fault for of_rank in by_rank for name, fault in of_rank.items()}
     if faults:
         raise damaged(path, dict(sorted(faults.items())))
     return manifest
@@ -301,7 +276,7 @@ def _signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _pointer_to(final: Path) -> Iterator[Path]:
-    """A file, on disk, that takes the name ``latest`` to name ``final``; it goes where it was not taken."""
+    """A file on disk that names ``final``, to be renamed ``latest``; removed where it was not."""
     temporary = final.parent / f".{LATEST_NAME}"
     try:
         with synced_file(temporary) as file:
@@ -321,30 +296,20 @@ def _make(root: Path) -> None:
     root.mkdir(exist_ok=True)
 
 
-def _hidden(root: Path, what: str, name: str) -> Path:
-    return root / f".{what}-{socket.gethostname()}-{os.getpid()}-{name}"
+def _hidden(root: Path, stage: str, name: str) -> Path:
+    return root / f".{stage}-{socket.gethostname()}-{os.getpid()}-{name}"
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Those of this process, of one that lives no more, and of this machine only: others may be at work."""
+    """Remove folders of dead processes of this machine, and of this process."""
     for path in list(root.iterdir()):
-        found = _SAVING.fullmatch(path.name)
-        if found and found["host"] == socket.gethostname() and not _lives_elsewhere(int(found["pid"])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _lives_elsewhere(pid: int) -> bool:
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+        name = _SAVING.fullmatch(path.name)
+        if name and name["host"] == socket.gethostname():
+            pid = int(name["pid"])
+            if pid == os.getpid() or not psutil.pid_exists(pid):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _number(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    name = _NAME.fullmatch(path.name)
+    return int(name[1]) if name else -1

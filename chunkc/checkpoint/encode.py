@@ -1,9 +1,7 @@
-"""Python values as JSON, with their tensors beside it.
+"""Python values (schedulers, generators, hyperparameters, extras) as JSON, tensors beside it.
 
-The values are schedulers, generators, hyperparameters, and what users add.
-
-A pickle can hold anything, and reading one can run anything. Here only values of the types below are written, come back
-as what they were, and reading makes nothing else. What is none of them is refused by its place in the value.
+Reading a pickle can run anything. Here only values of the types below are written, come back as they were, and reading
+makes nothing else. Other values are refused by their place.
 
     JSON by itself       None, bool, int, float (also inf and nan), str, list, dict with str keys
     ``{"#": kind, ...}``  tuple, other dicts, OrderedDict, Counter, bytes, torch.dtype, torch.Size, tensors, NumPy
@@ -20,9 +18,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from chunkc.checkpoint.index import DTYPE_NAMES
 from chunkc.errors import ChunkcError
 from chunkc.files import FormatError, shown
+from chunkc.weights.files import DTYPE_NAMES
 
 MAX_DEPTH: Final = 64
 """Containers inside each other; each takes at most three of JSON's."""
@@ -35,23 +33,18 @@ _MAPPINGS: Final[Mapping[type, str]] = {dict: "dict", OrderedDict: "ordered", Co
 
 
 class Encoder:
-    """Encodes values into JSON; see the module docstring.
-
-    Attributes:
-        tensors: copies of all tensors met, in host memory, by key.
-    """
+    """Encodes values into JSON; ``tensors`` holds host copies of all tensors met, by key."""
 
     def __init__(self, prefix: str) -> None:
-        """Keys of tensors begin with ``prefix``."""
         self.tensors: dict[str, torch.Tensor] = {}
         self._prefix = prefix
         self._outer: list[int] = []  # identities of the containers around the value that is encoded
 
     def encode(self, value: Any, path: str) -> Any:
-        """``value`` for ``json.dumps``; what changes it later changes nothing.
+        """``value`` for ``json.dumps``, independent of later changes.
 
         Raises:
-            ChunkcError: for what cannot be held; ``path`` tells how users call the value.
+            ChunkcError: for what cannot be held; ``path`` is how users call the value.
         """
         kind = type(value)
         if kind is int and value.bit_length() > _MAX_BITS:
@@ -86,9 +79,6 @@ class Encoder:
             return {_KIND: "bytes", "base64": base64.b64encode(value).decode()}
         if type(value) is torch.dtype:
             return {_KIND: "dtype", "name": str(value).removeprefix("torch.")}
-        return self._encode_array(value, path)
-
-    def _encode_array(self, value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.dtype in DTYPE_NAMES:
             return {_KIND: "tensor", "key": self._keep(value)}
         if isinstance(value, (np.ndarray, np.generic)) and value.dtype.name in _ARRAY_DTYPES and value.dtype.isnative:
@@ -109,11 +99,7 @@ class Encoder:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Decode the value that `Encoder.encode` was given, with its tensors in host memory.
-
-    Raises:
-        FormatError: for what `Encoder.encode` does not make, with its place.
-    """
+    """Decode what `Encoder.encode` made, with its tensors in host memory; FormatError with the place."""
     if isinstance(value, list):
         return _items(value, tensors)
     if not isinstance(value, dict):
@@ -136,25 +122,25 @@ Decoder = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Any]
 
 
 def _items(values: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
-    found: list[Any] = []
+    decoded: list[Any] = []
     if not isinstance(values, list):
         raise FormatError(f"must be a list, found {shown(values)}", "items")
     try:
         for value in values:
-            found.append(decode(value, tensors))
+            decoded.append(decode(value, tensors))
     except FormatError as error:
-        raise error.within(f"[{len(found)}]") from None
-    return found
+        raise error.within(f"[{len(decoded)}]") from None
+    return decoded
 
 
 def _entries(values: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    found, key = {}, ""
+    decoded, key = {}, ""
     try:
         for key, value in values.items():
-            found[key] = decode(value, tensors)
+            decoded[key] = decode(value, tensors)
     except FormatError as error:
         raise error.within(shown(key)) from None
-    return found
+    return decoded
 
 
 def _sequence(make: Callable[[list[Any]], Any]) -> Decoder:

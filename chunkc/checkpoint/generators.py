@@ -1,7 +1,4 @@
-"""States of the random number generators that training draws from.
-
-These are Python's generator, NumPy's, and torch's of CPU and GPUs. Every rank has its own.
-"""
+"""States of the random number generators: Python's, NumPy's, torch's of CPU and GPUs, by rank."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ logger = logging.getLogger("chunkc")
 
 
 def read_generators() -> dict[str, Any]:
-    """The global generators as they are now; those of GPUs where CUDA is in use."""
+    """States of the global generators; those of GPUs where CUDA is in use."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -33,10 +30,9 @@ def read_generators() -> dict[str, Any]:
 
 
 def check_generators(states: Mapping[str, Any]) -> None:
-    """Refuse states that the generators here would not take.
+    """Refuse states that the generators here would not take, or that would read outside of memory.
 
-    Refused too are states that would let a generator read outside of its memory. Every state is tried on a generator of
-    its own; the global ones are as they were.
+    Every state is tried on a generator of its own; the global ones stay.
 
     Raises:
         FormatError: for the first of them.
@@ -83,8 +79,7 @@ def _num_gpus() -> int:
 def write_generators_of(rank: int, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Put back the generators of ``rank`` out of those of all ranks that saved.
 
-    A rank that none of them was keeps its own, and a log line says so: states of another rank would draw the same
-    numbers twice.
+    A rank that did not save keeps its own, with a log line: another rank's states would draw the same numbers twice.
     """
     if str(rank) in states:
         write_generators(states[str(rank)])
@@ -98,7 +93,7 @@ def write_generators_of(rank: int, states: Mapping[str, Mapping[str, Any]]) -> N
 
 
 def write_generators(states: Mapping[str, Any]) -> None:
-    """Put the generators back. GPUs that the states have none of keep theirs, and a log line says so."""
+    """Put the generators back; GPUs that the states have none of keep theirs, with a log line."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])

@@ -1,8 +1,8 @@
 """The index of a checkpoint: dtype, shape and parts of each tensor, with their places in files.
 
-An index may come from a stranger. `read_index` takes nothing from it but what the files confirm: the parts of a tensor
-cover it, once everywhere, each part is a tensor of a file whose checksum the manifest has, and the header of that file
-says the same dtype and shape. So whoever reads by the index allocates no more than the files hold, and finds all of it.
+An index may come from a stranger. `read_index` accepts what the files confirm: the parts cover a tensor once
+everywhere, and each is a tensor of that dtype and shape in a file that the manifest has. So readers allocate no more
+than the files hold.
 """
 
 from __future__ import annotations
@@ -13,31 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from chunkc.files import Decoder, FormatError, fault_at, read_json, shown
+from chunkc.weights.files import DTYPE_NAMES, read_shapes
 
 INDEX_NAME: Final = "index.json"
 MAX_NBYTES: Final = 2**30
-DTYPE_NAMES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""What safetensors calls each dtype that can be stored."""
 DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-"""By torch's names of them."""
+"""Dtypes that can be stored, by torch's names."""
 _MAX_DIMS: Final = 64
 
 
@@ -53,22 +37,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor; ``dtype`` is torch's name of it."""
+    """One tensor; ``dtype`` is torch's name."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
 
 
-Index = Mapping[str, StoredTensor]
-
-
 def read_index(folder: Path, files: Collection[str] | None = None) -> dict[str, StoredTensor]:
-    """The index of a checkpoint, which its files confirm.
-
-    Args:
-        folder: of the checkpoint.
-        files: names that the manifest has; None takes every file of the folder.
+    """The index of a checkpoint, confirmed by ``files`` of the manifest, or by all of the folder.
 
     Raises:
         OSError: a file cannot be read.
@@ -104,14 +81,14 @@ def _check_shape(stored: StoredTensor) -> None:
 
 
 def _check_cover(stored: StoredTensor) -> None:
-    """Boxes that share no element, and that have as many together as the tensor, cover it.
+    """Boxes that share no element, and have as many together as the tensor, cover it.
 
-    They are swept along the dimension in which they begin at most places, so that few of them are compared.
+    A sweep along the dimension with the most beginnings compares few of them.
     """
     boxes = [part for part in stored.parts if math.prod(part.sizes)]
-    found, wanted = sum(math.prod(part.sizes) for part in boxes), math.prod(stored.shape)
-    if found != wanted or not stored.parts:
-        raise FormatError(f"they have {found} elements and the tensor {wanted}", "parts")
+    covered, numel = sum(math.prod(part.sizes) for part in boxes), math.prod(stored.shape)
+    if covered != numel or not stored.parts:
+        raise FormatError(f"they have {covered} elements and the tensor {numel}", "parts")
     if len(boxes) < 2:
         return
     along = max(range(len(stored.shape)), key=lambda dim: len({part.offsets[dim] for part in boxes}))
@@ -129,31 +106,27 @@ def _overlap(left: Part, right: Part) -> bool:
     return all(a < c + d and c < a + b for a, b, c, d in ranges)
 
 
-def _check_headers(folder: Path, index: Index, files: Collection[str] | None) -> None:
-    """Every part is in its file as the index says."""
-    by_file: dict[str, list[tuple[str, int, StoredTensor, Part]]] = {}
+def _check_headers(folder: Path, index: Mapping[str, StoredTensor], files: Collection[str] | None) -> None:
+    by_file: dict[str, list[tuple[str, StoredTensor, Part]]] = {}
     for key, stored in index.items():
         for position, part in enumerate(stored.parts):
-            by_file.setdefault(part.file, []).append((key, position, stored, part))
+            by_file.setdefault(part.file, []).append((f"{key!r:.200}.parts[{position}]", stored, part))
     for file, held in by_file.items():
-        place = f"{held[0][0]!r:.200}.parts[{held[0][1]}].file"
+        place = f"{held[0][0]}.file"
         if Path(file).name != file or (files is not None and file not in files):
             raise FormatError(f"{file!r:.200} is no file of the checkpoint that its manifest knows", place)
         headers = _headers(folder / file, place)
-        for key, position, stored, part in held:
+        for place, stored, part in held:
             wanted = (DTYPE_NAMES[DTYPES[stored.dtype]], part.sizes)
             if headers.get(part.name) != wanted:
-                found = f"{headers.get(part.name, 'nothing')} of the name {part.name!r:.80}"
-                raise FormatError(f"{file} has {found}, not {wanted}", f"{key!r:.200}.parts[{position}]")
+                present = f"{headers.get(part.name, 'nothing')} of the name {part.name!r:.80}"
+                raise FormatError(f"{file} has {present}, not {wanted}", place)
 
 
 def _headers(path: Path, place: str) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype, by safetensors' word, and shape of every tensor of a file."""
     if not path.is_file():
         raise FormatError(f"{path.name!r:.200} is missing", place)
     try:
-        with safe_open(path, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        return read_shapes(path)
     except SafetensorError as error:
         raise FormatError(f"{path.name} is no whole safetensors file ({error})", place) from error

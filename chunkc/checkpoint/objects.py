@@ -1,7 +1,7 @@
 """The objects of a checkpoint, read from a file of unknown origin and checked part by part.
 
-What users add, the scheduler's state and the extra states of modules may be anything that `chunkc.checkpoint.encode`
-holds. All else has a fixed form, and is that form when `read_objects` returns.
+Users' extras, the scheduler's state and the extra states of modules may be anything that `chunkc.checkpoint.encode`
+holds; `read_objects` checks that all else has its fixed form.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import torch
 
 from chunkc.checkpoint.encode import MAX_DEPTH, decode
 from chunkc.checkpoint.generators import check_generators
-from chunkc.checkpoint.index import DTYPES
-from chunkc.checkpoint.planners import load_whole, stand_in
+from chunkc.checkpoint.planners import load_whole
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.files import Decoder, FormatError, fault_at, read_json, shown
 
@@ -55,36 +54,25 @@ def read_objects(folder: Path, reader: SafetensorsReader) -> dict[str, Any]:
     """
     encoded = read_json(folder / OBJECTS_NAME, max_nbytes=MAX_NBYTES, max_depth=_JSON_DEPTH)
     tensors: dict[str, torch.Tensor] = {}
-    stored = {key: found for key, found in stored_shapes(reader).items() if key.startswith(f"{PREFIX}.")}
-    load_whole(reader, stored, tensors.__setitem__)
+    load_whole(reader, [key for key in reader.index() if key.startswith(f"{PREFIX}.")], tensors.__setitem__)
     objects = Decoder().decode(dict[str, Any], decode(encoded, tensors))
     check_objects(objects)
     return objects
 
 
-def stored_shapes(reader: SafetensorsReader) -> dict[str, torch.Tensor]:
-    """Stand-ins of all tensors of a checkpoint, in the order of its index."""
-    return {key: stand_in(DTYPES[stored.dtype], stored.shape) for key, stored in reader.index().items()}
-
-
 def check_objects(objects: Mapping[str, Any]) -> None:
-    """Refuse decoded objects that are not of the form in which checkpoints hold them.
-
-    Raises:
-        FormatError: with the place.
-    """
     decoder = Decoder()
     _check_names(objects, _TOP)
     for name, parts in _PARTS.items():
         with fault_at(name):
             part = decoder.decode(dict[str, Any], objects[name])
             _check_names(part, parts)
-            for inner, kind in parts.items():
+            for inner, annotation in parts.items():
                 with fault_at(inner):
-                    decoder.decode(kind, part[inner])
-    for what in ("params", "buffers"):
-        if not all(objects["model"][what]):
-            raise FormatError("each has a name or more", f"model.{what}")
+                    decoder.decode(annotation, part[inner])
+    for kind in ("params", "buffers"):
+        if not all(objects["model"][kind]):
+            raise FormatError("each has a name or more", f"model.{kind}")
     with fault_at("loss_scale"):
         decoder.decode(cast(Any, _LossScale | None), objects["loss_scale"])
     for position, group in enumerate(objects["optimizer"]["groups"]):

@@ -1,12 +1,10 @@
 """Planners of torch.distributed.checkpoint for tensors that exist one at a time, or in parts by rank.
 
-DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory. A value
-is made when storage asks for it, and handed on when it has been read whole. So a save or a load takes the memory of one
-tensor beside the model, or of this rank's share of one.
+DCP plans from a state dict of tensors. Here these are names with a dtype and a `Share`, which take no memory: a value
+is made when storage asks for it, and handed on when it has been read whole.
 
-``save`` and ``load`` go through DCP's steps (local plans, one global plan, data, metadata) over chunkc's own ranks, on
-any thread. (``torch.distributed.checkpoint.save`` and ``load`` exchange on a process group of the script's, and without
-one they warn in every call, while filters of warnings are the whole process's.)
+``save`` and ``load`` go through DCP's steps (local plans, global plan, data, metadata) over chunkc's own ranks, on any
+thread; DCP's own functions take the script's process group, or warn without one.
 """
 
 from __future__ import annotations
@@ -24,28 +22,23 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
+from chunkc.checkpoint.index import DTYPES
 from chunkc.checkpoint.shares import Box, Share
+from chunkc.checkpoint.storage import SafetensorsReader, SafetensorsWriter
 from chunkc.distributed.coordination import exchange
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
+from chunkc.weights.files import DTYPE_NAMES
 
 Flats = Sequence[torch.Tensor]
 """The elements of a share: 1-D, one for each of its ranges."""
 
 
 def stand_in(dtype: torch.dtype, shape: Iterable[int]) -> torch.Tensor:
-    """A tensor of this dtype and shape, whose elements are all one."""
+    """A tensor of this dtype and shape, whose elements share one."""
     return torch.empty((), dtype=dtype, device="cpu").expand(torch.Size(shape))
 
 
@@ -59,26 +52,22 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.share.shape) * self.dtype.itemsize
 
     @staticmethod
     def whole(value: torch.Tensor) -> Kept:
-        """A tensor that this rank alone has."""
         return Kept(value.dtype, Share.whole(value.shape), lambda: (value.contiguous().view(-1),))
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """This rank's share of a saved tensor to read, in the dtype in which the tensor was saved."""
+    """This rank's share of a saved tensor to read, in the saved dtype."""
 
     dtype: torch.dtype
     share: Share
 
 
 class LazySavePlanner(DefaultSavePlanner):
-    """Plans from what this rank keeps; each value is made when its first box is to be written."""
-
     def __init__(self, kept: Mapping[str, Kept]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._kept = kept
@@ -87,12 +76,13 @@ class LazySavePlanner(DefaultSavePlanner):
         self._flats: Flats = ()
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each box, in order."""
         items = [item for key, kept in self._kept.items() for item in self._items(key, kept)]
         self.plan = SavePlan(items)
         return self.plan
 
     def _items(self, key: str, kept: Kept) -> Iterator[WriteItem]:
+        if kept.dtype not in DTYPE_NAMES:
+            raise ChunkcError(f"{key} is {kept.dtype}, which a checkpoint cannot hold: keep it in `extra`")
         properties, size = TensorProperties(kept.dtype), torch.Size(kept.share.shape)
         for box in kept.share.boxes():
             index = MetadataIndex(key, box.offsets)
@@ -101,33 +91,29 @@ class LazySavePlanner(DefaultSavePlanner):
             yield WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(_chunk(box), properties, size))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The elements of a box; a tensor is made for its first one and let go of with its last."""
+        """The elements of a box; a tensor is made for its first box and freed with its last."""
         kept, key = self._kept[index.fqn], index.fqn
         if not self._flats:
             self._flats = kept.read()
-        found = kept.share.view(self._flats, self._boxes[index])
+        elements = kept.share.view(self._flats, self._boxes[index])
         self._left[key] -= 1
         if not self._left[key]:
             self._flats = ()
-        return found
+        return elements
 
 
 class LazyLoadPlanner(DefaultLoadPlanner):
-    """Planner of the reads that this rank wants.
-
-    ``write`` takes each tensor, or this rank's share of it, once all of it is read.
-    """
+    """Planner of the reads that this rank wants; ``write`` takes each share that is read whole."""
 
     def __init__(self, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._wanted = wanted
         self._write = write
-        self._boxes = {(key, box.offsets): box for key, found in wanted.items() for box in found.share.boxes()}
+        self._boxes = {(key, box.offsets): box for key, tensor in wanted.items() for box in tensor.share.boxes()}
         self._left: Counter[str] = Counter()
         self._held: dict[str, Flats] = {}
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the reads: what stored boxes and wanted boxes have in common, tensor by tensor."""
         stored = {} if self.metadata is None else self.metadata.state_dict_metadata
         return LoadPlan([item for key in self._wanted for item in self._items(key, stored.get(key))])
 
@@ -149,59 +135,46 @@ class LazyLoadPlanner(DefaultLoadPlanner):
         return new_plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """Where the elements of a box come."""
         wanted = self._wanted[index.fqn]
         if index.fqn not in self._held:
             self._held[index.fqn] = wanted.share.empty(wanted.dtype)
         return wanted.share.view(self._held[index.fqn], self._boxes[index.fqn, tuple(index.offset or ())])
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Hand a tensor on with its last item."""
         key = read_item.dest_index.fqn
         self._left[key] -= 1
         if not self._left[key]:
             self._write(key, self._held.pop(key))
 
 
-def save(writer: StorageWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
-    """Write what every rank keeps, in order; all of it together must be whole tensors.
-
-    Raises:
-        Exception: on all ranks, when one cannot write.
-    """
+def save(writer: SafetensorsWriter, kept: Mapping[str, Kept], ranks: Ranks | None = None) -> None:
+    """Write what every rank keeps, in order: together whole tensors. One rank's failure is raised on all."""
     ranks = ranks or Ranks()
     planner = LazySavePlanner(kept)
 
     def plan_own() -> SavePlan:
-        planner.set_up_planner({}, writer.storage_meta(), is_coordinator=ranks.is_first)
-        writer.set_up_storage_writer(ranks.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        planner.set_up_planner({}, is_coordinator=ranks.is_first)
+        return planner.create_local_plan()
 
     plans, metadata = planner.create_global_plan(exchange(ranks, plan_own))
-    plan = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank])
-    results = exchange(ranks, lambda: writer.write_data(plan, planner).wait())
-    exchange(ranks, lambda: writer.finish(metadata, results) if ranks.is_first else None)
+    plan = planner.finish_plan(plans[ranks.rank])
+    by_rank = exchange(ranks, lambda: writer.write(plan, planner))
+    places = {index: place for of_rank in by_rank for index, place in of_rank.items()}
+    exchange(ranks, lambda: writer.finish(metadata, places) if ranks.is_first else None)
 
 
-def load(reader: StorageReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
-    """Read the tensors that this rank wants, in order.
-
-    All of them must be stored in these shapes. The other ranks do the same, or something else.
-    """
+def load(reader: SafetensorsReader, wanted: Mapping[str, Wanted], write: Callable[[str, Flats], None]) -> None:
+    """Read the tensors that this rank wants, in order; all of them must be stored in these shapes."""
     planner = LazyLoadPlanner(wanted, write)
-    metadata = reader.read_metadata()
-    planner.set_up_planner({}, metadata, is_coordinator=True)
-    reader.set_up_storage_reader(metadata, True)
-    local = reader.prepare_local_plan(planner.create_local_plan())
-    [plan] = reader.prepare_global_plan(planner.create_global_plan([local]))
-    reader.read_data(planner.finish_plan(plan), planner).wait()
+    planner.set_up_planner({}, reader.read_metadata(), is_coordinator=True)
+    [plan] = planner.create_global_plan([planner.create_local_plan()])
+    reader.read(planner.finish_plan(plan), planner)
 
 
-def load_whole(
-    reader: StorageReader, stand_ins: Mapping[str, torch.Tensor], write: Callable[[str, torch.Tensor], None]
-) -> None:
-    """`load` of whole tensors, of which ``stand_ins`` give the dtypes and shapes."""
-    wanted = {key: Wanted(value.dtype, Share.whole(value.shape)) for key, value in stand_ins.items()}
+def load_whole(reader: SafetensorsReader, keys: Iterable[str], write: Callable[[str, torch.Tensor], None]) -> None:
+    """`load` of whole tensors, as they are stored."""
+    stored = reader.index()
+    wanted = {key: Wanted(DTYPES[stored[key].dtype], Share.whole(stored[key].shape)) for key in keys}
     load(reader, wanted, lambda key, flats: write(key, wanted[key].share.tensor(flats)))
 
 

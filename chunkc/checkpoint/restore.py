@@ -1,7 +1,6 @@
 """Putting a run back: everything is compared with the model first, then written tensor by tensor.
 
-Each rank reads what stands in its own chunks, whoever saved it, and writes it there. Parameters that have no chunks yet
-are read by rank 0, which keeps them until they have.
+Each rank reads what stands in its own chunks, whoever saved it. Parameters without chunks are read by rank 0.
 """
 
 from __future__ import annotations
@@ -17,27 +16,24 @@ from torch import nn
 
 from chunkc.checkpoint.contents import MASTER, MOMENTS, Optimizer, Stateful
 from chunkc.checkpoint.generators import write_generators_of
-from chunkc.checkpoint.objects import stored_shapes
+from chunkc.checkpoint.index import DTYPES, StoredTensor
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
 from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
-from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.errors import CheckpointError, ChunkcError, first_names
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.state_dict import check_options, check_range, managed
 from chunkc.runtime.storage.staging import round_to
 from chunkc.weights.tensors import ModelTensors
 
-_MAX_NAMED = 5
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Fit:
-    """How the tensors of a checkpoint belong to a model.
+    """How the ``stored`` tensors of a checkpoint, by key, belong to a model.
 
     Attributes:
-        reader: of the stored tensors.
-        shapes: of these by key, as stand-ins.
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
     """
@@ -46,24 +42,19 @@ class Fit:
     reader: SafetensorsReader
     runtime: ModelRuntime
     tensors: ModelTensors
-    shapes: Mapping[str, torch.Tensor]
+    stored: Mapping[str, StoredTensor]
     params: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
-    def refuse(self, what: str) -> CheckpointError:
-        """The error for a checkpoint of another model; nothing has changed."""
-        return CheckpointError(f"{self.path} does not fit the model: {what}", path=self.path)
+    def refuse(self, misfit: str) -> CheckpointError:
+        return CheckpointError(f"{self.path} does not fit the model: {misfit}", path=self.path)
 
 
 def fit_model(
     path: Path, reader: SafetensorsReader, model: nn.Module, runtime: ModelRuntime, objects: Mapping[str, Any]
 ) -> Fit:
-    """Compare names, tying and shapes.
-
-    Raises:
-        CheckpointError: naming what differs.
-    """
-    fit = Fit(path, reader, runtime, ModelTensors(model), stored_shapes(reader))
+    """Compare names, tying and shapes; CheckpointError names what differs."""
+    fit = Fit(path, reader, runtime, ModelTensors(model), reader.index())
     ours = {info.name: (info.name, *info.aliases) for info in runtime.infos}
     indexes = {frozenset(names): index for index, names in enumerate(ours.values())}
     fit.params = _matched(fit, objects["model"]["params"], indexes, "parameters")
@@ -79,31 +70,30 @@ def fit_model(
     for name, index in fit.params.items():
         for key in _keys_of(fit, name, name in steps):
             _check_shape(fit, key, runtime.infos[index].shape)
-    for name, own in fit.buffers.items():
-        _check_shape(fit, f"model.{name}", fit.tensors.entry(own).shape)
+    for name, name_here in fit.buffers.items():
+        _check_shape(fit, f"model.{name}", fit.tensors.entry(name_here).shape)
     return fit
 
 
 def _check_shape(fit: Fit, key: str, shape: Sequence[int]) -> None:
-    if key not in fit.shapes:
+    if key not in fit.stored:
         raise fit.refuse(f"it has no {key}")
-    found = tuple(fit.shapes[key].shape)
-    if found != tuple(shape):
-        raise fit.refuse(f"{key} is {found} there and {tuple(shape)} here")
+    stored_shape = fit.stored[key].shape
+    if stored_shape != tuple(shape):
+        raise fit.refuse(f"{key} is {stored_shape} there and {tuple(shape)} here")
 
 
-def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], what: str) -> dict[str, T]:
-    """Match stored tensors, by first name, with those here; tied tensors must be tied alike."""
+def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[str], T], kind: str) -> dict[str, T]:
     theirs = {frozenset(names): names[0] for names in stored}
     if theirs.keys() == ours.keys():
         return {name: ours[names] for names, name in theirs.items()}
     names_there, names_here = (frozenset().union(*keys) for keys in (theirs, ours))
     if names_there == names_here:
         loose = [name for names, name in theirs.items() if names not in ours]
-        raise fit.refuse(f"{what} are tied in another way, for example {_listed(loose)}")
+        raise fit.refuse(f"{kind} are tied in another way, for example {_listed(loose)}")
     only_there, only_here = names_there - names_here, names_here - names_there
     raise fit.refuse(
-        f"its {what} {_listed(only_there)} are missing here, and {_listed(only_here)} here are missing in it. A "
+        f"its {kind} {_listed(only_there)} are missing here, and {_listed(only_here)} here are missing in it. A "
         "checkpoint is loaded whole, into the architecture that was saved; for weights alone see chunkc.load_pretrained"
     )
 
@@ -147,9 +137,7 @@ def _check_group(fit: Fit, group: Mapping[str, Any], decoupled: bool) -> None:
 
 
 def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, scheduler: Stateful | None) -> None:
-    """Hand modules with extra states, and the scheduler, their saved states.
-
-    No tensor is written before that.
+    """Hand modules with extra states, and the scheduler, their saved states, before any tensor.
 
     Raises:
         CheckpointError: one does not take its state; all have their own again, as far as they take these.
@@ -158,8 +146,8 @@ def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, schedule
     taken: list[Callable[[], object]] = []
     try:
         if others:
-            held = model.state_dict(keep_vars=True)
-            before = {name: held[name] for name in others}
+            values = model.state_dict(keep_vars=True)
+            before = {name: values[name] for name in others}
             taken.append(lambda: model.load_state_dict(before, strict=False))
             model.load_state_dict(others, strict=False)
         if scheduler is not None:
@@ -168,8 +156,8 @@ def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, schedule
     except Exception as error:  # modules and schedulers are the user's: each fails in its own way
         for give_back in taken:
             give_back()
-        what = "the scheduler" if len(taken) == bool(others) + 1 else "a module with an extra state"
-        raise fit.refuse(f"{what} does not take its state ({type(error).__name__}: {error!s:.200})") from error
+        refuser = "the scheduler" if len(taken) == bool(others) + 1 else "a module with an extra state"
+        raise fit.refuse(f"{refuser} does not take its state ({type(error).__name__}: {error!s:.200})") from error
 
 
 def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> None:
@@ -180,18 +168,17 @@ def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> 
 
 
 def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
-    """Keys of the tensors of one parameter."""
     keys = [f"model.{name}"]
     keys += [f"optimizer.state.{name}.{moment}" for moment in MOMENTS if is_stepped]
     master = f"optimizer.state.{name}.{MASTER}"
-    return [*keys, master] if master in fit.shapes else keys
+    return [*keys, master] if master in fit.stored else keys
 
 
 class _Writer:
     """Collects what this rank reads of the tensors of one parameter and writes it together."""
 
     def __init__(self, fit: Fit, keys: Mapping[str, set[str]]) -> None:
-        self._owners = {key: name for name, found in keys.items() for key in found}
+        self._owners = {key: name for name, of_param in keys.items() for key in of_param}
         self._owners |= {f"model.{name}": name for name in fit.buffers}
         self._fit = fit
         self._keys = keys
@@ -200,8 +187,8 @@ class _Writer:
     def wanted(self) -> dict[str, Wanted]:
         """Shares that this rank reads, by key, in the order of the checkpoint's index."""
         return {
-            key: Wanted(shape.dtype, self._share(self._owners[key], shape.shape))
-            for key, shape in self._fit.shapes.items()
+            key: Wanted(DTYPES[stored.dtype], self._share(self._owners[key], stored.shape))
+            for key, stored in self._fit.stored.items()
             if key in self._owners
         }
 
@@ -214,10 +201,10 @@ class _Writer:
         return Share(info.shape, info.stride, fit.runtime.parameters.own_ranges(index))
 
     def take(self, key: str, flats: Flats) -> None:
-        """Take what was read of one tensor, and write its parameter or buffer once all of it is there."""
+        """Take one tensor, and write its parameter or buffer once all of it is there."""
         name, fit = self._owners[key], self._fit
         if name in fit.buffers:
-            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.shapes[key].shape).tensor(flats))
+            fit.tensors.write(fit.tensors.entry(fit.buffers[name]), Share.whole(fit.stored[key].shape).tensor(flats))
             return
         held = self._held.setdefault(name, {})
         held[key] = flats
@@ -225,17 +212,16 @@ class _Writer:
             self._write_param(name, self._held.pop(name))
 
     def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
-        """The finest value that was stored, and moments where there are any."""
+        """Write the finest value that was stored, and moments where there are any."""
         fit, prefix = self._fit, f"optimizer.state.{name}"
         runtime, index = fit.runtime, fit.params[name]
         source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
         moments = [held[key] for moment in MOMENTS if (key := f"{prefix}.{moment}") in held]
         handed_over = runtime.parameters.staging.dtypes[index]
-        is_finer = torch.promote_types(fit.shapes[source].dtype, handed_over) is not handed_over
+        is_finer = torch.promote_types(DTYPES[fit.stored[source].dtype], handed_over) is not handed_over
         is_exact = runtime.parameters.is_trained(index) and (bool(moments) or is_finer)
         if runtime.parameters.staging.holds(index):
-            share = self._share(name, ())
-            _stage(runtime, index, share, held[source], moments, is_exact=is_exact)
+            _stage(runtime, index, self._share(name, ()), held[source], moments, is_exact=is_exact)
             return
         value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
         runtime.parameters.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
@@ -244,7 +230,7 @@ class _Writer:
 def _stage(
     runtime: ModelRuntime, index: int, share: Share, value: Flats, moments: Sequence[Flats], *, is_exact: bool
 ) -> None:
-    """Write a parameter that has no chunks yet: rank 0 keeps it, and the others learn that it has a value."""
+    """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value."""
     if not share.ranges:
         runtime.parameters.write_param(index, stand_in(runtime.parameters.staging.dtypes[index], share.shape))
         return
@@ -262,11 +248,7 @@ def _stage(
 
 
 def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Restore what belongs to neither the model nor the scheduler.
-
-    These are step counts, hyperparameters, the loss scale where it is dynamic on both sides, and generators, which come
-    last.
-    """
+    """Restore step counts, hyperparameters, a loss scale that is dynamic on both sides, then generators."""
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)
     scale, saved = fit.runtime.clipping.loss_scale, objects["loss_scale"]
@@ -276,6 +258,4 @@ def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: l
 
 
 def _listed(names: Iterable[str]) -> str:
-    found = sorted(names)
-    more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
-    return (", ".join(found[:_MAX_NAMED]) or "none") + more
+    return first_names(sorted(names))

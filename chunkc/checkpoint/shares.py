@@ -1,9 +1,8 @@
 """Ranges of a tensor's elements that one rank has, as boxes that DCP can put together.
 
-The ranges are in the order of memory. Chunks cut a parameter anywhere, also within a row, and
-torch.distributed.checkpoint knows parts of tensors as boxes (offsets and sizes by dimension). Every range of a dense
-tensor is a few boxes: in two dimensions the rest of a row, whole rows, and the beginning of a row. So checkpoints
-depend on neither chunks nor strides, and a tensor that one rank has whole is one box.
+Chunks cut a parameter anywhere in memory order; torch.distributed.checkpoint knows boxes (offsets and sizes by
+dimension). Every range of a dense tensor is a few boxes: in two dimensions the rest of a row, whole rows, and the
+beginning of a row. So checkpoints depend on neither chunks nor strides, and a whole tensor is one box.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ import torch
 class Box:
     """A part of a tensor whose elements follow each other in memory.
 
-    Attributes:
-        offsets, sizes: where it is in the tensor, by dimension.
-        part: which range of the share it belongs to.
-        first: its first element, counted from the beginning of that range.
+    It begins at element ``first`` of the share's range ``part``; ``offsets`` and ``sizes`` place it in the tensor.
     """
 
     offsets: tuple[int, ...]
@@ -37,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Ranges of the elements of a dense tensor, ``[first, end)`` each, counted in the order of its memory."""
+    """Ranges ``[first, end)`` of a dense tensor's elements, counted in the order of its memory."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -51,7 +47,6 @@ class Share:
 
     @property
     def numel(self) -> int:
-        """Elements of all ranges."""
         return sum(end - first for first, end in self.ranges)
 
     def boxes(self) -> tuple[Box, ...]:
@@ -60,21 +55,17 @@ class Share:
             return tuple(Box((0,) * len(self.shape), self.shape, i, 0) for i in range(len(self.ranges)))
         order = self._order()
         sizes = [self.shape[dim] for dim in order]
-        found = []
-        for part, (first, end) in enumerate(self.ranges):
-            for begin, offsets, lengths in _boxes(sizes, first, end):
-                found.append(Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first))
-        return tuple(found)
+        return tuple(
+            Box(_put_back(order, offsets), _put_back(order, lengths), part, begin - first)
+            for part, (first, end) in enumerate(self.ranges)
+            for begin, offsets, lengths in _boxes(sizes, first, end)
+        )
 
     def empty(self, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Host memory for the elements of each range, 1-D."""
         return tuple(torch.empty(end - first, dtype=dtype, device="cpu") for first, end in self.ranges)
 
     def flats(self, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Elements of each range of a tensor, 1-D.
-
-        They are copies where the tensor does not stand in memory as the share says.
-        """
+        """Elements of each range, 1-D; copies where the tensor's strides are not the share's."""
         dense = value
         if value.stride() != self.stride:
             dense = torch.empty_strided(self.shape, self.stride, dtype=value.dtype, device="cpu").copy_(value)
@@ -88,7 +79,6 @@ class Share:
         return dense.permute([order.index(dim) for dim in range(len(order))])
 
     def tensor(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A whole tensor, from its one range."""
         [flat] = flats
         return flat.as_strided(self.shape, self.stride)
 
@@ -98,7 +88,7 @@ class Share:
 
 
 def _boxes(sizes: Sequence[int], first: int, end: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """The range ``[first, end)`` of a row-major tensor: first element, offsets and sizes of each box."""
+    """Boxes of the range ``[first, end)`` of a row-major tensor: first element, offsets and sizes."""
     if first == end:
         return
     if not sizes:
@@ -124,5 +114,4 @@ def _in_row(sizes: Sequence[int], row: int, first: int, end: int) -> Iterator[tu
 
 
 def _put_back(order: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """``values`` of the dimensions in ``order``, in the order of the tensor."""
     return tuple(values[order.index(dim)] for dim in range(len(order)))

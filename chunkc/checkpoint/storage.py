@@ -1,25 +1,22 @@
 """Storage for torch.distributed.checkpoint in safetensors and JSON.
 
-Nothing that is loaded can run code. DCP's own file storage keeps its metadata as a pickle, and
-`HuggingFaceStorageWriter` holds a whole file in memory before it writes. The two classes here are DCP's public
-interfaces, `StorageWriter` and `StorageReader`, so that its planners do the resharding. In the folder of a checkpoint:
+Nothing that is loaded can run code (DCP's own storage pickles its metadata), and each tensor is written as soon as it
+is resolved (`HuggingFaceStorageWriter` holds a whole file). DCP's planners do the resharding. In a checkpoint's folder:
 
-    rank-00000.float32.safetensors   tensors of one rank and dtype, each written as soon as it is resolved
+    rank-00000.float32.safetensors   tensors of one rank and dtype, aligned in whatever order they come
     index.json                       DCP's metadata: of each tensor its dtype, shape, and the parts with their places
 
-Files of one dtype keep every tensor aligned in whatever order the tensors come. The files are plain safetensors, so
-DCP's `HuggingFaceStorageReader` reads them too. A checksum (SHA-256) is taken of what goes to each file.
+DCP's `HuggingFaceStorageReader` reads the files too. A checksum (SHA-256) is taken of what goes to each.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -33,37 +30,27 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from chunkc.checkpoint.index import DTYPE_NAMES, DTYPES, INDEX_NAME, StoredTensor, read_index
-from chunkc.errors import CheckpointError, ChunkcError
+from chunkc.checkpoint.index import DTYPES, INDEX_NAME, Part, StoredTensor, read_index
+from chunkc.errors import CheckpointError
 from chunkc.files import FormatError, synced_file
+from chunkc.weights.files import bytes_of, encode_header
 
 _PIECE_NBYTES: Final = 2**24
+Places = dict[MetadataIndex, dict[str, str]]
+"""File and name of each box."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """Size in bytes and SHA-256 that a file must have."""
-
     nbytes: int
     sha256: str
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part of a tensor is: a name in a file."""
-
-    file: str
-    name: str
-
-
-class SafetensorsWriter(StorageWriter):
+class SafetensorsWriter:
     """Writes the tensors of one rank into files of the folder ``path``, one tensor at a time.
 
-    Attributes:
-        digests: of the files of this rank, once they are written, and of the index on the coordinator.
+    ``digests`` are of the written files of this rank, and of the index on the coordinator.
     """
 
     def __init__(self, path: Path, rank: int = 0) -> None:
@@ -71,105 +58,61 @@ class SafetensorsWriter(StorageWriter):
         self._path = path
         self._rank = rank
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save; ``checkpoint_id`` may name another folder."""
-        self.digests.clear()
-        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing depends on the role."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Refuse what safetensors cannot hold.
-
-        Raises:
-            ChunkcError: naming it.
-        """
-        for item in plan.items:
-            if item.tensor_data is None or item.tensor_data.properties.dtype not in DTYPE_NAMES:
-                kind = "no tensor" if item.tensor_data is None else str(item.tensor_data.properties.dtype)
-                raise ChunkcError(f"{item.index.fqn} is {kind}, which a checkpoint cannot hold: keep it in `extra`")
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Every rank has files of its own: nothing to agree on."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write(self, plan: SavePlan, planner: SavePlanner) -> Places:
         """Write the items in the order of the plan, and wait until they are on disk."""
         by_dtype: dict[torch.dtype, list[WriteItem]] = {}
         for item in plan.items:
             by_dtype.setdefault(_data(item).properties.dtype, []).append(item)
         with ExitStack() as stack:
             files = {d: self._open(d, items, stack) for d, items in by_dtype.items()}
-            results = [_write(files[_data(item).properties.dtype], item, planner) for item in plan.items]
+            places = {item.index: _write(files[_data(item).properties.dtype], item, planner) for item in plan.items}
             for file in files.values():
                 self.digests[file.path.name] = file.finish()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return places
 
     def _open(self, dtype: torch.dtype, items: Sequence[WriteItem], stack: ExitStack) -> DigestedFile:
         path = self._path / f"rank-{self._rank:05d}.{str(dtype).removeprefix('torch.')}.safetensors"
         file = DigestedFile(path, stack.enter_context(path.open("wb")))
-        for part in _header(dtype, items):
-            file.write(memoryview(part))
+        tensors = {_name(item): (dtype, _data(item).chunk.sizes) for item in items}
+        file.write(memoryview(encode_header(tensors, {})))
         return file
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index."""
-        places = {result.index: asdict(result.storage_data) for per_rank in results for result in per_rank}
+    def finish(self, metadata: Metadata, places: Places) -> None:
+        """Write the index; ``places`` are those of all ranks."""
         index = {
             fqn: {
-                "dtype": str(found.properties.dtype).removeprefix("torch."),
-                "shape": list(found.size),
+                "dtype": str(tensor.properties.dtype).removeprefix("torch."),
+                "shape": list(tensor.size),
                 "parts": [
                     {"offsets": list(c.offsets), "sizes": list(c.sizes), **places[MetadataIndex(fqn, c.offsets)]}
-                    for c in found.chunks
+                    for c in tensor.chunks
                 ],
             }
-            for fqn, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+            for fqn, tensor in metadata.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
         self.digests[INDEX_NAME] = write_json(self._path / INDEX_NAME, index)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
-        return (Path(checkpoint_id) / INDEX_NAME).is_file()
 
-
-class SafetensorsReader(StorageReader):
+class SafetensorsReader:
     """Reads what `SafetensorsWriter` wrote, whole or in parts, for any number of ranks.
 
-    Args:
-        path: the folder.
-        files: names of files that may be read; None allows every file of the folder.
+    Only ``files`` may be read; None allows every file of the folder.
     """
 
     def __init__(self, path: Path, files: Collection[str] | None = None) -> None:
         self._path = path
         self._files = files
         self._index: Mapping[str, StoredTensor] | None = None
-        self._places: dict[MetadataIndex, Place] = {}
+        self._parts: dict[MetadataIndex, Part] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load; ``checkpoint_id`` may name another folder."""
-        self._path = self._path if checkpoint_id is None else Path(checkpoint_id)
-        self._index = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """DCP's metadata, from the index."""
+    def read_metadata(self) -> Metadata:
         index = self.index()
-        self._places = {
-            MetadataIndex(fqn, part.offsets): Place(part.file, part.name)
-            for fqn, stored in index.items()
-            for part in stored.parts
-        }
+        self._parts = {MetadataIndex(fqn, p.offsets): p for fqn, stored in index.items() for p in stored.parts}
         return Metadata({fqn: _tensor_metadata(stored) for fqn, stored in index.items()})
 
     def index(self) -> Mapping[str, StoredTensor]:
-        """Stored tensors by key, as the files confirm them; the index is read once.
+        """Stored tensors by key, confirmed by the files; the index is read once.
 
         Raises:
             CheckpointError: when the index is missing, damaged or not that of the files; with the place in it.
@@ -188,56 +131,31 @@ class SafetensorsReader(StorageReader):
             f"{self._path} is damaged: {INDEX_NAME} is {fault}", path=self._path, damaged=(INDEX_NAME,)
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to add to what `read_metadata` read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The planner's."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The planner's."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items in the order of the plan into the tensors that the planner names."""
+    def read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         with ExitStack() as stack:
             files: dict[str, Any] = {}
             for item in plan.items:
-                place = self._places[item.storage_index]
-                if place.file not in files:
-                    files[place.file] = stack.enter_context(safe_open(self._path / place.file, framework="pt"))
-                _read(files[place.file], place.name, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Only folders of checkpoints; DCP asks when it looks for a storage by itself."""
-        return (Path(checkpoint_id) / INDEX_NAME).is_file()
+                part = self._parts[item.storage_index]
+                if part.file not in files:
+                    files[part.file] = stack.enter_context(safe_open(self._path / part.file, framework="pt"))
+                _read(files[part.file], part.name, item, planner)
 
 
 class DigestedFile:
-    """A file under way, with the checksum of what went into it."""
-
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path = path
         self._file = file
         self._sha256 = hashlib.sha256()
         self._nbytes = 0
 
-    def write(self, data: memoryview) -> int:
-        """Append ``data``; how many bytes that were."""
+    def write(self, data: memoryview) -> None:
         for start in range(0, len(data), _PIECE_NBYTES):
             piece = data[start : start + _PIECE_NBYTES]
             self._file.write(piece)
             self._sha256.update(piece)
         self._nbytes += len(data)
-        return len(data)
 
     def finish(self) -> FileDigest:
-        """Wait until all of it is on disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return FileDigest(self._nbytes, self._sha256.hexdigest())
@@ -252,27 +170,22 @@ def write_json(path: Path, value: object) -> FileDigest:
 
 
 def digest_of(path: Path) -> FileDigest:
-    """The checksum of a file as it is now."""
-    sha256, nbytes = hashlib.sha256(), 0
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_NBYTES):
-            sha256.update(piece)
-            nbytes += len(piece)
-    return FileDigest(nbytes, sha256.hexdigest())
+        return FileDigest(os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> WriteResult:
-    """Resolve one item, append it, and forget it."""
-    value = planner.resolve_data(item)
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{item.index.fqn} was resolved to a {type(value).__name__}, not to a tensor")
-    return WriteResult(item.index, file.write(_bytes_of(value)), Place(file.path.name, _name(item)))
+def _write(file: DigestedFile, item: WriteItem, planner: SavePlanner) -> dict[str, str]:
+    value: Any = planner.resolve_data(item)
+    file.write(bytes_of(value))
+    return {"file": file.path.name, "name": _name(item)}
 
 
 def _read(file: Any, name: str, item: ReadItem, planner: LoadPlanner) -> None:
-    """Copy what ``item`` asks for out of an opened file, and forget it."""
+    stored = file.get_tensor(name)
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        stored = stored.narrow(dim, start, length)
     target = planner.resolve_tensor(item).detach()
-    target.copy_(_part(file.get_tensor(name), item))
+    target.copy_(stored)
     planner.commit_tensor(item, target)
 
 
@@ -287,39 +200,6 @@ def _name(item: WriteItem) -> str:
     return item.index.fqn if whole else f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
 
 
-def _header(dtype: torch.dtype, items: Sequence[WriteItem]) -> Iterator[bytes]:
-    """Header of a safetensors file: names, shapes and byte ranges of its tensors.
-
-    The tensors follow without gaps in the order of ``items``. The format: the header's length in 8 bytes,
-    little-endian, then the header as JSON, padded with spaces so that the data begin at a multiple of 8 (README of
-    safetensors, "Format").
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for item in items:
-        shape = list(_data(item).chunk.sizes)
-        end = start + math.prod(shape) * dtype.itemsize
-        header[_name(item)] = {"dtype": DTYPE_NAMES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little")
-    yield text
-
-
-def _bytes_of(value: torch.Tensor) -> memoryview:
-    """The elements in row-major order, in host memory."""
-    flat: Any = value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
-
-
 def _tensor_metadata(stored: StoredTensor) -> TensorStorageMetadata:
     parts = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.sizes)) for part in stored.parts]
     return TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), torch.Size(stored.shape), parts)
-
-
-def _part(stored: torch.Tensor, item: ReadItem) -> torch.Tensor:
-    """The elements of a stored part that ``item`` asks for."""
-    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        stored = stored.narrow(dim, start, length)
-    return stored

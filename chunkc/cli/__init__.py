@@ -93,8 +93,6 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _ShowVersion(argparse.Action):
-    """Print the version, and end."""
-
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         show(f"chunkc {chunkc.__version__}")
         parser.exit()

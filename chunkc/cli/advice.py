@@ -1,9 +1,9 @@
 """Advice: scenarios near the one that was asked for, each planned and simulated before it is named.
 
-A model that fits is tried with the least device memory that works, with twice the batch, and again as long as that
-pays, and with layers computed again where they are not. One that does not fit is tried with the memory that is missing
-and, where that could be the device's, with layers computed again and with smaller batches. Trying costs seconds, so
-nothing is begun that might not end within the time limit; what was left out is said.
+A model that fits is tried with the least device memory, with twice the batch as long as that pays, and with layers
+computed again. One that does not fit is tried with the missing memory and, where that could be the device's, with
+layers computed again and smaller batches. Nothing is begun that might not end in time; the user is told what is left
+out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Advice:
     """One thing to change.
 
     Attributes:
-        change: what. effect: what it brings, in words.
+        change, effect: what, and what it brings, in words.
         helps: whether it makes the model fit, or the step faster for each token; None where it was not tried.
         step_ms, tokens_per_s: with it; None where unknown.
         gain: tokens per second with it over those without; None where either is unknown.
@@ -48,7 +48,6 @@ class Advice:
     min_host_nbytes: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         return asdict(self)
 
 
@@ -70,9 +69,9 @@ class Adviser:
         """Advice on what was tried, in order of trying, and on what there was no time for."""
         scenario = self.answer.scenario
         if scenario is None:
-            return tuple(_told(self.answer))
+            return tuple(_unpriced(self.answer))
         if self.answer.fits:
-            return (*_told(self.answer), *self._less_memory(scenario), *self._faster(scenario))
+            return (*_unpriced(self.answer), *self._less_memory(scenario), *self._faster(scenario))
         return (*self._more_memory(scenario), *self._smaller(scenario))
 
     def _faster(self, scenario: Scenario) -> Iterator[Advice]:
@@ -81,20 +80,20 @@ class Adviser:
         best, batch = _tokens_per_s(self.answer), scenario.batch
         for _ in range(_MAX_DOUBLINGS):
             batch *= 2
-            found = self._try(replace(scenario, batch=batch))
-            yield self._compared(f"batch {batch}", found)
-            if found is None or _tokens_per_s(found) <= best:
+            answer = self._try(replace(scenario, batch=batch))
+            yield self._compared(f"batch {batch}", answer)
+            if answer is None or _tokens_per_s(answer) <= best:
                 break
-            best = _tokens_per_s(found)
+            best = _tokens_per_s(answer)
         if scenario.recompute is Recompute.NONE:
             other = replace(scenario, recompute=Recompute.FULL)
             yield self._compared("recompute full", self._try(other))
 
     def _less_memory(self, scenario: Scenario) -> Iterator[Advice]:
         """The least device memory, as the refusal of a device without any names it."""
-        found = self._try(replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=1)))
-        if found is not None and found.shortage is not None:
-            device_nbytes, host_nbytes = found.shortage.min_device_nbytes, found.shortage.min_host_nbytes
+        answer = self._try(replace(scenario, hw=replace(scenario.hw, gpu_memory_nbytes=1)))
+        if answer is not None and answer.shortage is not None:
+            device_nbytes, host_nbytes = answer.shortage.min_device_nbytes, answer.shortage.min_host_nbytes
             change = f"{size(device_nbytes)} of device memory"
             node_nbytes = host_nbytes * scenario.hw.gpus_per_node
             effect = f"fits, with {_host_memory(node_nbytes, scenario.hw)}: the least for this batch"
@@ -127,9 +126,9 @@ class Adviser:
         batch = scenario.batch
         while batch > 1:
             batch //= 2
-            found = self._try(replace(scenario, batch=batch))
-            yield self._compared(f"batch {batch}", found)
-            if found is None or found.fits:
+            answer = self._try(replace(scenario, batch=batch))
+            yield self._compared(f"batch {batch}", answer)
+            if answer is None or answer.fits:
                 return
 
     def _try(self, scenario: Scenario) -> Answer | None:
@@ -137,25 +136,25 @@ class Adviser:
         expected_s = self._planning_s if self.scenarios.is_captured(scenario) else self._whole_s
         if time.perf_counter() - self.began_s + _RESERVE * expected_s > self.limit_s:
             return None
-        found = self.scenarios.answer(scenario)
-        self._whole_s = max(self._whole_s, found.elapsed_s)
-        self._planning_s = max(self._planning_s, found.planning_s)
-        return found
+        answer = self.scenarios.answer(scenario)
+        self._whole_s = max(self._whole_s, answer.elapsed_s)
+        self._planning_s = max(self._planning_s, answer.planning_s)
+        return answer
 
-    def _compared(self, change: str, found: Answer | None) -> Advice:
-        if found is None:
+    def _compared(self, change: str, answer: Answer | None) -> Advice:
+        if answer is None:
             return Advice(change, "not tried: the time is over", None)
-        if found.shortage is not None:
-            return Advice(change, f"does not fit: {missing(found.shortage)}", False)
-        if found.timeline is None:
+        if answer.shortage is not None:
+            return Advice(change, f"does not fit: {missing(answer.shortage)}", False)
+        if answer.timeline is None:
             return Advice(change, "fits", True)
-        step_ms, tokens_per_s = found.timeline.step_ms, found.timeline.tokens_per_s
+        step_ms, tokens_per_s = answer.timeline.step_ms, answer.timeline.tokens_per_s
         before = _tokens_per_s(self.answer)
         gain = tokens_per_s / before if before and tokens_per_s else None
-        told = f"fits: step {duration(step_ms)}" + (f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else "")
+        effect = f"fits: step {duration(step_ms)}" + (f", {tokens_per_s:,.0f} tokens/s" if tokens_per_s else "")
         return Advice(
             change,
-            told + (f", {gain:.2f} times as many" if gain else ""),
+            effect + (f", {gain:.2f} times as many" if gain else ""),
             gain is None or gain > 1,
             step_ms,
             tokens_per_s,
@@ -170,11 +169,10 @@ def shortfall(shortage: BudgetError) -> str:
 
 
 def missing(shortage: BudgetError) -> str:
-    """Memory that a rank misses, in words."""
     return f"{shortfall(shortage)} missing"
 
 
-def _told(answer: Answer) -> Iterator[Advice]:
+def _unpriced(answer: Answer) -> Iterator[Advice]:
     if answer.unpriced:
         yield Advice("calibrate", f"no times: {answer.unpriced}", None)
 

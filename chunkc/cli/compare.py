@@ -58,11 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def compare(scenario: Scenario, scenarios: Scenarios) -> list[dict[str, Any]]:
-    """One row of plain data for chunkc's plan and one for each policy of `chunkc.baselines`.
-
-    Raises:
-        HardwareError: when the machine's rates are not known.
-    """
+    """One row of plain data for chunkc's plan and each policy; HardwareError without rates."""
     machine = Machine.of(scenario.hw)
     rows = [_of_answer(scenarios.answer(scenario))]
     courses: dict[Recompute, Course] = {}
@@ -89,7 +85,6 @@ def _best(
 
 
 def _of_answer(answer: Answer) -> dict[str, Any]:
-    """chunkc's own plan as a row."""
     plan, timeline = answer.plan, answer.timeline
     row: dict[str, Any] = {
         "policy": "chunkc",

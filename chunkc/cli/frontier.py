@@ -1,10 +1,9 @@
 """``chunkc frontier``: the largest built-in model and batch that a machine trains fast enough.
 
-What is searched. Fitting is monotone: a larger model of a family, or a larger batch, needs no less memory. So the
-largest model that fits with one sequence is found by bisection over the family, and its largest batch by bisection over
-1, 2, 4, ... 64. The bar is not monotone over models, since throughput falls when data starts to move: from the largest
-model downwards, the first one that meets the bar is the answer. For one model it is asked of the largest batch that
-fits, then of half of it and so on, as long as throughput does not fall.
+A larger model of a family, or a larger batch, needs no less memory: the largest model that fits with one sequence, and
+its largest batch of 1, 2, 4, ... 64, are found by bisection. Throughput is not monotone over models, since it falls
+when data starts to move: from the largest model downwards, the first that meets the bar is the answer, asked of the
+largest batch that fits, then of half of it and so on, as long as throughput does not fall.
 """
 
 from __future__ import annotations
@@ -50,12 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Search; exit code 1 where no model fits and meets the bar."""
     search = Search(_scenario(args), Scenarios(tell), bar_of(args))
-    found = search.largest(family(args.family))
+    largest = search.largest(family(args.family))
     if args.json:
-        show(json.dumps({"found": None if found is None else _row(found), "tried": [_row(a) for a in search.tried]}))
+        row = None if largest is None else _row(largest)
+        show(json.dumps({"found": row, "tried": [_row(answer) for answer in search.tried]}))
     else:
-        show(_render(search.tried, found))
-    return 0 if found is not None else 1
+        show(_render(search.tried, largest))
+    return 0 if largest is not None else 1
 
 
 def _scenario(args: argparse.Namespace) -> Scenario:
@@ -72,8 +72,6 @@ def _scenario(args: argparse.Namespace) -> Scenario:
 
 
 def bar_of(args: argparse.Namespace) -> Callable[[Answer], bool]:
-    """Whether an answer that fits is fast enough."""
-
     def meets(answer: Answer) -> bool:
         least = args.min_tflops or args.min_tokens_per_s
         if least is None:
@@ -100,19 +98,19 @@ class Search:
         """The answer for the largest of ``models`` that fits and meets the bar; None where none does."""
         num_fitting = _count(lambda i: self._answer(models[i], BATCHES[0]).fits, len(models))
         for model in reversed(models[:num_fitting]):
-            found = self._largest_batch(model)
-            if found is not None:
-                return found
+            answer = self._largest_batch(model)
+            if answer is not None:
+                return answer
         return None
 
     def _largest_batch(self, model: Transformer) -> Answer | None:
         num_fitting = _count(lambda i: self._answer(model, BATCHES[i]).fits, len(BATCHES))
         fastest = 0.0
         for batch in reversed(BATCHES[:num_fitting]):
-            found = self._answer(model, batch)
-            if self.meets(found):
-                return found
-            tokens_per_s = 0.0 if found.timeline is None else found.timeline.tokens_per_s or 0.0
+            answer = self._answer(model, batch)
+            if self.meets(answer):
+                return answer
+            tokens_per_s = 0.0 if answer.timeline is None else answer.timeline.tokens_per_s or 0.0
             if tokens_per_s < fastest:
                 break
             fastest = tokens_per_s
@@ -138,14 +136,14 @@ def _count(fits: Callable[[int], bool], size: int) -> int:
     return low
 
 
-def _render(tried: Sequence[Answer], found: Answer | None) -> str:
-    rows = [list(_cells(answer, answer is found)) for answer in tried]
+def _render(tried: Sequence[Answer], largest: Answer | None) -> str:
+    rows = [list(_cells(answer, answer is largest)) for answer in tried]
     headers = ("model", "batch", "again", "fits", "step", "tokens/s", "TFLOPS", "bound", "")
     answers = table(headers, rows, "lrllrrrll")
     reasons = "\n".join(_reasons(tried))
-    told = "nothing fits and meets the bar" if found is None else f"largest: {found.scenario}"
-    told = wrapped(f"{told}; times are simulated, not measured", "  ")
-    return "\n\n".join(part for part in (answers, reasons, told) if part)
+    verdict = "nothing fits and meets the bar" if largest is None else f"largest: {largest.scenario}"
+    verdict = wrapped(f"{verdict}; times are simulated, not measured", "  ")
+    return "\n\n".join(part for part in (answers, reasons, verdict) if part)
 
 
 def _reasons(tried: Sequence[Answer]) -> Iterator[str]:
@@ -155,7 +153,7 @@ def _reasons(tried: Sequence[Answer]) -> Iterator[str]:
             yield wrapped(f"{row['model']}, batch {row['batch']} does not fit: {missing(answer.shortage)}", "  ")
 
 
-def _cells(answer: Answer, is_found: bool) -> Iterator[str]:
+def _cells(answer: Answer, is_largest: bool) -> Iterator[str]:
     row = _row(answer)
     yield from (str(row["model"]), str(row["batch"]), str(row["recompute"]))
     yield "yes" if answer.fits else "no"
@@ -163,7 +161,7 @@ def _cells(answer: Answer, is_found: bool) -> Iterator[str]:
     yield "" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.0f}"
     yield "" if row["model_tflops"] is None else f"{row['model_tflops']:.4g}"
     yield row["bound"] or ""
-    yield "<" if is_found else ""
+    yield "<" if is_largest else ""
 
 
 def _row(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""A model given as ``module:function``: a function of the user's that returns it with example inputs.
-
-What that code raises is an error of the user's, told in one line with the place where it was raised.
-"""
+"""A model given as ``module:function``: a function of the user's that returns it with example inputs."""
 
 from __future__ import annotations
 
@@ -37,12 +34,12 @@ def model_and_inputs(spec: str) -> tuple[nn.Module, Any]:
     if not callable(function):
         raise ChunkcError(f"module {module_name!r} has no function {function_name!r}")
     with _errors_of_users(spec, f"import {module_name}; {module_name}.{function_name}()", folder):
-        found = function()
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], dict | tuple)):
+        result = function()
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict | tuple)):
         raise ChunkcError(f"{spec} must return (model, example_inputs) with the inputs a dict or a tuple")
-    if not isinstance(found[0], nn.Module):
-        raise ChunkcError(f"{spec} must return (model, example_inputs) with an nn.Module first, found {found[0]!r}")
-    return found
+    if not isinstance(result[0], nn.Module):
+        raise ChunkcError(f"{spec} must return (model, example_inputs) with an nn.Module first, found {result[0]!r}")
+    return result
 
 
 def _current_folder() -> str:
@@ -78,8 +75,8 @@ def _errors_of_users(name: str, program: str, folder: str) -> Iterator[None]:
 def _place(raised: TracebackType | None, folder: str) -> str:
     """The innermost line in a file below ``folder``, else of any file; nothing without a line."""
     frames = [frame for frame in extract_tb(raised) if not _is_of_import(frame)]
-    own = [frame for frame in frames if _is_below(folder, Path(frame.filename))] or frames
-    return f" at {own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else ""
+    frames = [frame for frame in frames if _is_below(folder, Path(frame.filename))] or frames
+    return f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
 def _is_below(folder: str, path: Path) -> bool:

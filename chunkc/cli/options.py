@@ -45,11 +45,7 @@ def up_to(most: int) -> Callable[[str], int]:
 
 
 def _whole(text: str, most: int, kind: str) -> int:
-    """A whole number from 1 to ``most``.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else, which is then not of the ``kind`` that is asked for.
-    """
+    """A whole number from 1 to ``most``; argparse.ArgumentTypeError for what is no ``kind`` of these."""
     try:
         number = int(text)
     except ValueError:
@@ -60,11 +56,7 @@ def _whole(text: str, most: int, kind: str) -> int:
 
 
 def positive(text: str) -> float:
-    """A finite number above zero.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else.
-    """
+    """A finite number above zero; argparse.ArgumentTypeError for anything else."""
     try:
         number = float(text)
     except ValueError:
@@ -90,11 +82,6 @@ def output_path(text: str) -> str:
 
 
 def load_plan(path: str) -> Plan:
-    """The plan saved at ``path``.
-
-    Raises:
-        ChunkcError: when it cannot be read.
-    """
     try:
         return Plan.load(path)
     except OSError as error:
@@ -102,19 +89,10 @@ def load_plan(path: str) -> Plan:
 
 
 def save(result: Plan | Hardware, path: str) -> None:
-    """Write ``result`` to ``path``, and say so.
-
-    Raises:
-        ChunkcError: when it cannot be written.
-    """
     write(path, lambda: result.save(path))
 
 
 def write(path: str, writer: Callable[[], object]) -> None:
-    """Let ``writer`` write ``path``, and say so.
-
-    Raises:
-        ChunkcError: when it cannot be written.
-    """
+    """Let ``writer`` write ``path`` (ChunkcError when it cannot), and say so."""
     writer()
     tell(f"saved {path}")

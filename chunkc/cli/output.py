@@ -1,8 +1,7 @@
 """Standard output and error of a command: whole results or an error, control characters escaped.
 
-A result that cannot be written is an error, since its exit status would otherwise tell half of it. A reader that has
-seen enough (``| head``) is none: the rest is dropped, and the exit status stays that of the command. Progress goes to
-standard error as far as somebody takes it.
+A result that cannot be written is an error. A reader that has seen enough (``| head``) is none: the rest is dropped.
+Progress goes to standard error as far as somebody takes it.
 """
 
 from __future__ import annotations
@@ -17,9 +16,7 @@ from chunkc.report.units import printable
 
 
 def show(result: object) -> None:
-    """Print ``result`` on standard output, whole.
-
-    Characters that a terminal would obey, or that its encoding lacks, are escaped.
+    """Print ``result`` on standard output, whole; escape what a terminal would obey or its encoding lacks.
 
     Raises:
         ChunkcError: when it cannot be written, for example since the disk is full.
@@ -48,7 +45,6 @@ def tell(text: str) -> None:
 
 
 def one_line(text: str) -> str:
-    """``text`` without line ends and indentation."""
     return " ".join(text.split())
 
 

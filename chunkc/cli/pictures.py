@@ -19,7 +19,6 @@ from chunkc.report.trace import trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options, all of them the names of files to write."""
     pictures = parser.add_argument_group("pictures")
     pictures.add_argument(
         "--plot",
@@ -38,12 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write_pictures(args: argparse.Namespace, plan: Plan, timeline: Timeline | None, unpriced: str = "") -> None:
     """Write the files asked for; without a timeline they show the order of actions, and stderr says why.
-
-    Args:
-        args: with the options of `add_arguments`.
-        plan: what to draw.
-        timeline: its simulation, or None where the machine's rates are not known.
-        unpriced: why there is none.
 
     Raises:
         ChunkcError: a file cannot be written, or a trace is asked for and there is no timeline.

@@ -11,16 +11,9 @@ import time
 from chunkc.cli import pictures
 from chunkc.cli.advice import Adviser
 from chunkc.cli.options import output_path, save
-from chunkc.cli.output import one_line, show, tell
+from chunkc.cli.output import show, tell
 from chunkc.cli.screen import answer_json, render_answer
-from chunkc.cli.subjects import (
-    MODEL_HELP,
-    add_accumulate_option,
-    add_shard_option,
-    add_training_options,
-    answer_of,
-    title_of,
-)
+from chunkc.cli.subjects import MODEL_HELP, add_plan_options, add_training_options, answer_of, title_of
 from chunkc.hardware import Hardware
 from chunkc.report import Plan
 from chunkc.scenarios.scenario import Scenarios
@@ -34,8 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--hw", default="auto", help="for example emulated-64m-2g or 8xv100-240g (default: this machine)"
     )
     add_training_options(parser)
-    add_accumulate_option(parser)
-    add_shard_option(parser)
+    add_plan_options(parser)
     parser.add_argument("--save", type=output_path, metavar="plan.json", help="write the plan to this file too")
     pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")
@@ -50,8 +42,6 @@ def run(args: argparse.Namespace) -> int:
     began_s = time.perf_counter()
     hw, scenarios = Hardware.of(args.hw), Scenarios(tell)
     answer = answer_of(args, scenarios)
-    if answer.shortage is not None:
-        tell(one_line(f"does not fit: {answer.shortage}"))
     if answer.plan is not None:
         if args.save:
             save(answer.plan, args.save)
@@ -71,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _where(args: argparse.Namespace, plan: Plan | None) -> str:
-    """How to see the whole plan."""
     if plan is None:
         return ""
     if args.save:

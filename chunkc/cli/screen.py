@@ -14,6 +14,7 @@ from chunkc.report.timeline import Timeline, bounds, duration
 from chunkc.report.units import percent, size
 from chunkc.scenarios.scenario import Answer
 
+_TIMES: Final = ("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")
 TIGHT_SHARE: Final = 0.97
 """Of the memory that is there: a plan that needs more is tight, since bytes of activations are estimates."""
 
@@ -21,12 +22,7 @@ TIGHT_SHARE: Final = 0.97
 def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title: str, where: str) -> str:
     """One screen: does it fit, by how much, how fast, what bounds it, what would help, where is the plan.
 
-    Args:
-        answer: what became of it.
-        hw: the machine.
-        advice: what was tried beside it.
-        title: the model and how it is trained.
-        where: how to see the whole plan.
+    ``title`` names the model and its training; ``where`` says how to see the whole plan.
     """
     ranks = "" if answer.plan is None or answer.plan.layout.world_size == 1 else ", each rank"
     verdict = "fits" if answer.shortage is None else f"does not fit: {missing(answer.shortage)}"
@@ -52,7 +48,6 @@ def _memory(answer: Answer, hw: Hardware) -> str:
 
 
 def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
-    """Lines on memory that the machine has, but that training may not take."""
     if not hw.emulated:
         of_device, of_host = hw.gpu_memory_nbytes - usable.device_nbytes, hw.host_nbytes_per_rank - usable.host_nbytes
         yield wrapped(f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system", "  ")
@@ -73,16 +68,16 @@ def _needs(answer: Answer, hw: Hardware) -> tuple[int, int]:
 def _speed(answer: Answer) -> Iterator[str]:
     timeline = answer.timeline
     if timeline is not None:
-        told = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
-        told.append(f"compute   {', '.join(_rates(timeline))}")
-        told.append(f"bound by  {'; '.join(bounds(timeline))}")
-        yield "\n".join(wrapped(line, " " * 10) for line in told)
+        lines = [f"step      {duration(timeline.step_ms)}, simulated, not measured{_speeds(timeline)}"]
+        lines.append(f"compute   {', '.join(_rates(timeline))}")
+        lines.append(f"bound by  {'; '.join(bounds(timeline))}")
+        yield "\n".join(wrapped(line, " " * 10) for line in lines)
 
 
 def _speeds(timeline: Timeline) -> str:
-    found = ((timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s"))
+    speeds = ((timeline.tokens_per_s, "tokens/s"), (timeline.samples_per_s, "samples/s"))
     return "".join(
-        f"; {speed:,.4g} {name}" if speed < 1000 else f"; {speed:,.0f} {name}" for speed, name in found if speed
+        f"; {speed:,.4g} {name}" if speed < 1000 else f"; {speed:,.0f} {name}" for speed, name in speeds if speed
     )
 
 
@@ -95,7 +90,7 @@ def _rates(timeline: Timeline) -> Iterator[str]:
 
 def _advice(advice: Sequence[Advice]) -> Iterator[str]:
     if advice:
-        yield table(("with", "it"), [(found.change, found.effect) for found in advice], "ll")
+        yield table(("with", "it"), [(suggestion.change, suggestion.effect) for suggestion in advice], "ll")
 
 
 def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[str, Any]:
@@ -114,15 +109,14 @@ def answer_json(answer: Answer, hw: Hardware, advice: Sequence[Advice]) -> dict[
         "moment": shortage.moment if shortage is not None else None if memory is None else memory.nonmodel_segment,
         "digest": None if plan is None else plan.digest(),
         "unpriced": answer.unpriced,
-        **dict.fromkeys(("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")),
-        "advice": [found.to_json() for found in advice],
+        **dict.fromkeys(_TIMES),
+        "advice": [suggestion.to_json() for suggestion in advice],
         "hw": str(hw),
     }
     if shortage is not None:
         data["tensors"] = list(shortage.tensors)
     if timeline is not None:
-        names = ("step_ms", "tokens_per_s", "samples_per_s", "model_tflops", "bound", "next_bound")
-        data |= {name: getattr(timeline, name) for name in names}
+        data |= {name: getattr(timeline, name) for name in _TIMES}
     if scenario is not None:
         data |= {"model": scenario.model.label, "batch": scenario.batch, "sequence": scenario.sequence}
         data |= {"recompute": str(scenario.recompute), "world_size": scenario.num_ranks}

@@ -7,11 +7,10 @@ import json
 
 from chunkc.cli import pictures
 from chunkc.cli.options import load_plan
-from chunkc.cli.output import one_line, show, tell
+from chunkc.cli.output import show, tell
 from chunkc.cli.subjects import (
     MODEL_HELP,
-    add_accumulate_option,
-    add_shard_option,
+    add_plan_options,
     add_training_options,
     answer_of,
     is_plan_file,
@@ -37,17 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "the machine (default: this one)",
     )
     add_training_options(parser)
-    add_accumulate_option(parser)
-    add_shard_option(parser)
+    add_plan_options(parser)
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
-    found = _of_file(args) if is_plan_file(args.model) else _of_model(args)
-    if found is None:
+    simulated = _of_file(args) if is_plan_file(args.model) else _of_model(args)
+    if simulated is None:
         return 1
-    plan, timeline = found
+    plan, timeline = simulated
     pictures.write_pictures(args, plan, timeline)
     show(json.dumps(timeline.to_json()) if args.json else timeline)
     return 0
@@ -63,8 +61,6 @@ def _of_model(args: argparse.Namespace) -> tuple[Plan, Timeline] | None:
     """None where it does not fit, as standard error then says."""
     args.hw = "auto" if args.hw is None else args.hw
     answer = answer_of(args, Scenarios(tell))
-    if answer.shortage is not None:
-        tell(one_line(f"does not fit: {answer.shortage}"))
     if answer.plan is None:
         return None
     if answer.timeline is None:

@@ -13,6 +13,7 @@ from typing import Final
 
 from chunkc.cli.functions import model_and_inputs
 from chunkc.cli.options import DTYPES, MAX_BATCH, MAX_RANKS, MAX_SEQUENCE, Planner, chunk_size, up_to
+from chunkc.cli.output import one_line, tell
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
@@ -34,14 +35,13 @@ MODEL_HELP: Final = (
     "importable"
 )
 
-
 _BRINGS: Final = dict.fromkeys(("batch", "seq"), "brings its own inputs") | {
     "clip": "is planned as `chunkc.plan` does: its loss is scaled in float16, and nothing is clipped"
 }
 
 
-def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that can plan several micro-batches a step."""
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Options of commands that plan several micro-batches a step, and nodes with all of the model data."""
     parser.add_argument(
         "--accumulate",
         type=up_to(MAX_MICRO_BATCHES),
@@ -50,9 +50,6 @@ def add_accumulate_option(parser: argparse.ArgumentParser) -> None:
         help="forwards and backwards (micro-batches) before a step (default: 1)",
     )
 
-
-def add_shard_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that can plan nodes which have all of the model data each."""
     parser.add_argument(
         "--shard",
         choices=("all", "node"),
@@ -62,7 +59,6 @@ def add_shard_option(parser: argparse.ArgumentParser) -> None:
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """How a model is trained, as far as a plan depends on it."""
     parser.set_defaults(accumulate=1, shard="all")
     parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument(
@@ -110,7 +106,6 @@ def transformer_of(name: str) -> Transformer | None:
 
 
 def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
-    """The scenario that ``args`` describe for ``model``."""
     return Scenario(
         model,
         Hardware.of(args.hw),
@@ -135,7 +130,10 @@ def answer_of(args: argparse.Namespace, scenarios: Scenarios) -> Answer:
     """
     with contextlib.redirect_stdout(sys.stderr), _without_torch_errors():
         model = transformer_of(args.model)
-        return _of_function(args) if model is None else scenarios.answer(scenario_of(args, model))
+        answer = _of_function(args) if model is None else scenarios.answer(scenario_of(args, model))
+    if answer.shortage is not None:
+        tell(one_line(f"does not fit: {answer.shortage}"))
+    return answer
 
 
 @contextlib.contextmanager
@@ -151,7 +149,6 @@ def _without_torch_errors() -> Iterator[None]:
 
 
 def title_of(args: argparse.Namespace, answer: Answer) -> str:
-    """The model and how it is trained."""
     if answer.scenario is None:
         return str(args.model) if answer.plan is None else f"{answer.plan.model} ({args.model})"
     if args.recompute != Recompute.AUTO:
@@ -172,11 +169,7 @@ def is_plan_file(path: str) -> bool:
 
 
 def refuse_model_options(args: argparse.Namespace) -> None:
-    """Refuse the options by which a model is planned, since ``args`` name a plan, which is made already.
-
-    Raises:
-        ChunkcError: for the first option that says something.
-    """
+    """Refuse the options by which a model is planned, since ``args`` name a plan."""
     parser = argparse.ArgumentParser()
     add_training_options(parser)
     names = ("world_size", "batch", "seq", "dtype", "recompute", "clip", "policy", "chunk_size", "accumulate", "shard")
@@ -214,11 +207,6 @@ def _of_function(args: argparse.Namespace) -> Answer:
 
 
 def _accumulate(args: argparse.Namespace) -> int:
-    """Micro-batches of a step, where what plans them can.
-
-    Raises:
-        ChunkcError: where it cannot yet.
-    """
     if args.accumulate > 1 and args.policy != policies()[0]:
         raise ChunkcError(
             f"--accumulate {args.accumulate} is planned by {policies()[0]}'s policy so far; leave out --policy "

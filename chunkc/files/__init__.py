@@ -1,8 +1,7 @@
 """Files: read strictly, decoded by type, written whole or not at all.
 
-`reading` turns a file into plain data within bounds, `decoding` plain data into dataclasses, and `writing` replaces a
-file in one piece. All documents that chunkc keeps (plans, profiles, checkpoints) and those of others that it reads
-(indexes of weights, configurations) go through them, since any of these may come from a stranger.
+All documents that chunkc keeps (plans, profiles, checkpoints), and those of others that it reads, may come from a
+stranger: they go through here.
 """
 
 from __future__ import annotations

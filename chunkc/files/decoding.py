@@ -1,9 +1,8 @@
 """Decode plain data into frozen dataclasses by annotations, strictly; errors name the place.
 
-The dataclass is the format: an object has all fields of its class and no others. Nothing is converted: a bool is no
-whole number, a text is no number, an integer is a float only where a float is wanted. Whole numbers are counts, sizes
-and indexes: from 0 to 2**63 - 1. Floats are finite. A class that has a text form in the document is decoded by its
-parser.
+The dataclass is the format: an object has all its fields and no others. Nothing is converted: a bool is no whole
+number, a text is no number, an integer is a float only where a float is wanted. Whole numbers are counts, sizes and
+indexes: from 0 to 2**63 - 1. Floats are finite. Classes with a text form are decoded by their parsers.
 
     Decoder().decode(Slot, {"index": 0, "offset": "0", "nbytes": 256})     FormatError: offset: must be a whole ...
 """
@@ -12,9 +11,10 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
+from itertools import repeat
 from reprlib import Repr
 from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -32,7 +32,7 @@ class Decoder:
     """Decodes values of the annotated types that documents consist of.
 
     Args:
-        texts: classes that stand in a document as text, with what parses that text; a ValueError means that it cannot.
+        texts: parsers of classes that stand in a document as text; a ValueError means that they cannot.
     """
 
     def __init__(self, texts: Mapping[type, Callable[[str], Any]] | None = None) -> None:
@@ -40,19 +40,14 @@ class Decoder:
         self._decoders: dict[Any, Decode] = {}
 
     def decode(self, kind: type[T], data: Any) -> T:
-        """``data`` as ``kind``: a dataclass, or any annotation that the fields of one may have.
-
-        Raises:
-            FormatError: with the place and what was found there.
-        """
+        """``data`` as ``kind``: a dataclass, or an annotation of its fields; FormatError with the place."""
         decoded: T = self._decoder(kind)(data)
         return decoded
 
     def _decoder(self, kind: Any) -> Decode:
-        found = self._decoders.get(kind)
-        if found is None:
-            found = self._decoders[kind] = self._make(kind)
-        return found
+        if kind not in self._decoders:
+            self._decoders[kind] = self._make(kind)
+        return self._decoders[kind]
 
     def _make(self, kind: Any) -> Decode:
         origin, arguments = get_origin(kind), get_args(kind)
@@ -166,43 +161,38 @@ def _items(data: Any) -> list[Any] | tuple[Any, ...]:
 
 
 def _of_items(decoder: Decode) -> Decode:
-    def decode(data: Any) -> tuple[Any, ...]:
-        found: list[Any] = []
-        try:
-            for item in _items(data):
-                found.append(decoder(item))
-        except FormatError as error:
-            raise (error.within(f"[{len(found)}]") if isinstance(data, (list, tuple)) else error) from None
-        return tuple(found)
-
-    return decode
+    return lambda data: _decoded(repeat(decoder), _items(data))
 
 
 def _of_places(decoders: list[Decode]) -> Decode:
     def decode(data: Any) -> tuple[Any, ...]:
         if len(_items(data)) != len(decoders):
             raise FormatError(f"must have {len(decoders)} entries, found {shown(data)}")
-        found: list[Any] = []
-        try:
-            for item, decoder in zip(data, decoders, strict=True):
-                found.append(decoder(item))
-        except FormatError as error:
-            raise error.within(f"[{len(found)}]") from None
-        return tuple(found)
+        return _decoded(decoders, data)
 
     return decode
+
+
+def _decoded(decoders: Iterable[Decode], items: Iterable[Any]) -> tuple[Any, ...]:
+    decoded: list[Any] = []
+    try:
+        for decoder, item in zip(decoders, items, strict=False):
+            decoded.append(decoder(item))
+    except FormatError as error:
+        raise error.within(f"[{len(decoded)}]") from None
+    return tuple(decoded)
 
 
 def _of_entries(decoder: Decode) -> Decode:
     def decode(data: Any) -> dict[str, Any]:
         if not isinstance(data, dict):
             raise FormatError(f"must be an object, found {shown(data)}")
-        found, key = {}, ""
+        decoded, key = {}, ""
         try:
             for key, value in data.items():
-                found[_text(key)] = decoder(value)
+                decoded[_text(key)] = decoder(value)
         except FormatError as error:
             raise error.within(_key(key)) from None
-        return found
+        return decoded
 
     return decode

@@ -1,8 +1,7 @@
 """Read a document of JSON into plain data, within bounds of bytes and nesting.
 
-Python's parser accepts more than a format says: repeated keys (the last one wins silently), nesting that ends in a
-RecursionError. Here every fault of a document is a `FormatError`, which names the place inside the document. What the
-values may be is the business of `chunkc.files.decoding`.
+Python's parser accepts more than a format says (repeated keys) and ends deep nesting in a RecursionError. Here every
+fault is a `FormatError`, which names the place. `chunkc.files.decoding` decides what the values may be.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class FormatError(ValueError):
         self.place = place
 
     def within(self, outer: str) -> FormatError:
-        """The same fault, seen from a document that holds this one at ``outer``: a key, or an index ``[3]``."""
+        """The fault in a document that holds this one at ``outer``: a key, or an index ``[3]``."""
         dot = "." if self.place and not self.place.startswith("[") else ""
         return FormatError(self.problem, f"{outer}{dot}{self.place}")
 
 
 @contextmanager
 def fault_at(place: str) -> Iterator[None]:
-    """A fault of the block is one of the document that holds at ``place`` what the block looks at."""
+    """Move faults of the block to ``place`` in the outer document."""
     try:
         yield
     except FormatError as error:
@@ -85,12 +84,12 @@ def _parsed(text: str, max_depth: int) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         seen = set[str]()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise FormatError(f"the key {twice!r:.80} stands twice in one object")
-    return found
+    return entries
 
 
 def _check_depth(value: Any, max_depth: int) -> None:
@@ -98,7 +97,7 @@ def _check_depth(value: Any, max_depth: int) -> None:
     level = [value] if isinstance(value, (dict, list)) else []
     for _ in range(max_depth):
         children = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [child for found in children for child in found if isinstance(child, (dict, list))]
+        level = [child for values in children for child in values if isinstance(child, (dict, list))]
         if not level:
             return
     raise FormatError(f"it is nested more than {max_depth} deep")

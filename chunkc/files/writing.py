@@ -1,9 +1,8 @@
 """Write a file whole or not at all, however the disk or the process fails meanwhile.
 
-The data go to a temporary file beside the one that is wanted, are flushed to disk (fsync), and the temporary file takes
-the name. So at whatever moment the process or the machine stops, the name has all of the new content or what it had
-before. What is no regular file (a pipe, a device) has no content to keep: it is written to directly. So is a descriptor
-of this process (``/dev/stdout``), even where a shell has redirected it to a regular file: others write to that as well.
+The data go to a temporary file in the same folder, are flushed to disk (fsync), and the temporary file takes the name.
+Pipes, devices and descriptors of this process (``/dev/stdout``, even redirected to a file) are written to directly:
+they have no content to keep, or others write to them as well.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ _MAX_LINKS: Final = 40
 
 
 def save_text(path: str | os.PathLike[str], text: str) -> None:
-    """`save_bytes` of a text in UTF-8."""
     save_bytes(path, text.encode("utf-8"))
 
 
@@ -42,7 +40,7 @@ def save_bytes(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make ``data`` the content of ``path``, in one piece; permissions of a file that was there are kept.
+    """Make ``data`` the content of ``path``, in one piece, with the permissions that it had.
 
     Raises:
         OSError: it cannot be written; what the file held, it holds.
@@ -73,11 +71,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def synced_file(path: Path, *, exclusive: bool = False) -> Iterator[BinaryIO]:
-    """``path``, opened to be written from its beginning; when the block ends, all of it is on disk.
-
-    Args:
-        exclusive: whether it must not exist yet.
-    """
+    """``path``, opened for writing (``exclusive``: it must not exist), and on disk when the block ends."""
     with path.open("xb" if exclusive else "wb") as file:
         yield file
         file.flush()
@@ -106,7 +100,6 @@ def _own_descriptor(path: Path) -> int | None:
 
 
 def _mode(path: Path) -> int | None:
-    """Mode (``st_mode``) of what ``path`` names, through links; None where nothing is."""
     try:
         return path.stat().st_mode
     except FileNotFoundError:

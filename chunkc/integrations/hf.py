@@ -1,22 +1,17 @@
 """transformers' Trainer over a compiled model.
 
-Loop, arguments and callbacks are Trainer's, with chunkc below them.
-
     trainer = ChunkcTrainer(model, args, train_dataset=..., eval_dataset=..., hw="v100-240g")
     trainer.train(resume_from_checkpoint=True)
 
-The model is compiled before Trainer sees it, from what the arguments say: micro-batches by
-``gradient_accumulation_steps``, the compute dtype by ``bf16`` and ``fp16``, AdamW by ``optim`` and its hyperparameters.
-Which micro-batch ends a window is Trainer's to say: it sets accelerate's ``sync_gradients`` and calls ``step()``, also
-early, at the end of an epoch. Clipping is `chunkc.clip_grad_norm_`, for which the plan makes room. accelerate neither
-moves the model (chunkc keeps it within its budget), nor wraps it (mixed precision is in the plan), nor scales losses
-(so is scaling). What its wrapper would give in fp32 is in fp32 where it is read: metrics, predictions, label smoothing
-and ``compute_loss_func``. These two, and a subclass's ``compute_loss``, compute the loss behind the plan: in fp16
-`chunkc.GradScaler` scales it then.
+The model is compiled before Trainer sees it: micro-batches by ``gradient_accumulation_steps``, the compute dtype by
+``bf16`` and ``fp16``, AdamW by ``optim``. Trainer ends accumulation windows, also early: it sets accelerate's
+``sync_gradients`` and calls ``step()``. Clipping is `chunkc.clip_grad_norm_`. accelerate neither moves nor wraps the
+model, nor scales losses: the plan has mixed precision and scaling. Metrics, predictions, label smoothing and
+``compute_loss_func`` read outputs in fp32. Losses outside of the plan (these two, a subclass's ``compute_loss``) are
+scaled by `chunkc.GradScaler` in fp16.
 
-Checkpoints are Trainer's folders. In place of files of optimizer, scheduler and scaler they hold a folder ``chunkc``
-from `chunkc.save_checkpoint`, written without a second copy of the states in memory, and checked when it is loaded. The
-weights beside it are those of ``save_pretrained``, for whoever wants to use the model.
+Checkpoints are Trainer's folders, with a folder ``chunkc`` from `chunkc.save_checkpoint` in place of files of
+optimizer, scheduler and scaler. The weights beside it are those of ``save_pretrained``, for other users of the model.
 """
 
 from __future__ import annotations
@@ -36,13 +31,7 @@ from chunkc.checkpoint import load_checkpoint, save_checkpoint
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.device_selection import HardwareLike
 from chunkc.errors import ChunkcError
-from chunkc.integrations.hf_checks import (
-    check_arguments,
-    check_compiled,
-    check_dtype,
-    check_transformers,
-    wanted_dtype,
-)
+from chunkc.integrations.hf_checks import check_arguments, check_compiled, check_dtype, check_transformers, wanted_dtype
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.grad_scaler import GradScaler
@@ -57,14 +46,12 @@ SCALER_NAME = "scaler.pt"
 class ChunkcTrainer(Trainer):
     """``transformers.Trainer`` whose model is compiled by chunkc.
 
-    Takes what Trainer takes, and two keywords:
+    Takes what Trainer takes, and two keywords. ``model`` may also be compiled: then leave both out. On an emulated
+    device pass ``use_cpu=True`` in the arguments where the machine has a GPU.
 
     Args:
         hw: as for `chunkc.compile`.
-        compile_options: further options of it, which win over what the arguments say.
-
-    ``model`` may also have been compiled already: then leave ``hw`` and ``compile_options`` out, its own options count.
-    On an emulated device pass ``use_cpu=True`` in the arguments where the machine has a GPU.
+        compile_options: further options of it, which win over the arguments.
 
     Raises:
         ChunkcError: for arguments that cannot be honoured, naming each and what to do; for a compiled model that allows
@@ -92,7 +79,7 @@ class ChunkcTrainer(Trainer):
         self._take_losses_outside()
 
     def _take_losses_outside(self) -> None:
-        """Note whether losses are computed from outputs, and give what does so these in fp32."""
+        """Note whether losses are computed from outputs, which are then in fp32."""
         functions: tuple[Any, Any] = (self.label_smoother, self.compute_loss_func)
         self._has_losses_outside = type(self).compute_loss is not Trainer.compute_loss or functions != (None, None)
         if self.args.bf16 or self.args.fp16:
@@ -100,13 +87,11 @@ class ChunkcTrainer(Trainer):
 
     @property
     def _managed(self) -> nn.Module:
-        """The model, which Trainer's type does not say is there."""
         if self.model is None:
             raise ChunkcError("ChunkcTrainer has no model yet: pass model= or model_init=")
         return self.model
 
     def _compiled(self, model: nn.Module, args: TrainingArguments) -> nn.Module:
-        """``model`` compiled for ``args``, or as it is where it was compiled before."""
         is_compiled = isinstance(getattr(model, "_compiled_call_impl", None), CompiledModel)
         if is_compiled:
             if self._hw is not None or self._compile_options:
@@ -115,11 +100,8 @@ class ChunkcTrainer(Trainer):
                     "leave them out, or hand over the model before chunkc.compile"
                 )
         else:
-            wanted: dict[str, Any] = {
-                "dtype": wanted_dtype(model, args),
-                "accumulate": args.gradient_accumulation_steps,
-            }
-            model = compile(model, "auto" if self._hw is None else self._hw, **(wanted | self._compile_options))
+            options = dict[str, Any](dtype=wanted_dtype(model, args), accumulate=args.gradient_accumulation_steps)
+            model = compile(model, "auto" if self._hw is None else self._hw, **(options | self._compile_options))
         runtime = compiled_of(model).runtime
         check_compiled(runtime, args)
         if is_compiled:
@@ -128,14 +110,11 @@ class ChunkcTrainer(Trainer):
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """As Trainer's, compiled."""
         return self._compiled(super().call_model_init(trial), self.args)
 
-    # What accelerate is told.
-
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        found: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        return found | {"mixed_precision": "no", "device_placement": False}
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return arguments | {"mixed_precision": "no", "device_placement": False}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: it is where it should be."""
@@ -143,8 +122,7 @@ class ChunkcTrainer(Trainer):
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Return ``model`` without the hook for gradients through frozen embeddings.
 
-        Reentrant checkpoints get these gradients by the hook. Compiled ones need none, and the hook would break the
-        forward into two graphs.
+        Compiled checkpoints need none, and the hook would break the forward into two graphs.
         """
         unhook = getattr(model, "disable_input_require_grads", None)
         if unhook is not None:
@@ -155,11 +133,10 @@ class ChunkcTrainer(Trainer):
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: nn.Module | None = None
     ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        """`chunkc.AdamW` with the hyperparameters that the arguments have when the optimizer is made."""
         return AdamW, {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As Trainer's; accelerate takes what it gives as its own. Arguments may have changed until now."""
+        """Make Trainer's optimizer, prepared for accelerate; arguments may have changed until now."""
         runtime = compiled_of(self._managed).runtime
         check_arguments(self.args)
         check_compiled(runtime, self.args)
@@ -169,8 +146,6 @@ class ChunkcTrainer(Trainer):
         if not isinstance(optimizer, _PreparedOptimizer):
             optimizer = self.optimizer = _PreparedOptimizer(optimizer, runtime, self.accelerator.scaler)
         return optimizer
-
-    # Steps.
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         return self._clip(self.args.max_grad_norm)
@@ -184,16 +159,13 @@ class ChunkcTrainer(Trainer):
         return clip_grad_norm_(self._managed, max_norm)
 
     def prediction_step(self, *positional: Any, **named: Any) -> tuple[Any, Any, Any]:
-        """As Trainer's; in mixed precision loss and predictions are in fp32."""
         loss, predictions, labels = super().prediction_step(*positional, **named)
         if self.args.bf16 or self.args.fp16:
             loss, predictions = convert_to_fp32((loss, predictions))
         return loss, predictions, labels
 
-    # Checkpoints.
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *positional: Any, **named: Any) -> Any:
-        """As Trainer's. ``resume_from_checkpoint=True`` passes over a last checkpoint that was not finished.
+        """Train as Trainer does, and pass over an unfinished last checkpoint where it is to be found.
 
         Raises:
             CheckpointError: for a ``trainer_state.json`` that is none.
@@ -206,7 +178,6 @@ class ChunkcTrainer(Trainer):
 
     @property
     def _chunk_optimizer(self) -> Adam | AdamW:
-        """The optimizer below what accelerate wraps."""
         inner = getattr(self.optimizer, "optimizer", None)
         if not isinstance(inner, (Adam, AdamW)):
             raise ChunkcError(
@@ -220,10 +191,7 @@ class ChunkcTrainer(Trainer):
         save_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler, keep=1)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Do nothing where optimizer and scheduler bring the parameters.
-
-        Masters are more exact than saved weights.
-        """
+        """Leave parameters to `load_checkpoint`, whose masters are more exact than saved weights."""
         if model is not None or not (Path(resume_from_checkpoint) / STATE_FOLDER).is_dir():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -235,7 +203,6 @@ class ChunkcTrainer(Trainer):
             load_checkpoint(folder, self._managed, self._chunk_optimizer, self.lr_scheduler)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """As Trainer's; built-in scaling goes on from the state that a Trainer's scaler left."""
         if self.accelerator.scaler is not None or checkpoint is None:
             super()._load_scaler(checkpoint)
             return
@@ -245,10 +212,7 @@ class ChunkcTrainer(Trainer):
 
 
 class _PreparedOptimizer(AcceleratedOptimizer):
-    """An optimizer as accelerate wraps it, which leaves optimizer states where they are.
-
-    The wrapper knows of steps that fp16 skipped.
-    """
+    """accelerate's wrapper, which leaves optimizer states where they are and knows of skipped steps."""
 
     _is_accelerate_prepared = True
 
@@ -262,7 +226,7 @@ class _PreparedOptimizer(AcceleratedOptimizer):
         self._runtime, self._loss_scaler = runtime, loss_scaler
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """As accelerate's; losses that were scaled outside are unscaled, and the scale follows."""
+        """Step; losses that were scaled outside are unscaled, and the scale follows."""
         if self._loss_scaler is None:
             super().step(closure)
         elif self.gradient_state.sync_gradients:
@@ -271,11 +235,10 @@ class _PreparedOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step met an overflow, so that the scheduler waits; asks the device only in fp16."""
+        """Whether the latest step met an overflow; asks the device only in fp16."""
         decision = self._runtime.steps.decision
         return decision is not None and decision.is_skipped()
 
 
 def _of_fp32_outputs(loss: Any) -> Any:
-    """``loss`` of outputs in fp32."""
     return lambda outputs, *positional, **named: loss(convert_to_fp32(outputs), *positional, **named)

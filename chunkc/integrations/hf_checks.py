@@ -1,7 +1,4 @@
-"""Checks of `chunkc.integrations.hf`: the Trainer, arguments and models that it refuses.
-
-With them it would train otherwise.
-"""
+"""Refusals of `chunkc.integrations.hf`: Trainers, arguments and models that would train otherwise."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ _TRAINER_METHODS = (
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuse what would go past chunkc, or run without it."""
     wrong = {
         "torch_compile": (args.torch_compile, "chunkc compiles the model already; leave it out"),
         "fp16_full_eval": (args.fp16_full_eval, "evaluation is in the compute dtype already; leave it out"),
@@ -34,13 +30,13 @@ def check_arguments(args: TrainingArguments) -> None:
         "world_size": (args.world_size > 1, "ChunkcTrainer trains in one process; several ranks take a loop of yours"),
         "n_gpu": (args.n_gpu > 1, "set CUDA_VISIBLE_DEVICES to one GPU"),
     }
-    found = [f"{name}={getattr(args, name)!r}: {advice}" for name, (is_wrong, advice) in wrong.items() if is_wrong]
-    if found:
-        raise ChunkcError("ChunkcTrainer cannot honour these arguments. " + ". ".join(found))
+    refused = [f"{name}={getattr(args, name)!r}: {advice}" for name, (is_wrong, advice) in wrong.items() if is_wrong]
+    if refused:
+        raise ChunkcError("ChunkcTrainer cannot honour these arguments. " + ". ".join(refused))
 
 
 def check_transformers() -> None:
-    """Refuse a Trainer that would pass over what is overridden here."""
+    """Refuse a Trainer that lacks a method overridden here."""
     missing = [name for name in _TRAINER_METHODS if not hasattr(Trainer, name)]
     if missing:
         raise ChunkcError(
@@ -64,12 +60,11 @@ def check_compiled(runtime: ModelRuntime, args: TrainingArguments) -> None:
 
 
 def check_dtype(runtime: ModelRuntime, args: TrainingArguments) -> None:
-    """Refuse ``bf16`` and ``fp16`` for a model that was compiled to compute otherwise."""
-    found = sorted({info.dtype for info in runtime.infos})
+    dtypes = sorted({info.dtype for info in runtime.infos})
     for name, wanted in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if getattr(args, name) and wanted not in found:
+        if getattr(args, name) and wanted not in dtypes:
             raise ChunkcError(
-                f"{name}=True, but the model was compiled to compute in {', '.join(found)}: compile it with "
+                f"{name}=True, but the model was compiled to compute in {', '.join(dtypes)}: compile it with "
                 f"dtype=torch.{wanted}, or leave {name} out"
             )
 

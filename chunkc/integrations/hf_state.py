@@ -1,7 +1,7 @@
 """Check ``trainer_state.json`` of Trainer's checkpoints before Trainer reads it.
 
-Trainer takes any document of JSON whose keys it knows, and fails later, or trains from another step, where a value is
-not what it wrote. A checkpoint may come from a stranger, or from a run that was killed while it wrote.
+Trainer fails later, or trains from another step, where a value is not what it wrote. A checkpoint may come from a
+stranger, or from a run that was killed meanwhile.
 """
 
 from __future__ import annotations
@@ -61,10 +61,7 @@ def check_trainer_state(folder: Path) -> None:
 
 
 def newest_complete(directory: Path) -> str | None:
-    """The last of Trainer's checkpoints whose final file, the trainer's state, is whole.
-
-    The log names the later ones.
-    """
+    """The last of Trainer's checkpoints whose state is whole; the log names the later ones."""
     folders = {int(m[1]): p for p in directory.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name))}
     for step in sorted(folders, reverse=True):
         try:
@@ -77,11 +74,11 @@ def newest_complete(directory: Path) -> str | None:
 
 
 def _check(state: Any) -> None:
-    found = Decoder().decode(dict[str, Any], state)
-    if unknown := found.keys() - {field.name for field in fields(TrainerState)}:
+    values = Decoder().decode(dict[str, Any], state)
+    if unknown := values.keys() - {field.name for field in fields(TrainerState)}:
         raise FormatError(f"this version of transformers has no fields {', '.join(sorted(unknown)):.200}")
-    if "global_step" not in found:
+    if "global_step" not in values:
         raise FormatError("the field global_step is missing")
-    for name, value in found.items():
+    for name, value in values.items():
         with fault_at(name):
             Decoder().decode(_KINDS.get(name, Any), value)

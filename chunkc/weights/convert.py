@@ -1,11 +1,8 @@
 """Checkpoints whose tensors are not the model's: changed names, experts fused by transformers.
 
-For each architecture transformers describes how names of a checkpoint become names of the model, and how several
-tensors become one (``transformers.conversion_mapping``); its ``from_pretrained`` applies that. Here the same is applied
-to one parameter of the model at a time. Without transformers, or for a model that is not one of its own, names are what
-they are.
-
-Seen on transformers 5.23.
+transformers describes how names of a checkpoint become names of the model, and how several tensors become one
+(``transformers.conversion_mapping``). Here that is applied to one parameter at a time. Without transformers, or for a
+model of another library, names are unchanged. Seen on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -22,11 +19,9 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Tensors of a checkpoint that together make one or several of the model.
+    """Tensors of a checkpoint, with the pattern that matched each, that make tensors of the model.
 
-    Attributes:
-        key: the first name that they make.
-        parts: the names in the checkpoint, in order, each with the pattern by which it was recognised.
+    ``key`` is the first name that they make.
     """
 
     key: str
@@ -35,10 +30,7 @@ class Converted:
     model: nn.Module
 
     def convert(self, value_of: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert tensors of the checkpoint into tensors of the model, by name.
-
-        Tensors on the meta device are converted too, for shapes only.
-        """
+        """Convert tensors of the checkpoint, also on the meta device, into tensors of the model, by name."""
         converter = deepcopy(self.converter)
         for name, pattern in self.parts:
             converter.add_tensor(self.key, name, pattern, value_of(name))
@@ -49,15 +41,7 @@ class Converted:
 def resolve(
     model: nn.Module, stored: Sequence[str], known: Container[str]
 ) -> tuple[dict[str, str], tuple[Converted, ...]]:
-    """Map stored names to names of the model, or to conversions.
-
-    Args:
-        stored: names in the checkpoint.
-        known: names in the model.
-
-    Returns:
-        names as the model may have them, by stored name, for tensors that are taken as they are; and the others.
-    """
+    """Map ``stored`` names to names in the model, or to conversions that make ``known`` names."""
     renamings, converters, natural = _transforms(model)
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     renamed: dict[str, str] = {}
@@ -71,18 +55,18 @@ def resolve(
             renamed[name] = key
         else:
             groups.setdefault(prefixed, []).append((name, pattern))
-    found = [Converted(key, tuple(parts), by_pattern[parts[0][1]], model) for key, parts in groups.items()]
-    return {name: renamed[name] for name in stored if name in renamed}, tuple(found)
+    conversions = [Converted(key, tuple(parts), by_pattern[parts[0][1]], model) for key, parts in groups.items()]
+    return {name: renamed[name] for name in stored if name in renamed}, tuple(conversions)
 
 
 def candidates(model: nn.Module, name: str) -> list[str]:
-    """``name``, and what it is in the model with a head or in the base model of ``model``."""
+    """``name``, and its names in the model with a head or in the base model of ``model``."""
     prefix = getattr(model, "base_model_prefix", "")
     return [name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")] if prefix else [name]
 
 
 def _renamed(name: str, renamings: Sequence[Any], converters: Sequence[Any]) -> tuple[str, str | None]:
-    """All renamings one after the other, then the first converter that applies, with the pattern that did."""
+    """The name after all renamings and the first converter that applies, and that converter's pattern."""
     for renaming in renamings:
         name = renaming.rename_source_key(name)[0]
     for converter in converters:
@@ -93,7 +77,7 @@ def _renamed(name: str, renamings: Sequence[Any], converters: Sequence[Any]) -> 
 
 
 def _transforms(model: nn.Module) -> tuple[list[Any], list[Any], Callable[[str], Any]]:
-    """transformers' renamings and converters for ``model``, and the order that it takes names in."""
+    """transformers' renamings, converters and order of names for ``model``."""
     library: Mapping[str, Any] = sys.modules
     modeling = library.get("transformers.modeling_utils")
     if modeling is None or not isinstance(model, modeling.PreTrainedModel):

@@ -1,12 +1,15 @@
-"""Safetensors files: found, their headers read and checked, their tensors mapped one at a time.
+"""Safetensors files: found, headers read, checked and written, tensors mapped one at a time.
 
 A model's weights are one file, or several *shards* with an index that says which tensor stands in which. Opening reads
-headers only; safetensors then maps a file, so that the data of a tensor is pages of the file until it is copied.
+headers only; safetensors maps a file, so that a tensor is pages of the file until it is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -21,24 +24,29 @@ WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
 _INDEX_MAX_NBYTES: Final = 2**28
 
-DTYPES: Final = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+DTYPE_NAMES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
-"""What safetensors calls the dtypes that a model's parameters and buffers have."""
+"""safetensors' names of the dtypes that it stores."""
+DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items() if name not in ("U64", "U32", "U16")}
+"""Dtypes of parameters and buffers, by safetensors' names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor in a file, as its header has it; ``dtype`` is safetensors' word."""
+    """One tensor in a file by its header; ``dtype`` is safetensors' name."""
 
     name: str
     file: Path
@@ -47,30 +55,23 @@ class Stored:
 
 
 class WeightFiles:
-    """The tensors of one saved model.
-
-    Attributes:
-        path: of the file or the folder that was asked for.
-        stored: every tensor by name.
-    """
+    """The tensors of one saved model: ``stored`` by name, ``path`` as it was asked for."""
 
     def __init__(self, path: str | Path) -> None:
-        """
-        Args:
-            path: a safetensors file, an index file, or the folder of either.
+        """Read the headers of a safetensors file, of an index's files, or of the folder of either.
 
         Raises:
-            ChunkcError: naming the file that is missing, damaged or of another kind. Headers alone are checked:
-                safetensors keeps no checksums of data.
+            ChunkcError: naming the file that is missing, damaged or of another kind. safetensors keeps no checksums of
+                data.
         """
         self.path = Path(path)
         self.stored: dict[str, Stored] = {}
         files, weight_map = _find(self.path)
         for file in files:
-            for found in _read_header(file):
-                other = self.stored.setdefault(found.name, found)
-                if other is not found:
-                    raise ChunkcError(f"{found.name} stands both in {other.file} and in {file}; save the model again")
+            for stored in _read_header(file):
+                other = self.stored.setdefault(stored.name, stored)
+                if other is not stored:
+                    raise ChunkcError(f"{stored.name} stands both in {other.file} and in {file}; save the model again")
         for name, file in weight_map.items():
             if name not in self.stored or self.stored[name].file != file:
                 raise ChunkcError(
@@ -79,7 +80,7 @@ class WeightFiles:
                 )
 
     def values(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those of ``names``, file by file; each is a map of its part of the file, not to be written to."""
+        """Values of ``names``, file by file; each maps its part of the file and must not be written to."""
         for file in dict.fromkeys(stored.file for stored in self.stored.values()):
             wanted = [name for name, stored in self.stored.items() if stored.file == file and name in names]
             if wanted:
@@ -88,14 +89,40 @@ class WeightFiles:
                         yield name, opened.get_tensor(name)
 
     def value(self, name: str) -> torch.Tensor:
-        """One tensor, as in `values`."""
         with safe_open(self.stored[name].file, framework="pt") as opened:
-            found: torch.Tensor = opened.get_tensor(name)
-            return found
+            value: torch.Tensor = opened.get_tensor(name)
+            return value
+
+
+def read_shapes(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """safetensors' dtype name and the shape of every tensor of a file; SafetensorError if it is damaged."""
+    with safe_open(file, framework="pt") as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+def encode_header(tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], aliases: Mapping[str, str]) -> bytes:
+    """Header of a safetensors file whose tensors follow without gaps in this order, by dtype and shape.
+
+    The header's length in 8 bytes, little-endian, then JSON padded with spaces to a multiple of 8 bytes (README of
+    safetensors, "Format").
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **aliases}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def bytes_of(value: torch.Tensor) -> memoryview:
+    return value.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _find(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files to read, and what an index says of them."""
+    """The files to read, and the file of each tensor by an index."""
     if path.is_dir():
         for candidate in (path / WEIGHTS_NAME, path / INDEX_NAME):
             if candidate.is_file():
@@ -128,7 +155,6 @@ def _nothing_found(path: Path, several: list[Path]) -> str:
 
 
 def _read_index(path: Path) -> dict[str, Path]:
-    """The file of each tensor, all of which exist."""
     try:
         index = Decoder().decode(dict[str, Any], read_json(path, max_nbytes=_INDEX_MAX_NBYTES))
         if "weight_map" not in index:
@@ -146,26 +172,16 @@ def _read_index(path: Path) -> dict[str, Path]:
             f"{path} names {shown(outside[0])}, which is outside of its folder; shards stand beside their index. These "
             "files are not to be trusted: download the model from where it was published"
         )
-    found = {name: path.parent / file for name, file in weight_map.items()}
-    missing = sorted({str(file) for file in found.values() if not _is_file(file)})
+    files = {name: path.parent / file for name, file in weight_map.items()}
+    missing = sorted({str(file) for file in files.values() if not os.path.isfile(file)})
     if missing:
         raise ChunkcError(f"{path} names {missing[0]}, which is missing ({len(missing)} in all); copy or download it")
-    return found
-
-
-def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a text that no file can be called by names none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
+    return files
 
 
 def _read_header(file: Path) -> list[Stored]:
     try:
-        with safe_open(file, framework="pt") as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}
-            return [Stored(n, file, tuple(part.get_shape()), part.get_dtype()) for n, part in parts.items()]
+        return [Stored(name, file, shape, dtype) for name, (dtype, shape) in read_shapes(file).items()]
     except (SafetensorError, OSError) as error:
         raise ChunkcError(
             f"{file} is no whole safetensors file ({error}): it was cut off, damaged or is of another kind. Copy or "

@@ -1,12 +1,8 @@
 """Pretrained weights into a compiled model, tensor by tensor.
 
-All headers are read and compared with the model first (`match`); what does not fit is refused by name before anything
-is written. Then each tensor goes from the mapped file to where its parameter stands (the staging store before the first
-training forward, chunks after it), rounded to the dtype that the parameter was handed over in. So host memory holds the
-model and at most one tensor beside it; a parameter that is put together from several (fused experts) takes about twice
-its size meanwhile. Optimizer states stay as they are.
-
-Where several ranks train the model, rank 0 alone reads the files.
+All headers are compared with the model first (`match`). Then each tensor goes from the mapped file to its parameter
+(staging store before the first training forward, chunks after), rounded to the dtype that was handed over. Host memory
+holds the model and one tensor; a parameter put together from several takes about twice its size meanwhile.
 """
 
 from __future__ import annotations
@@ -14,17 +10,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from chunkc.distributed.agreement import Kind
-from chunkc.errors import ChunkcError
+from chunkc.errors import ChunkcError, first_names
 from chunkc.weights.files import WeightFiles
 from chunkc.weights.initial import initial_values
-from chunkc.weights.match import Matched, is_optional, match, tied_names
+from chunkc.weights.match import Matched, is_optional, match
 from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 logger = logging.getLogger("chunkc")
@@ -34,14 +30,13 @@ Write = Callable[[Entry, torch.Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """Report of `load_pretrained`: names that were loaded, tied, missing, unexpected or initialised.
+    """Names that `load_pretrained` loaded or not.
 
     Attributes:
         loaded_keys: names in the model that took their value from the files, tied ones once.
-        tied_keys: further names that share the memory of one of these, and which.
-        missing_keys: names in the model for which the files hold nothing.
-        unexpected_keys: names in the files for which the model has nothing.
-        initialised_keys: those that had no value, found none, and were given one by the model's own initialisation.
+        tied_keys: further names of these, with the loaded name.
+        missing_keys, unexpected_keys: names that only the model has, and names that only the files have.
+        initialised_keys: missing ones without a value, which the model's own initialisation gave one.
     """
 
     loaded_keys: tuple[str, ...]
@@ -52,14 +47,12 @@ class LoadReport:
 
 
 def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False) -> LoadReport:
-    """Load safetensors into a compiled model, at any time between two steps.
+    """Load safetensors into a compiled model, at any time between two steps; optimizer states stay.
 
-    Parameters that the files lack keep their values. Those that have none, since the model came from the meta device,
-    are initialised as the model itself would (``_init_weights`` of transformers' models, ``reset_parameters`` of
-    modules), with random numbers of torch's generator; where there is no such initialisation they stay without a value,
-    and the next forward refuses them by name. An interrupted load leaves the tensors loaded so far.
-
-    Where several ranks train the model, all of them call this; all of them return, or raise, what rank 0 does.
+    Parameters that the files lack keep their values. Those without any, since the model came from the meta device, are
+    initialised as the model itself would (transformers' ``_init_weights``, ``reset_parameters`` of modules), drawing
+    from torch's generator; without such an initialisation the next forward refuses them by name. An interrupted load
+    leaves the tensors loaded so far. All ranks call this, and return or raise what rank 0 does.
 
     Args:
         model: compiled by ``chunkc.compile``, or a part of such a model.
@@ -76,38 +69,29 @@ def load_pretrained(model: nn.Module, path: str | Path, *, strict: bool = False)
         tensors = ModelTensors(model)
         names = [entry.name for entry in tensors.entries]
         tensors.ranks.agree(Kind.LOAD, lambda: [f"{path=!s}", f"{strict=}", *names])
-    taken = tensors.led_write(lambda write: _read_files(model, tensors, path, write, strict=strict))
-    absent = [entry for entry in tensors.entries if entry.name not in taken.loaded]
+    report = tensors.led_write(lambda write: _read_files(model, tensors, path, write, strict=strict))
+    absent = [entry for entry in tensors.entries if entry.name not in report.loaded_keys]
     initialised = _initialise(model, tensors, [entry for entry in absent if tensors.is_blank(entry)])
-    report = LoadReport(taken.loaded, tied_names(tensors, taken.loaded), taken.missing, taken.unexpected, initialised)
+    report = replace(report, initialised_keys=initialised)
     if tensors.ranks.is_first:
-        _log(report, Path(path), sum(tensors.entry(name).nbytes for name in taken.loaded), started_s)
+        _log(report, Path(path), sum(tensors.entry(name).nbytes for name in report.loaded_keys), started_s)
     return report
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Names that rank 0 found: in the model, or in the files for ``unexpected``."""
-
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-
-
-def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write: Write, *, strict: bool) -> _Taken:
-    """Compare the files with the model and write what fits."""
+def _read_files(model: nn.Module, tensors: ModelTensors, path: str | Path, write: Write, *, strict: bool) -> LoadReport:
     files = WeightFiles(path)
     matched = match(model, tensors, files)
     absent = [entry for entry in tensors.entries if not matched.has(entry)]
     missing = tuple(entry.name for entry in absent if not is_optional(model, entry))
     if strict and (missing or matched.unexpected):
         raise ChunkcError(
-            f"{files.path} and this {type(model).__name__} do not have the same names: missing {_some(missing)}; "
-            f"unexpected {_some(matched.unexpected)}. Load with strict=False to report them only"
+            f"{files.path} and this {type(model).__name__} do not have the same names: missing {first_names(missing)}; "
+            f"unexpected {first_names(matched.unexpected)}. Load with strict=False to report them only"
         )
     _write(tensors, files, matched, write)
-    loaded = tuple(entry.name for entry in tensors.entries if matched.has(entry))
-    return _Taken(loaded, missing, tuple(matched.unexpected))
+    loaded = [entry for entry in tensors.entries if matched.has(entry)]
+    tied = {alias: entry.name for entry in loaded for alias in entry.aliases}
+    return LoadReport(tuple(entry.name for entry in loaded), tied, missing, tuple(matched.unexpected), ())
 
 
 def _log(report: LoadReport, path: Path, nbytes: int, started_s: float) -> None:
@@ -116,12 +100,12 @@ def _log(report: LoadReport, path: Path, nbytes: int, started_s: float) -> None:
     if report.missing_keys or report.unexpected_keys:
         logger.warning(
             "names of %s and of the model differ: missing %s, of which %d were initialised anew; unexpected %s",
-            *(path, _some(report.missing_keys), len(report.initialised_keys), _some(report.unexpected_keys)),
+            *(path, first_names(report.missing_keys), len(report.initialised_keys)),
+            first_names(report.unexpected_keys),
         )
 
 
 def _write(tensors: ModelTensors, files: WeightFiles, matched: Matched, write: Write) -> None:
-    """File by file what is taken as it is, then what is put together."""
     entries = {names[0]: tensors.entry(name) for name, names in matched.sources.items()}
     for name, value in files.values(entries):
         write(entries[name], value)
@@ -133,18 +117,8 @@ def _write(tensors: ModelTensors, files: WeightFiles, matched: Matched, write: W
 
 
 def _initialise(model: nn.Module, tensors: ModelTensors, blank: Sequence[Entry]) -> tuple[str, ...]:
-    """Give these entries the values of the model's own initialisation; the names of those that have one.
-
-    Every rank draws the same numbers of its generator; rank 0 keeps the values.
-    """
+    """Give ``blank`` entries initial values, drawn alike on all ranks; names of those that have one."""
     values = initial_values(model, {entry.name: entry.dtype for entry in blank})
     for name, value in values.items():
         tensors.write(tensors.entry(name), value)
     return tuple(values)
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names of a list, and how many there are."""
-    if not names:
-        return "none"
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,13 +1,8 @@
-"""Weights of a compiled model as safetensors, in the layout of Hugging Face.
+"""Weights of a compiled model as safetensors files in the layout of Hugging Face.
 
-The layout is one file, or shards and an index. ``safetensors.torch.save_file`` wants all tensors of a file at once. Its
-format allows better: a header with the names, dtypes, shapes and byte ranges of all tensors, known before any value is,
-then the values one behind the other. So each value is gathered, written and forgotten, and saving takes the memory of
-one tensor.
-
-The format: 8 bytes with the length of the header (little-endian), the header as JSON padded with spaces to a multiple
-of 8 bytes, and the data without gaps; wider dtypes come first, so that every tensor is aligned. (The safetensors
-project's README, "Format".)
+``safetensors.torch.save_file`` wants all tensors at once. The format's header needs names, dtypes and shapes only, so
+each value is gathered, written and forgotten: saving takes the memory of one tensor. Wider dtypes come first, so that
+every tensor is aligned.
 """
 
 from __future__ import annotations
@@ -17,11 +12,10 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import nn
@@ -29,43 +23,26 @@ from torch import nn
 from chunkc.distributed.agreement import Kind
 from chunkc.errors import ChunkcError
 from chunkc.files import flush_folder, synced_file
-from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME
+from chunkc.weights.files import DTYPES, INDEX_NAME, WEIGHTS_NAME, bytes_of, encode_header
 from chunkc.weights.tensors import Entry, ModelTensors, memory_of
 
 logger = logging.getLogger("chunkc")
 
-_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _PARTIAL: Final = ".partial"
 Read = Callable[[Entry], torch.Tensor]
+Shard = dict[str, Entry]  # entries of one file by saved name
 _OUR_NAME: Final = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-
-
-@dataclass(slots=True)
-class Shard:
-    """Entries of one file, by the name that each is saved under."""
-
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the values."""
-        return sum(entry.nbytes for entry in self.entries.values())
 
 
 def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size: int | str = "5GB") -> tuple[Path, ...]:
     """Write the weights of a compiled model into ``directory``, gathering one tensor at a time.
 
-    Values are those of ``model.state_dict()``: real, in the dtype that each parameter was handed over in. Tied
-    parameters are written once, under the name that transformers expects; the header names the others, as
-    ``safetensors.torch.save_model`` does. The files load with ``chunkc.load_pretrained``, with ``from_pretrained``
-    (which wants the configuration too: ``model.config.save_pretrained(directory)``), and with
-    ``safetensors.torch.load_model``.
-
-    New files take their names when all are written whole; those of an earlier save that are not replaced go then. A
-    save that is killed leaves the earlier one, or, while several shards take their names, no index.
-
-    Where several ranks train the model, all of them call this, and rank 0 writes.
+    Values are those of ``model.state_dict()``, in the dtype that each parameter was handed over in. Tied parameters are
+    written once, under the name that transformers expects; the header names the others. The files load with
+    ``chunkc.load_pretrained``, ``from_pretrained`` (which also wants ``model.config.save_pretrained(directory)``) and
+    ``safetensors.torch.load_model``. They replace those of an earlier save when all are whole; a killed save leaves the
+    earlier one, or, while several shards take their names, no index. All ranks call this, and rank 0 writes.
 
     Args:
         max_shard_size: most bytes of values in a file, as a number or like ``"5GB"`` (powers of 1000). A larger tensor
@@ -89,13 +66,12 @@ def save_safetensors(model: nn.Module, directory: str | Path, *, max_shard_size:
     names = [WEIGHTS_NAME] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     names = tensors.led_read(lambda read: _write_files(folder, names, shards, read))
     if tensors.ranks.is_first:
-        nbytes, seconds = sum(shard.nbytes for shard in shards), time.perf_counter() - started_s
+        nbytes, seconds = sum(entry.nbytes for entry in entries.values()), time.perf_counter() - started_s
         logger.info("saved %d tensors, %.1f MB, to %s in %.1f s", len(entries), nbytes / 1e6, folder, seconds)
     return tuple(folder / name for name in names)
 
 
 def _write_files(folder: Path, shard_names: Sequence[str], shards: Sequence[Shard], read: Read) -> list[str]:
-    """Write shards, and their index where there are several; the names of the files."""
     names = list(shard_names)
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as cleanup:
@@ -106,14 +82,14 @@ def _write_files(folder: Path, shard_names: Sequence[str], shards: Sequence[Shar
         if len(shards) > 1:
             names.append(INDEX_NAME)
             written.append(_temporary(folder / INDEX_NAME, cleanup))
-            _write_whole(written[-1], [_index(shards, names).encode()])
+            with synced_file(written[-1]) as file:
+                file.write(_index(shards, names).encode())
         _put_in_place(folder, dict(zip(names, written, strict=True)))
     _remove_others(folder, names)
     return names
 
 
 def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
-    """The entries by the name that each is saved under, all of which can be saved."""
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     others = [name for name in tensors.others if name not in ignored]
     if others:
@@ -122,7 +98,7 @@ def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
             "it beside the weights, for example with chunkc.save_checkpoint"
         )
     entries = {name: entry for entry in tensors.entries if (name := saved_name(model, entry)) not in ignored}
-    wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in _NAMES]
+    wrong = [f"{name} ({entry.dtype})" for name, entry in entries.items() if entry.dtype not in DTYPES.values()]
     if wrong:
         raise ChunkcError(f"{', '.join(wrong[:5])} cannot be saved as safetensors, which has {', '.join(DTYPES)}")
     check_values(tensors, entries)
@@ -130,11 +106,7 @@ def _saved_entries(model: nn.Module, tensors: ModelTensors) -> dict[str, Entry]:
 
 
 def check_values(tensors: ModelTensors, entries: Mapping[str, Entry]) -> None:
-    """Refuse to save parameters without a value.
-
-    Raises:
-        ChunkcError: with their names.
-    """
+    """Refuse parameters without a value, by name."""
     blank = [name for name, entry in entries.items() if tensors.is_blank(entry)]
     if blank:
         raise ChunkcError(
@@ -144,22 +116,18 @@ def check_values(tensors: ModelTensors, entries: Mapping[str, Entry]) -> None:
 
 
 def saved_name(model: nn.Module, entry: Entry) -> str:
-    """The name that ``entry`` is saved under.
-
-    Of a tied parameter, that is the name that is not tied *to* another in the eyes of transformers; else the first.
-    """
+    """The first name of ``entry`` that transformers does not tie to another; else the first name."""
     targets = getattr(model, "all_tied_weights_keys", None) or {}
     return next((name for name in entry.names if name not in targets), entry.name)
 
 
 def _split(entries: dict[str, Entry], limit_nbytes: int) -> list[Shard]:
-    """Shards of at most ``limit_nbytes``, in order, but for tensors that are larger."""
-    shards, fill_nbytes = [Shard()], 0
+    shards, fill_nbytes = list[Shard]([{}]), 0
     for name, entry in entries.items():
-        if shards[-1].entries and fill_nbytes + entry.nbytes > limit_nbytes:
-            shards.append(Shard())
+        if shards[-1] and fill_nbytes + entry.nbytes > limit_nbytes:
+            shards.append({})
             fill_nbytes = 0
-        shards[-1].entries[name] = entry
+        shards[-1][name] = entry
         fill_nbytes += entry.nbytes
     return shards
 
@@ -169,49 +137,23 @@ def _shard_name(index: int, count: int) -> str:
 
 
 def _write_shard(path: Path, shard: Shard, read: Read) -> None:
-    """Header and values, each value gathered when it is its turn."""
-    ordered = sorted(shard.entries.items(), key=lambda item: -item[1].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, entry in ordered:
-        header["__metadata__"] |= {alias: name for alias in entry.names if alias != name}
-        place = [offset, offset + entry.nbytes]
-        header[name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), "data_offsets": place}
-        offset += entry.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    values = (_bytes_of(read(entry)) for _, entry in ordered)
-    _write_whole(path, [len(text).to_bytes(8, "little"), text], values)
-
-
-def _bytes_of(value: torch.Tensor) -> memoryview:
-    """The elements in row-major order."""
-    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_whole(path: Path, head: Iterable[bytes], values: Iterable[memoryview] = ()) -> None:
-    """Write and wait until it is on disk."""
+    entries = dict(sorted(shard.items(), key=lambda item: -item[1].dtype.itemsize))
+    aliases = {alias: name for name, entry in entries.items() for alias in entry.names if alias != name}
     with synced_file(path) as file:
-        for part in head:
-            file.write(part)
-        for value in values:
-            file.write(value)
-            del value  # before the next is gathered
+        file.write(encode_header({name: (entry.dtype, entry.shape) for name, entry in entries.items()}, aliases))
+        for entry in entries.values():
+            file.write(bytes_of(read(entry)))
 
 
 def _temporary(path: Path, cleanup: ExitStack) -> Path:
-    """The name that a file has until it is whole; it does not outlive ``cleanup``."""
+    """Name of a file until it is whole; ``cleanup`` removes the file."""
     temporary = path.with_name(f".{path.name}{_PARTIAL}")
     cleanup.callback(temporary.unlink, missing_ok=True)
     return temporary
 
 
 def _put_in_place(folder: Path, written: Mapping[str, Path]) -> None:
-    """Whole files take their names, the index last.
-
-    Where shards of an earlier save have the same names, its index goes first: shards of two saves under one index would
-    load without a complaint.
-    """
+    """Give whole files their names, the index last: it must never name shards of two saves."""
     if len(written) > 1 and any((folder / name).exists() for name in written if name != INDEX_NAME):
         (folder / INDEX_NAME).unlink(missing_ok=True)
         flush_folder(folder)
@@ -223,21 +165,17 @@ def _put_in_place(folder: Path, written: Mapping[str, Path]) -> None:
 
 
 def _index(shards: Sequence[Shard], names: Sequence[str]) -> str:
-    """The index of shards, as JSON."""
-    places = {entry: file for shard, file in zip(shards, names, strict=False) for entry in shard.entries}
-    params = {name: e for s in shards for name, e in s.entries.items() if e.param is not None}
+    places = {entry: file for shard, file in zip(shards, names, strict=False) for entry in shard}
+    entries = [entry for shard in shards for entry in shard.values()]
     metadata = {
-        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in params.values()),
-        "total_size": sum(shard.nbytes for shard in shards),
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries if entry.param is not None),
+        "total_size": sum(entry.nbytes for entry in entries),
     }
     return json.dumps({"metadata": metadata, "weight_map": places}, indent=2, sort_keys=True) + "\n"
 
 
 def _remove_others(folder: Path, names: Sequence[str]) -> None:
-    """Remove files of an earlier save that this save did not replace.
-
-    They would be loaded instead, or take room for nothing. So would what a killed save has left, which is removed too.
-    """
+    """Remove files of earlier or killed saves that this save did not replace."""
     for path in list(folder.iterdir()):
         is_ours = _OUR_NAME.fullmatch(path.name.removeprefix(".").removesuffix(_PARTIAL)) is not None
         if is_ours and path.name not in names:
@@ -245,9 +183,8 @@ def _remove_others(folder: Path, names: Sequence[str]) -> None:
 
 
 def _parse_size(size: int | str) -> int:
-    """Bytes of a number, or of text like ``5GB``."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
-    nbytes = int(float(found[1]) * _UNITS.get((found[2] or "").upper(), 1)) if found else 0
+    spelled = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(spelled[1]) * _UNITS.get((spelled[2] or "").upper(), 1)) if spelled else 0
     if nbytes < 1:
         raise ChunkcError(f"max_shard_size={size!r}: give a number of bytes, or one with KB, MB, GB or TB like '5GB'")
     return nbytes

@@ -1,16 +1,9 @@
 """``model.save_pretrained`` of a compiled transformers model, with one shard in memory at a time.
 
-transformers' method begins with ``self.state_dict()``, which is a copy of all values; then it takes them out of that
-dict shard by shard. It also takes a ``state_dict=``, and has a way for tensors without memory (models that accelerate
-left on disk): those on the meta device are told apart by name, counted by their shape, and asked for values
-(``contiguous()``) only when their shard is written. `StreamedTensor` is such a tensor, which then answers with the
-value. Conversions that have to see values (experts that transformers keeps fused and saves one by one) gather what they
-convert, and hold all of it, as they do for any model.
-
-Where several ranks train the model, all of them call ``save_pretrained``; transformers' method runs on rank 0, and the
-others take part in what it reads.
-
-Seen on transformers 5.23.
+transformers' method takes a ``state_dict=`` and has a way for tensors on the meta device: they are told apart by name,
+counted by shape, and asked for values (``contiguous()``) only when their shard is written. A `StreamedTensor` then
+answers with the value. Conversions that must see values (fused experts) gather and hold what they convert. The method
+runs on rank 0; other ranks take part in what it reads. Seen on transformers 5.23.
 """
 
 from __future__ import annotations
@@ -44,16 +37,12 @@ _SHAPES: Final = frozenset(
 
 
 class StreamedTensor(torch.Tensor):
-    """A value that is gathered anew by every operator that needs it.
-
-    Until an operator needs the value, it is a tensor on the meta device.
-    """
+    """A tensor on the meta device whose value every operator that needs it gathers anew."""
 
     _gather: Callable[[], torch.Tensor]
 
     @staticmethod
     def of(gather: Callable[[], torch.Tensor], shape: Sequence[int], dtype: torch.dtype) -> StreamedTensor:
-        """A tensor whose value ``gather`` returns when it is needed."""
         made = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(StreamedTensor)
         made._gather = gather
         return made
@@ -73,10 +62,7 @@ class StreamedTensor(torch.Tensor):
 def streamed_state(
     model: nn.Module, tensors: ModelTensors, read: Callable[[Entry], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """State of a compiled model, with parameters that ``read`` gathers when they are needed.
-
-    Tied parameters appear once.
-    """
+    """State of a compiled model with parameters that ``read`` gathers when needed; tied ones once."""
     held = model.state_dict(keep_vars=True)
     extra = {name: held[name] for name in tensors.others if isinstance(held[name], torch.Tensor)}
     return extra | {
@@ -88,10 +74,9 @@ def streamed_state(
 
 
 class SavePretrained:
-    """Stands in for ``PreTrainedModel.save_pretrained`` and calls it with a state dict that is streamed.
+    """``PreTrainedModel.save_pretrained`` with a streamed state dict.
 
-    The configuration that is saved with them has the dtype of the values (transformers takes that of the first
-    parameter, which in a compiled model is the compute dtype).
+    The saved configuration has the dtype of the values; transformers would take the first parameter's compute dtype.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,6 +135,6 @@ def _is_compiled(model: nn.Module) -> bool:
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
-    """The dtype that ``model.dtype`` would have for the values that are saved."""
-    found = ModelTensors(model).entries
-    return next((e.dtype for e in found if e.param is not None and e.dtype.is_floating_point), torch.float32)
+    """The dtype that ``model.dtype`` would have for the saved values."""
+    entries = ModelTensors(model).entries
+    return next((e.dtype for e in entries if e.param is not None and e.dtype.is_floating_point), torch.float32)

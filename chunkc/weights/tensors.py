@@ -1,16 +1,13 @@
 """The tensors of a compiled model's state, by name and one at a time.
 
-``model.state_dict()`` holds all values at once. `ModelTensors` is the same set of names without any values: each is
-read, or written, when it is asked for, wherever it stands then (staging store, chunks at home, chunks on the device).
-Tied tensors are one entry with several names.
-
-Where several ranks train the model, all of them read a parameter together, and all of them write it. Files are rank
-0's: it leads, and the others take part in what it reads or writes (`led_read`, `led_write`).
+``model.state_dict()`` holds all values at once. `ModelTensors` reads or writes one value where it stands (staging
+store, chunks at home, chunks on the device). All ranks that train the model read or write a parameter together; files
+are rank 0's, which leads (`led_read`, `led_write`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -32,14 +29,9 @@ _EXTRA_STATE: Final = "_extra_state"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter or persistent buffer.
+    """One parameter (``param``: its index) or persistent buffer; tied tensors are one entry.
 
-    Attributes:
-        name: the first that the state dict has for it.
-        aliases: its other names.
-        dtype: as it was handed over; a parameter's compute dtype may be another.
-        param: index of the managed parameter; None for a buffer.
-        buffer: the buffer itself; None for a parameter.
+    ``dtype`` is as handed over; a parameter's compute dtype may be another.
     """
 
     name: str
@@ -51,12 +43,10 @@ class Entry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names, the first one first."""
         return self.name, *self.aliases
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the value."""
         return self.dtype.itemsize * int(torch.Size(self.shape).numel())
 
 
@@ -65,15 +55,10 @@ class ModelTensors:
 
     Attributes:
         entries: in the order of the state dict.
-        others: names in the state dict that are neither (``get_extra_state``): only their module can take a value.
-        ranks: with which the model is trained.
+        others: names of other state (``get_extra_state``), whose values only their module can take.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """
-        Raises:
-            ChunkcError: when ``model`` is not compiled, or is inside ``chunkc.full_params``.
-        """
         self._memory = memory_of(model)
         self._freed, self._last_nbytes = FreedPages(), 0
         self.ranks = self._memory.ranks
@@ -84,10 +69,9 @@ class ModelTensors:
             if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 others.append(name)
                 continue
-            is_param = isinstance(value, ManagedTensor)
             key = ("param", value._chunkc_index) if isinstance(value, ManagedTensor) else ("buffer", id(value))
             groups.setdefault(key, []).append(name)
-            held.setdefault(key, value.detach() if not is_param else value)
+            held.setdefault(key, value if isinstance(value, ManagedTensor) else value.detach())
         self.entries = tuple(self._entry(names, held[key], key) for key, names in groups.items())
         self.others = tuple(others)
         self._by_name = {name: entry for entry in self.entries for name in entry.names}
@@ -103,24 +87,17 @@ class ModelTensors:
         return name in self._by_name
 
     def entry(self, name: str) -> Entry:
-        """The entry that has ``name`` among its names.
-
-        Raises:
-            KeyError: when none has.
-        """
+        """The entry that has ``name`` among its names; KeyError when none has."""
         return self._by_name[name]
 
     def is_blank(self, entry: Entry) -> bool:
-        """Whether it is a parameter that came on the meta device and was never given a value."""
+        """Whether it is a parameter from the meta device that was never given a value."""
         return entry.param is not None and self._memory.staging.is_blank(entry.param)
 
     def read(self, entry: Entry) -> torch.Tensor:
-        """A copy in host memory, in the entry's dtype: of the fp32 master where there is one.
+        """A host copy in the entry's dtype, of the fp32 master where there is one; ChunkcError when blank.
 
-        Memory is given back as if the copy before were no longer held.
-
-        Raises:
-            ChunkcError: for a parameter that was never given a value.
+        Memory is given back as if the previous copy were no longer held.
         """
         self._freed.add(self._last_nbytes)
         self._last_nbytes = entry.nbytes
@@ -129,13 +106,7 @@ class ModelTensors:
         return _held(entry).to("cpu", copy=True)
 
     def write(self, entry: Entry, value: torch.Tensor) -> None:
-        """Replace the value by ``value``, of any dtype, rounded to the entry's.
-
-        The fp32 master and the parameter in compute dtype both take it; moments of the optimizer stay.
-
-        Raises:
-            ChunkcError: when ``value`` has another shape.
-        """
+        """Replace parameter and fp32 master by ``value`` of the same shape, rounded to the entry's dtype."""
         _check_shape(entry, value)
         with torch.no_grad():
             if entry.param is not None:
@@ -144,7 +115,7 @@ class ModelTensors:
                 _held(entry).copy_(value)
 
     def led_read(self, lead: Callable[[Callable[[Entry], torch.Tensor]], T]) -> T:
-        """Rank 0 does ``lead``, which is given what `read` is; all ranks return, or raise, what it does."""
+        """Run ``lead`` on rank 0 with what `read` is; all ranks return its result or raise its error."""
 
         def read(tell: Callable[[str], None], entry: Entry) -> torch.Tensor:
             if entry.param is not None:
@@ -156,48 +127,37 @@ class ModelTensors:
         )
 
     def led_write(self, lead: Callable[[Callable[[Entry, torch.Tensor], None]], T]) -> T:
-        """Rank 0 does ``lead``, which is given what `write` is; all ranks return, or raise, what it does."""
+        """Run ``lead`` on rank 0 with what `write` is; all ranks return its result or raise its error."""
 
         def write(tell: Callable[[tuple[str, torch.dtype]], None], entry: Entry, value: torch.Tensor) -> None:
             _check_shape(entry, value)
             tell((entry.name, value.dtype))
-            self.write(entry, value if entry.param is not None else self._of_first(value))
+            self._write_led(entry, value)
 
         def follow(payload: tuple[str, torch.dtype]) -> None:
             entry = self.entry(payload[0])
-            value = torch.empty((), dtype=payload[1]).expand(entry.shape)
-            self.write(entry, value if entry.param is not None else self._of_first(value))
+            self._write_led(entry, torch.empty((), dtype=payload[1]).expand(entry.shape))
 
         return run_on_rank0(self.ranks, lambda tell: lead(partial(write, tell)), follow)
 
-    def _of_first(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` of rank 0, in its dtype and shape."""
-        if self.ranks.size == 1:
-            return value
-        found = value.contiguous().clone()
-        self.ranks.broadcast(found)
-        return found
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and value of every entry; each value is made when it is its turn."""
-        for entry in self.entries:
-            yield entry.name, self.read(entry)
+    def _write_led(self, entry: Entry, value: torch.Tensor) -> None:
+        """`write` of rank 0's ``value``; those of the other ranks have its dtype and shape."""
+        if entry.param is None and self.ranks.size > 1:
+            value = value.contiguous().clone()
+            self.ranks.broadcast(value)
+        self.write(entry, value)
 
 
 def memory_of(model: nn.Module) -> Parameters:
-    """Memory of the values of a compiled model, or of the compiled model that ``model`` is a part of.
-
-    Raises:
-        ChunkcError: when there is none, or several.
-    """
+    """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one."""
     params = list(model.parameters())
-    found: list[Parameters] = [p._chunkc_store for p in params if isinstance(p, ManagedTensor)]
-    if not found or len(found) < len(params) or any(memory is not found[0] for memory in found):
+    memories: list[Parameters] = [p._chunkc_store for p in params if isinstance(p, ManagedTensor)]
+    if not memories or len(memories) < len(params) or any(memory is not memories[0] for memory in memories):
         raise ChunkcError(
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "
             "first, and outside of `with chunkc.full_params(model):`"
         )
-    return found[0]
+    return memories[0]
 
 
 def _check_shape(entry: Entry, value: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from chunkc.calibrate.activities import Activity
 from chunkc.calibrate.fit import figure_of, fit_copies
-from chunkc.calibrate.timing import Background, Length, Timer
+from chunkc.calibrate.timing import Length, Timer, background
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.devices.protocol import Event
@@ -170,7 +170,7 @@ def test_a_background_runs_before_and_during_the_block_and_not_after(device: Emu
         time.sleep(1e-3)
         done.append(time.monotonic())
 
-    with Background(device, Activity(Stream.CPU, "count", (work,))):
+    with background(device, Activity(Stream.CPU, "count", (work,))):
         assert len(done) >= 1
         begin = time.monotonic()
         while len(done) < 4 and time.monotonic() < begin + 30:
@@ -190,7 +190,7 @@ def test_what_a_background_raises_is_raised(device: EmulatedDevice, num_good: in
         if len(calls) > num_good:
             raise ZeroDivisionError("in the background")
 
-    with pytest.raises(ZeroDivisionError), Background(device, Activity(Stream.CPU, "fails", (work,))):
+    with pytest.raises(ZeroDivisionError), background(device, Activity(Stream.CPU, "fails", (work,))):
         begin = time.monotonic()
         while len(calls) <= num_good and time.monotonic() < begin + 30:
             time.sleep(1e-3)

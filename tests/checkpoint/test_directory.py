@@ -41,7 +41,7 @@ def test_what_is_not_committed_is_not_there(tmp_path: Path) -> None:
     under_way = folders.begin(tmp_path, 2)
     write_json(under_way / "a.json", [])
     assert folders.checkpoints(tmp_path) == [first] and folders.newest(tmp_path) == first
-    folders.give_up(under_way)
+    shutil.rmtree(under_way)
     assert not under_way.exists()
 
 
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_cannot_be_named_is_none(tmp_path: Path, monkeypatch: 
         folders.commit(path, Manifest(folders.FORMAT, 2, VERSIONS, files))
     monkeypatch.undo()
     assert path.is_dir() and folders.checkpoints(tmp_path) == [first] and folders.newest(tmp_path) == first
-    folders.give_up(path)
+    shutil.rmtree(path)
     assert sorted(p.name for p in tmp_path.iterdir()) == [first.name, "latest"]
     assert add(tmp_path, 2).name == "00000002-step-2"
 
