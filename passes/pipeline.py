@@ -196,6 +196,7 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
             host_nbytes=layout.host_nbytes(),
         ),
         stages=draft.stages,
+        saved=draft.schedule.saved_values(),
         trained_elsewhere=tuple(p for p in trained if p not in trained_here),
         num_samples=draft.schedule.num_samples,
         num_tokens=draft.schedule.num_tokens,

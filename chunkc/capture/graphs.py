@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from chunkc._torch_compat.core import pytree
 from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone
+from chunkc.capture.saved_values import find_saved, source_line
 from chunkc.capture.tangents import Tangents, tangents_of
 from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
@@ -100,7 +101,7 @@ def build(
         raise CaptureError(f"the gradient of {dropped[0]} has no operator that makes it; please report the model")
     schedule = Schedule(
         params=tuple(infos),
-        forward=GraphSchedule("forward", _operators(fwd, live[:split], fuses)),
+        forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd)),
         backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
         held_nbytes=timeline.held_nbytes,
         num_samples=batch_size[0],
@@ -160,6 +161,17 @@ def _operator(graph: CapturedGraph, bundle: Bundle, live: LiveBytes, traffic: Tr
         num_kernels=traffic.num_kernels,
         tangents_nbytes=live.tangents_nbytes,
     )
+
+
+def _with_saved(operators: Sequence[Operator], forward: CapturedGraph, backward: CapturedGraph) -> tuple[Operator, ...]:
+    """The forward's operators with what backward reads of their results."""
+    with_saved = list(operators)
+    for position, saved in find_saved(forward, backward).items():
+        source = source_line(forward.bundles[position].main)
+        with_saved[position] = replace(
+            operators[position], source=source, saved_nbytes=saved.nbytes, read_by=saved.read_by
+        )
+    return tuple(with_saved)
 
 
 def _dtype(node: Node) -> str:

@@ -44,10 +44,13 @@ def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Sc
         schedules: in the order in which their forwards run, each as it is beside the others (`with_concurrent`).
         also_trained: parameters that may get gradients from anywhere.
     """
-    forward = [op for s in schedules for op in s.forward.operators]
+    forward: list[Operator] = []
     backward: list[Operator] = []
+    num_behind = sum(len(s.backward.operators) for s in schedules)
     seen: set[int] = set()
     for schedule in schedules:  # in reverse of the order of backward: the last contribution is met first
+        num_behind -= len(schedule.backward.operators)
+        forward += [replace(op, read_by=tuple(num_behind + r for r in op.read_by)) for op in schedule.forward.operators]
         operators = [_contributing(op, seen) for op in schedule.backward.operators]
         seen |= schedule.trained_params()
         backward = operators + backward

@@ -39,7 +39,7 @@ def storages(nodes: Iterable[Node]) -> Iterator[tuple[int, int]]:
                 yield storage._cdata, int(storage.nbytes())
 
 
-def _backward_storages(backward: CapturedGraph) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
+def backward_storages(backward: CapturedGraph) -> Mapping[Node, Sequence[tuple[Hashable, int]]]:
     """Storages of all values that backward computes; those of its inputs keep their identity."""
     storages_of: dict[Node, list[tuple[Hashable, int]]] = {}
     for node in (n for bundle in backward.bundles for n in bundle.nodes):
@@ -68,7 +68,7 @@ class Timeline:
         self._birth: dict[Hashable, int] = {}
         self._death: dict[Hashable, int] = {}
         self._ignored = {key for key, _ in storages((*forward.param_inputs(), *backward.param_inputs()))}
-        self._renamed = _backward_storages(backward)
+        self._renamed = backward_storages(backward)
         self._num_forward = len(forward.bundles)
         self._num_operators = end = self._num_forward + len(backward.bundles)
         held = (*inputs, *user_outputs)

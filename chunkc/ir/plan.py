@@ -29,10 +29,10 @@ from typing import Any, Final, Literal
 from chunkc.files import Decoder, FormatError, save_text, shown
 from chunkc.ir.actions import Action, Op, Stream, parse
 from chunkc.ir.layout import Layout
-from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, digest_of
+from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, SavedValue, digest_of
 from chunkc.ir.work import Work
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
@@ -157,6 +157,7 @@ class Plan:
         programs: see the module's glossary.
         memory: budgets and peaks.
         stages: provenance, not part of the digest.
+        saved: values of the forward that backward reads, for people; not part of the digest either.
         trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
             from eager operators; here the step leaves them as they are.
         accumulate: micro-batches of an iteration, at most, whose gradients one step takes.
@@ -175,6 +176,7 @@ class Plan:
     num_samples: int = 0
     num_tokens: int = 0
     accumulate: int = 1
+    saved: tuple[SavedValue, ...] = field(default=(), compare=False)
 
     @property
     def is_evaluation(self) -> bool:
@@ -250,9 +252,9 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """Twelve hexadecimal digits over everything but ``stages``."""
+        """Twelve hexadecimal digits over everything but ``stages`` and ``saved``."""
         data = self.to_json()
-        del data["stages"]
+        del data["stages"], data["saved"]
         return digest_of(data)
 
     def to_json(self) -> dict[str, Any]:

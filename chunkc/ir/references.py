@@ -109,6 +109,9 @@ def _check_segments(plan: Plan) -> None:
         _check_params_named(segment.reads, params, f"{place}.reads")
         _check_params_named(segment.lands, params, f"{place}.lands")
     _check_params_named(plan.trained_elsewhere, params, "trained_elsewhere")
+    for position, value in enumerate(plan.saved):
+        if not value.read_by:
+            raise FormatError("backward reads every saved value", f"saved[{position}].read_by")
     named = plan.memory.nonmodel_segment
     if named and named not in {segment.name for segment in plan.segments}:
         raise FormatError(f"the plan has no segment {named!r:.60}", "memory.nonmodel_segment")

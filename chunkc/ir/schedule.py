@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -71,6 +71,9 @@ class Operator:
         dtype: of its first floating-point operand, by torch's name; empty where there is none.
         num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
         tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
+        source: the user's line that called it (``model.py:31``); empty where unknown.
+        saved_nbytes: of its results that backward reads.
+        read_by: positions of the backward operators that read them.
     """
 
     name: str
@@ -86,6 +89,28 @@ class Operator:
     dtype: str = ""
     num_kernels: int = 1
     tangents_nbytes: int = 0
+    source: str = ""
+    saved_nbytes: int = 0
+    read_by: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedValue:
+    """A value that the forward makes and backward reads.
+
+    Attributes:
+        name: of the forward operator that makes it.
+        source: the user's line that called the operator (``model.py:31``); empty where unknown.
+        nbytes: of its storages.
+        made_by: position of that operator in the forward graph.
+        read_by: positions of the backward operators that read it.
+    """
+
+    name: str
+    source: str
+    nbytes: int
+    made_by: int
+    read_by: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +170,37 @@ class Schedule:
         """Plain data for ``json.dump``."""
         return asdict(self)
 
+    def saved_values(self) -> tuple[SavedValue, ...]:
+        """All values that the forward makes and backward reads."""
+        operators = enumerate(self.forward.operators)
+        return tuple(
+            SavedValue(op.name, op.source, op.saved_nbytes, i, op.read_by) for i, op in operators if op.read_by
+        )
+
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are equal for equal schedules, on every machine."""
-        return digest_of(self.to_json())
+        """Twelve hexadecimal digits over all that planning depends on: equal for equal schedules, on every machine."""
+        data = self.to_json()
+        for operator in (*data["forward"]["operators"], *data["backward"]["operators"]):
+            for name in ("source", "saved_nbytes", "read_by"):
+                del operator[name]
+        return digest_of(data)
+
+
+def largest_saved(
+    values: Sequence[SavedValue], graph: GraphKind, first_op: int, end_op: int, limit: int = 3
+) -> list[tuple[str, int, int]]:
+    """Lines of the user whose saved values take most while a segment runs: ``(source, values, bytes of all)``.
+
+    The segment has the operators ``first_op:end_op`` of ``graph``. A value of unknown source goes by its own name.
+    """
+    sums: dict[str, tuple[int, int]] = {}
+    for value in values:
+        is_alive = value.made_by < end_op if graph == "forward" else max(value.read_by) >= first_op
+        if is_alive:
+            count, nbytes = sums.get(value.source or value.name, (0, 0))
+            sums[value.source or value.name] = (count + 1, nbytes + value.nbytes)
+    largest = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))[:limit]
+    return [(source, count, nbytes) for source, (count, nbytes) in largest if nbytes]
 
 
 def commonest_dtype(params: tuple[ParamInfo, ...]) -> str:

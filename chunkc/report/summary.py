@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
+from chunkc.ir.schedule import largest_saved
 from chunkc.report.columns import table, wrapped
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
@@ -161,6 +162,13 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
         yield f"also on the device when a step begins: {' '.join(kept)}"
     used = unit.named(plan.memory.device_budget_nbytes - plan.memory.device_peak_nbytes)
     yield f"free under the device budget at its peak: {used}"
+    peak = plan.segment(plan.memory.nonmodel_segment)
+    largest = largest_saved(plan.saved, peak.graph, peak.first_op, peak.end_op)
+    if largest:
+        listed = ", ".join(
+            f"{unit.named(nbytes)} at {line} ({plural(count, 'value')})" for line, count, nbytes in largest
+        )
+        yield printable(f"largest values saved for backward, at {peak.name}: {listed}")
     if plan.memory.is_bound:
         yield BOUND_NOTE
     yield "utilisation of parameters: without grad chunks and rank padding"

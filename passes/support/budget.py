@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, Schedule, commonest_dtype
+from chunkc.ir.plan import Plan, Segment
+from chunkc.ir.schedule import DTYPE_NBYTES, SEGMENT_PREFIX, SavedValue, Schedule, commonest_dtype, largest_saved
 from chunkc.passes.chunk_mapping import blocks_of
 from chunkc.passes.segments import base_segments, segment_costs
 from chunkc.passes.support.belady import min_ranges
@@ -230,15 +230,16 @@ def refuse(
     if device_nbytes > target.device_budget_nbytes:
         missing_nbytes = device_nbytes - target.device_budget_nbytes
         moment, params, reason = _device_moment(demand, sizes, options, sizes.evicted_host_nbytes - host_nbytes)
+        saved = _saved_text(schedule.saved_values(), max(demand.steps, key=lambda s: s.nonmodel_nbytes, default=None))
         text = _device_text(target, missing_nbytes)
     else:
         missing_nbytes = host_nbytes - target.host_budget_nbytes
-        moment, params = "host", tuple(range(len(schedule.params)))
+        moment, params, saved = "host", tuple(range(len(schedule.params))), ""
         reason = "host memory must hold every payload and optimizer state that has no place on the device"
         text = f"{target.hw} gives {target.host_budget_nbytes} bytes of host memory, {missing_nbytes} too few"
     names = tuple(schedule.params[p].name for p in params)
     needs = (device_nbytes, host_nbytes)
-    return _error(target, options, text, moment, names, reason, chunk_numel, missing_nbytes, needs)
+    return _error(target, options, text, moment, names, reason, chunk_numel, missing_nbytes, needs, saved)
 
 
 def too_small(plan: Plan, target: Target, options: PlanOptions) -> BudgetError:
@@ -259,11 +260,21 @@ def too_small(plan: Plan, target: Target, options: PlanOptions) -> BudgetError:
         layout.chunk_numel,
         missing_nbytes,
         (memory.device_peak_nbytes, memory.host_nbytes),
+        _saved_text(plan.saved, worst),
     )
 
 
 def _device_text(target: Target, missing_nbytes: int) -> str:
     return f"{target.hw} gives {target.device_budget_nbytes} bytes of device memory, {missing_nbytes} too few"
+
+
+def _saved_text(values: Sequence[SavedValue], segment: BaseSegment | Segment | None) -> str:
+    """The user's lines whose saved activations are largest while ``segment`` runs; empty where none are."""
+    if segment is None:
+        return ""
+    largest = largest_saved(values, segment.graph, segment.first_op, segment.end_op)
+    listed = ", ".join(f"{nbytes} bytes at {line}" for line, _, nbytes in largest)
+    return f"; the largest values that backward reads are {listed}" if listed else ""
 
 
 def _error(
@@ -276,14 +287,15 @@ def _error(
     chunk_numel: int,
     missing_nbytes: int,
     needs: tuple[int, int],
+    saved: str,
 ) -> BudgetError:
     device_nbytes, host_nbytes = target.device_memory_nbytes(needs[0]), target.host_memory_nbytes(needs[1])
     more = (device_nbytes - needs[0], host_nbytes - needs[1])
     reserved, kept = (f" ({nbytes} of them reserved)" if nbytes else "" for nbytes in more)
     message = (
         f"{target.model} cannot be trained: {text}. At {moment}: {reason} ({_listed(names)}), in chunks of "
-        f"{chunk_numel} elements. It works with {device_nbytes} bytes of device memory{reserved} and {host_nbytes} "
-        f"bytes of host memory{kept}; or use a smaller batch, shorter sequences"
+        f"{chunk_numel} elements{saved}. It works with {device_nbytes} bytes of device memory{reserved} and "
+        f"{host_nbytes} bytes of host memory{kept}; or use a smaller batch, shorter sequences"
         + (", or optimizer states on the host" if options.os_home == "device" else "")
         + (", or another chunk_size" if options.chunk_numel is not None else "")
         + "."
