@@ -29,7 +29,7 @@ class Saved(NamedTuple):
 
 
 def find_saved(forward: CapturedGraph, backward: CapturedGraph) -> dict[int, Saved]:
-    """What each forward operator that makes a saved value makes, by its position."""
+    """Saved values by the position of the forward operator that makes them."""
     given = {key for key, _ in storages((*forward.other_inputs(), *forward.param_inputs()))}
     maker: dict[Hashable, int] = {}
     for position, bundle in enumerate(forward.bundles):
@@ -41,10 +41,10 @@ def find_saved(forward: CapturedGraph, backward: CapturedGraph) -> dict[int, Sav
     storages_of = backward_storages(backward)
     for position, bundle in enumerate(backward.bundles):
         for source in (source for node in bundle.nodes for source in node.all_input_nodes):
-            for key, nbytes in storages_of.get(source) or storages((source,)):
-                if key in maker:
-                    sizes[maker[key]][key] = nbytes
-                    read_by[maker[key]].add(position)
+            for storage, nbytes in storages_of.get(source) or storages((source,)):
+                if storage in maker:
+                    sizes[maker[storage]][storage] = nbytes
+                    read_by[maker[storage]].add(position)
     return {position: Saved(sum(sizes[position].values()), tuple(sorted(read_by[position]))) for position in sizes}
 
 
