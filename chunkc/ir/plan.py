@@ -18,7 +18,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, digest_of
 from chunkc.ir.work import Work
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 Role = Literal["forward", "backward", "step", "transition", "evaluate"]
 ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}

@@ -111,7 +111,7 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     """
     size, nbytes = layout.world_size, chunk_nbytes(layout)
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
-    passing_nbytes = [layout.chunks[c].os_nbytes for c in streamed_chunks(layout, liveness, share)]
+    passing_nbytes = [layout.os_nbytes_of(layout.chunks[c]) for c in streamed_chunks(layout, liveness, share)]
     lead = lead_slots(layout)
     num_fetched = sum(1 for c in staying if c.home is Home.HOST)
     width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, num_fetched)
@@ -121,7 +121,7 @@ def lay_out(layout: Layout, liveness: Liveness, num_places: int, most_places: in
     slots = list(payload_slots(layout, places * size))
     end = arena_nbytes = len(slots) * nbytes
     num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
-    for size_nbytes in (*(nbytes for _ in _staying(layout)), *(c.os_nbytes for c in staying)):
+    for size_nbytes in (*(nbytes for _ in _staying(layout)), *(layout.os_nbytes_of(c) for c in staying)):
         slots.append(Slot(len(slots), arena_nbytes, size_nbytes))
         arena_nbytes = slots[-1].end
     for _ in range(num_buffers):

@@ -212,7 +212,7 @@ def most_places(layout: Layout, demand: Demand, target: Target, options: PlanOpt
 
     The arena stands beside the peak of non-model bytes and resident triples.
     """
-    static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    static_nbytes = sum(layout.os_nbytes_of(c) for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
     places = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)

@@ -29,7 +29,7 @@ def test_json_is_plain_and_shows_actions_as_text() -> None:
     data = evicting().build().to_json()
     assert json.loads(json.dumps(data)) == json.loads(json.dumps(data, sort_keys=True))
     assert data["programs"][0]["actions"][0] == "fetch c0 -> d0 @h2d after s0"
-    assert data["format_version"] == 5
+    assert data["format_version"] == 6
 
 
 @pytest.mark.parametrize("version", [0, 2, None, "3"])
@@ -37,7 +37,7 @@ def test_another_format_version_is_refused(version: object) -> None:
     data = evicting().build().to_json()
     data["format_version"] = version
     with pytest.raises(
-        ValueError, match=f"plan format {version!r} is not supported; this release reads format 5: plan the"
+        ValueError, match=f"plan format {version!r} is not supported; this release reads format 6: plan the"
     ):
         Plan.from_json(data)
 

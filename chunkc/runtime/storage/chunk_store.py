@@ -62,12 +62,12 @@ class ChunkStore:
         self.arena = device.allocate_arena(layout.arena_nbytes)
         try:
             self._payload_slab = self._home(sum(c.nbytes for c in payloads))
-            self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+            self._triple_slab = self._home(sum(layout.os_nbytes_of(c) for c in triples))
         except BaseException:
             self.close()
             raise
         self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
-        self._triple_offset = _offsets(triples, [c.os_nbytes for c in triples])
+        self._triple_offset = _offsets(triples, [layout.os_nbytes_of(c) for c in triples])
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
