@@ -23,11 +23,12 @@ from chunkc.observability import metrics, record_timeline
 from chunkc.report import Plan
 from chunkc.report.timeline import simulate
 from chunkc.runtime.optim.grad_scaler import GradScaler
-from chunkc.runtime.optim.optimizer import Adam, AdamW
+from chunkc.runtime.optim.optimizers import SGD, Adam, AdamW, Lion
 from chunkc.weights.load import load_pretrained
 from chunkc.weights.save import save_safetensors
 
 __all__ = [
+    "SGD",
     "AccumulationError",
     "Adam",
     "AdamW",
@@ -39,6 +40,7 @@ __all__ = [
     "GradScaler",
     "Hardware",
     "HardwareError",
+    "Lion",
     "Plan",
     "PlanError",
     "PlanNotReadyError",

@@ -45,6 +45,7 @@ from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
 from chunkc.runtime.update.loss_scale import LossScale
+from chunkc.runtime.update.rules import states_of
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
 
@@ -69,6 +70,7 @@ def compile(  # the name that torch.compile taught users
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
+    optimizer: str = "adamw",
 ) -> M:
     """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
 
@@ -100,13 +102,17 @@ def compile(  # the name that torch.compile taught users
             other dtypes need none; a number: always by that. Either way a step with an infinite or NaN gradient
             changes nothing, and ``param.grad`` shows gradients unscaled. Compute the loss inside the forward, or in
             fp32: what it divides by outside in fp16 is lost before it is scaled (or use `chunkc.GradScaler`).
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum or without) or ``"lion"``: whose states the plan
+            makes room for. One of chunkc's optimizers that is made before the first forward says it by itself.
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
     _refuse_unbuilt(example_inputs=example_inputs)
-    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
+    )
     check_model(model)
     job.join()
     machine, device = device_for(hw)
@@ -159,6 +165,7 @@ def compile(  # the name that torch.compile taught users
         device.use_cores(cores)
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
+    runtime.state_spec = options.state_spec
     if factor is not None:
         runtime.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
@@ -190,6 +197,7 @@ def plan(
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
+    optimizer: str = "adamw",
 ) -> Plan:
     """Plan the training of ``model`` on ``hw`` without running it.
 
@@ -213,7 +221,9 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
+    )
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
@@ -259,8 +269,8 @@ def plan_of(model: nn.Module) -> Plan:
     executor = _compiled(model).runtime.executor
     if executor is None and _compiled(model).breaks.reasons:
         raise PlanNotReadyError(
-            "the forward breaks into several graphs, whose plan is made at the first step() of chunkc.AdamW or "
-            "chunkc.Adam; there was none yet"
+            "the forward breaks into several graphs, whose plan is made at the first step() of chunkc's "
+            "optimizer; there was none yet"
         )
     if executor is None:
         raise PlanNotReadyError("the plan is made at the first training forward; run one, or use chunkc.plan")

@@ -29,7 +29,6 @@ from torch import nn
 from chunkc.checkpoint import directory as folders
 from chunkc.checkpoint.contents import (
     Contents,
-    Optimizer,
     Stateful,
     check_optimizer,
     gather,
@@ -46,6 +45,7 @@ from chunkc.distributed.process_group import Kind
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
 from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
 from chunkc.weights.tensors import memory_of
 
 logger = logging.getLogger("chunkc")
@@ -73,7 +73,7 @@ class Checkpoint:
 def save_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: ChunkOptimizer,
     scheduler: Stateful | None = None,
     extra: Any = None,
     *,
@@ -148,7 +148,7 @@ def _beside(work: Callable[[], Path]) -> Future[Path]:
 
 
 def load_checkpoint(
-    directory: str | Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Stateful | None = None
+    directory: str | Path, model: nn.Module, optimizer: ChunkOptimizer | None = None, scheduler: Stateful | None = None
 ) -> Checkpoint:
     """Go on from the newest checkpoint in ``directory``, or from the one that ``directory`` is.
 
@@ -188,7 +188,7 @@ def load_checkpoint(
 
     def write() -> None:
         all_do(ranks, lambda: load_states(fit, objects, model, resumed))
-        all_do(ranks, lambda: write_model(fit, objects, with_moments=optimizer is not None))
+        all_do(ranks, lambda: write_model(fit, objects))
         if optimizer is not None:
             resume(fit, objects, check_optimizer(optimizer, runtime), groups)
 
@@ -203,7 +203,7 @@ def _compare(
     manifest: Manifest,
     model: nn.Module,
     runtime: ModelRuntime,
-    optimizer: Optimizer | None,
+    optimizer: ChunkOptimizer | None,
     scheduler: Stateful | None,
 ) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
     """Compare a checkpoint with the model, and with optimizer and scheduler if an optimizer is given.

@@ -16,6 +16,7 @@ from chunkc.cli.screen import answer_json, render_answer
 from chunkc.cli.subjects import (
     MODEL_HELP,
     add_accumulate_option,
+    add_optimizer_option,
     add_shard_option,
     add_training_options,
     answer_of,
@@ -36,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser)
     add_accumulate_option(parser)
     add_shard_option(parser)
+    add_optimizer_option(parser)
     parser.add_argument("--save", type=output_path, metavar="plan.json", help="write the plan to this file too")
     pictures.add_arguments(parser)
     parser.add_argument("--no-advice", action="store_true", help="do not try what would help")

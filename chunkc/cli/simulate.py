@@ -11,6 +11,7 @@ from chunkc.cli.output import one_line, show, tell
 from chunkc.cli.subjects import (
     MODEL_HELP,
     add_accumulate_option,
+    add_optimizer_option,
     add_shard_option,
     add_training_options,
     answer_of,
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_training_options(parser)
     add_accumulate_option(parser)
     add_shard_option(parser)
+    add_optimizer_option(parser)
     pictures.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 

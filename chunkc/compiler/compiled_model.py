@@ -291,7 +291,8 @@ class CompiledModel:
         target = self._with_least(target)
         has_norms = any(executor.norm_table is not None for executor in self.runtime.executors.values())
         wanted = self.runtime.measures and (layout is None or has_norms)
-        options = replace(settings.options, measures=settings.options.measures or wanted)
+        measures = settings.options.measures or wanted
+        options = replace(settings.options, measures=measures, state_spec=self.runtime.state_spec)
         return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
 
     def _agree_on_budgets(self) -> None:

@@ -112,8 +112,8 @@ class BrokenForwards:
         if num_steps == MAX_UNPLANNED_STEPS and self._num_unplanned % self._runtime.accumulate == 0:
             logger.warning(
                 "%s has run %d training forwards operator by operator, outside of any plan and budget. Its forward "
-                "breaks into several graphs (%s), which are planned together at the first step() of chunkc.AdamW or "
-                "chunkc.Adam, and there was none yet (said once per model)",
+                "breaks into several graphs (%s), which are planned together at the first step() of chunkc's "
+                "optimizer, and there was none yet (said once per model)",
                 self._name,
                 self._num_unplanned,
                 "; ".join(self.reasons) or "Dynamo compiles parts of it only",

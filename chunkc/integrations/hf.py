@@ -46,7 +46,8 @@ from chunkc.integrations.hf_checks import (
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.grad_scaler import GradScaler
-from chunkc.runtime.optim.optimizer import Adam, AdamW
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
+from chunkc.runtime.optim.optimizers import AdamW
 
 __all__ = ["ChunkcTrainer"]
 
@@ -205,12 +206,12 @@ class ChunkcTrainer(Trainer):
         return super().train(resume_from_checkpoint, *positional, **named)
 
     @property
-    def _chunk_optimizer(self) -> Adam | AdamW:
+    def _chunk_optimizer(self) -> ChunkOptimizer:
         """The optimizer below what accelerate wraps."""
         inner = getattr(self.optimizer, "optimizer", None)
-        if not isinstance(inner, (Adam, AdamW)):
+        if not isinstance(inner, ChunkOptimizer):
             raise ChunkcError(
-                f"a checkpoint holds chunkc.AdamW's or chunkc.Adam's states, but the trainer's optimizer is "
+                f"a checkpoint holds states of chunkc's optimizers, but the trainer's optimizer is "
                 f"{type(self.optimizer).__name__}: save and load after create_optimizer()"
             )
         return inner
@@ -253,9 +254,9 @@ class _PreparedOptimizer(AcceleratedOptimizer):
     _is_accelerate_prepared = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: ModelRuntime, loss_scaler: GradScaler | None) -> None:
-        if not isinstance(optimizer, (Adam, AdamW)):
+        if not isinstance(optimizer, ChunkOptimizer):
             raise ChunkcError(
-                f"ChunkcTrainer steps with chunkc.AdamW or chunkc.Adam, not {type(optimizer).__name__}: leave `optim` "
+                f"ChunkcTrainer steps with chunkc's optimizers, not {type(optimizer).__name__}: leave `optim` "
                 "at its default, or pass optimizers=(chunkc.AdamW(model.parameters(), ...), None) and a compiled model"
             )
         super().__init__(optimizer, device_placement=False, scaler=None)

@@ -1,4 +1,4 @@
-"""The optimizer states of a trained element: the fp32 master parameter, and what an optimizer keeps beside it."""
+"""Optimizer states of a trained element: the fp32 master parameter and what a rule keeps beside it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MASTER: Final = "param32"
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """States beside the master, in the order in which a chunk holds them; ``names`` are those of state dicts."""
+    """Names (those of state dicts) and dtypes of states beside the master, in their order in a chunk."""
 
     names: tuple[str, ...]
     dtypes: tuple[str, ...]

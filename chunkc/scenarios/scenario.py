@@ -37,6 +37,7 @@ from chunkc.ir.schedule import Schedule
 from chunkc.passes import PlanOptions, Target
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
+from chunkc.runtime.update.rules import states_of
 from chunkc.scenarios.models import Transformer
 
 logger = logging.getLogger("chunkc")
@@ -70,6 +71,7 @@ class Scenario:
         backend: how segments would be compiled.
         measures: whether gradients are measured as they land, and updates follow a decision, as with clipping; None:
             where the compute dtype needs loss scaling.
+        optimizer: whose states are planned for, as ``chunkc.plan(optimizer=)`` names it.
     """
 
     model: Transformer
@@ -86,6 +88,7 @@ class Scenario:
     accumulate: int = 1
     shard: str = "all"
     measures: bool | None = None
+    optimizer: str = "adamw"
 
     @property
     def num_ranks(self) -> int:
@@ -96,6 +99,7 @@ class Scenario:
         ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
         waits = "" if self.measures is None else ", clipped" if self.measures else ", neither clipped nor scaled"
+        waits += "" if self.optimizer == "adamw" else f", {self.optimizer}"
         what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
         return f"{what}, recompute {self.recompute}{waits}"
 
@@ -231,7 +235,11 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) ->
     scales = needs_scaling(captured.schedule.params) and scenario.measures is not False
     measures = scales if scenario.measures is None else scenario.measures
     options = PlanOptions(
-        chunk_numel=scenario.chunk_numel, accumulate=scenario.accumulate, measures=measures, scales=scales
+        chunk_numel=scenario.chunk_numel,
+        accumulate=scenario.accumulate,
+        measures=measures,
+        scales=scales,
+        state_spec=states_of(scenario.optimizer),
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
     schedule = with_norms(schedule) if measures else schedule

@@ -10,12 +10,13 @@ In the arena payloads come and go, and some triples stand or pass through.
 In the step no payload has to stand on the device but those that are being updated, so that the bytes of all payload
 slots are free for that. A *buffer* is one payload slot (two where gradients have chunks of their own: the second is for
 them) and, right behind, a buffer slot over the bytes of the next ones. Buffers lie at the end of the payload slots,
-which the next forward fills last. What each slot is for follows from its size and offset, so that a layout says it all.
+which the next forward fills last. What a slot is for follows from its place and offset, so that a layout says it all.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from chunkc.ir.layout import Home, Layout, Slot
 from chunkc.passes.support.budget import chunk_nbytes
@@ -45,9 +46,14 @@ def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
 
 
 def num_payload_slots(layout: Layout) -> int:
-    """How many of the slots are for payloads that come and go; those for triples are wider than a payload."""
-    nbytes = chunk_nbytes(layout)
-    return sum(1 for s in layout.slots if s.nbytes == nbytes) - len(_staying(layout))
+    """How many of the slots are for payloads that come and go: those before static slots and triple slots."""
+    num_triples = sum(1 for c in layout.owned() if c.os_home is Home.DEVICE)
+    return _first_buffer(layout) - len(_staying(layout)) - num_triples
+
+
+def _first_buffer(layout: Layout) -> int:
+    """The index of the first slot that does not begin where the one before it ends."""
+    return next((s.index for before, s in pairwise(layout.slots) if s.offset != before.end), len(layout.slots))
 
 
 def _staying(layout: Layout) -> list[int]:
@@ -70,11 +76,9 @@ def static_triples(layout: Layout) -> dict[int, int]:
 def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
     """The buffers of the arena, the one at its end first."""
     nbytes, lead = chunk_nbytes(layout), lead_slots(layout)
-    end = num_payload_slots(layout) * nbytes
     return tuple(
         Buffer(s.offset // nbytes - lead, s.index, s.offset // nbytes - 1 if lead > 1 else None)
-        for s in layout.slots
-        if s.nbytes > nbytes and s.offset < end
+        for s in layout.slots[_first_buffer(layout) :]
     )
 
 

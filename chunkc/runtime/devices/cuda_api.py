@@ -36,8 +36,11 @@ class ChunkKernels(Protocol):
         """The table of tiles of a chunk that a norm takes."""
         ...
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
-        """Update one chunk: gradient, payload, param32, moments, tiles, row_of_param, rows, control."""
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
+        """Update one chunk by a rule.
+
+        ``states`` are param32 and states; the others gradient, payload, tiles, row_of_param, rows and control.
+        """
         ...
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
@@ -255,11 +258,11 @@ class TritonKernels:
 
     def __init__(self) -> None:
         from chunkc.triton_kernels.cast import restore_launch
-        from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+        from chunkc.triton_kernels.chunk_update import chunk_update_launch
         from chunkc.triton_kernels.grad_norm import grad_norm_launches, make_norm_tiles
         from chunkc.triton_kernels.launch import make_tiles
 
-        self._restore, self._chunk_adam, self._make_tiles = restore_launch, chunk_adam_launch, make_tiles
+        self._restore, self._chunk_update, self._make_tiles = restore_launch, chunk_update_launch, make_tiles
         self._grad_norm, self._make_norm_tiles = grad_norm_launches, make_norm_tiles
 
     def make_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
@@ -268,8 +271,8 @@ class TritonKernels:
     def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor:
         return self._make_norm_tiles(pieces, device)
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
-        return self._chunk_adam(*tensors).run
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
+        return self._chunk_update(rule, states, *tensors).run
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
         return self._restore(param32, payload, tiles).run

@@ -19,12 +19,14 @@ from chunkc.ir.layout import Chunk, Home
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
+from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.protocol import Device, Update
 from chunkc.runtime.execution.bound_action import AnnouncedUpdate, BoundAction, CompiledGraph, RunEnvironment
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
-from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import rule_of
 
 
 @dataclass(slots=True)
@@ -34,7 +36,7 @@ class Binder:
     Attributes:
         norm_table: where norms and the decision on them stand; a plan that measures has one.
         ranks: with which chunks are exchanged.
-        updates: the update of every place at which a chunk is updated: chunk, and its slot, its triple's and its
+        updates: the update of every place at which a chunk is updated: chunk, and its slot, its states' and its
             gradient chunk's (-1 where there is none), or None.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
     """
@@ -128,11 +130,11 @@ class Binder:
 
     def _load(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
+        return self._copy_states(self.store.states_slot(chunk, slot), self.store.states_home(chunk), Stream.H2D)
 
     def _store(self, action: Action) -> Callable[[], None]:
         chunk, slot = self._chunk(action), self._slot(action)
-        copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
+        copy = self._copy_states(self.store.states_home(chunk), self.store.states_slot(chunk, slot), Stream.D2H)
         memory, device, before_write = self.store.slot_bytes(slot), self.device, self.store.before_write
 
         def store() -> None:
@@ -142,8 +144,8 @@ class Binder:
 
         return store
 
-    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Callable[[], None]:
-        copies = [self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)]
+    def _copy_states(self, target: ChunkStates, source: ChunkStates, stream: Stream) -> Callable[[], None]:
+        copies = [self._copy(target[name], source[name], stream) for name in target]
 
         def copy() -> None:
             for one in copies:
@@ -314,19 +316,20 @@ class Binder:
         grad_chunk = None if grad_index is None else self.plan.layout.chunks[grad_index]
         if action.stream is Stream.COMPUTE:
             gradient_slot = -1 if grad_index is None else self._slot_of(grad_index)
-            triple_slot = self._occupancy.slot_of[f"os{chunk.index}"]
-            slots = self._slot_of(chunk.index), triple_slot, gradient_slot
+            states_slot = self._occupancy.slot_of[f"os{chunk.index}"]
+            slots = self._slot_of(chunk.index), states_slot, gradient_slot
         key = (chunk.index, slots)
         if key not in self.updates:
             store = self.store
             if slots is None:
-                payload, triple = store.payload_home(chunk), store.triple_home(chunk)
+                payload, states = store.payload_home(chunk), store.states_home(chunk)
                 gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
             else:
-                payload, triple = store.payload_slot(chunk, slots[0]), store.triple_slot(chunk, slots[1])
+                payload, states = store.payload_slot(chunk, slots[0]), store.states_slot(chunk, slots[1])
                 gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
             pieces = store.pieces(chunk.index)
-            update = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
+            rule, lists = rule_of(self.plan.layout.state_spec), tuple(states.values())
+            update = self.device.make_update(action.stream, rule, payload, lists, pieces, gradient)
             writes_home = slots is None or chunk.os_home is Home.DEVICE
             self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
@@ -337,11 +340,12 @@ class Binder:
         cold, store = dict(self.plan.cold.resident), self.store
         slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")
         payload = store.payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
-        triple = store.triple_home(chunk) if os_slot is None else store.triple_slot(chunk, os_slot)
+        states = store.states_home(chunk) if os_slot is None else store.states_slot(chunk, os_slot)
+        param32 = states[MASTER]
 
         def recover() -> None:
             for piece in pieces:
-                payload[piece.start : piece.end].copy_(triple.param32[piece.start : piece.end])
+                payload[piece.start : piece.end].copy_(param32[piece.start : piece.end])
 
         return recover
 

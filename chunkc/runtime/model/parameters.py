@@ -10,7 +10,7 @@ What the whole model hands out at once (state dicts, optimizer states) is in hos
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +24,7 @@ from chunkc.distributed.process_group import Kind, Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.state_spec import ADAM_STATES, MASTER
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.devices.requested import RequestedGradients
 from chunkc.runtime.model.backward_rules import refuse_lost
@@ -51,6 +52,7 @@ class ModelMemory:
         params: the managed parameters by index; the user's module holds the same objects.
         gradients: of the latest backward.
         requested: which gradients backwards are asked for.
+        state_spec: the optimizer states that plans make room for; the layout's once there is one.
         has_optimizer: whether one of chunkc's holds some parameter (set by the optimizers).
         foreign: updates by other optimizers than chunkc's.
         accounting: reservation on the device and what was measured of it.
@@ -87,6 +89,7 @@ class ModelMemory:
         manage_all(self.params, self.infos, self, device.torch_device)
         self.gradients = Gradients(self.params, self)
         self.requested = RequestedGradients(self.ranks, self.params, self.name_of)
+        self.state_spec = ADAM_STATES
         self.has_optimizer = False
         self.foreign = ForeignUpdates()
 
@@ -113,6 +116,7 @@ class ModelMemory:
         if self._store is None or self._values is None:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
             self._store = ChunkStore(layout, self.device)
+            self.state_spec = layout.state_spec
             self._values = ChunkValues(self._store, static, self.ranks)
         self._values.load(self.staging)
         return self._store
@@ -318,28 +322,24 @@ class ModelMemory:
 
     # Optimizer states.
 
-    def read_state(
-        self, param: int, names: Sequence[str] = ("exp_avg", "exp_avg_sq", "param32")
-    ) -> tuple[torch.Tensor, ...]:
-        """Copies of the parts called ``names`` of a parameter's state, in float32 and host memory."""
+    def read_state(self, param: int, names: Sequence[str] | None = None) -> tuple[torch.Tensor, ...]:
+        """Copies of a parameter's states, and param32, called ``names`` (all), in float32 and host memory."""
+        names = (*self.state_spec.names, MASTER) if names is None else names
         self.drain()
         self._together("the optimizer state", param)
         if self._values is None or self.staging.holds(param):
-            found = self.staging.state_or_zeros(param)
-            return tuple(getattr(found, name).float().clone() for name in names)
+            return tuple(found.float().clone() for found in self.staging.read_state(param, names))
         return tuple(self._values.read_state(param, name).to("cpu") for name in names)
 
-    def write_state(
-        self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
-    ) -> None:
-        """Replace moments and, if given, param32, of a parameter that is trained."""
+    def write_state(self, param: int, states: Mapping[str, torch.Tensor], param32: torch.Tensor | None) -> None:
+        """Replace optimizer states and, if given, param32, of a parameter that is trained."""
         self.drain()
         if self._values is None or self.staging.holds(param):
-            self.staging.write_state(param, exp_avg, exp_avg_sq, param32)
+            self.staging.write_state(param, states, param32)
             self._raise_versions([param])
             return
         self._together("a new optimizer state", param)
-        self._values.write_moments(param, of_first_rank(self.ranks, exp_avg), of_first_rank(self.ranks, exp_avg_sq))
+        self._values.write_states(param, {name: of_first_rank(self.ranks, value) for name, value in states.items()})
         if param32 is not None:
             self.write_param(param, param32)
 
@@ -359,15 +359,15 @@ class ModelMemory:
         """Whether this rank is one of those whose chunks count where there are several of each."""
         return self.layout is None or self.ranks.rank < self.layout.world_size
 
-    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
-        """Replace this rank's elements of a parameter in chunks and, where given, of its moments.
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats]) -> None:
+        """Replace this rank's elements of a parameter in chunks and of the given ones of its states.
 
         All are 1-D and as exact as they are to be, one for each of ``own_ranges``. The model is in the cold state
         (``to_cold``), so that nothing is exchanged.
         """
         self.drain()
         if self.infos[index].numel:
-            self._chunk_values().write_own(index, value, moments, payload=index not in self._overlaid())
+            self._chunk_values().write_own(index, value, states, payload=index not in self._overlaid())
         self._raise_versions([index])
 
     def is_trained(self, index: int) -> bool:

@@ -19,6 +19,7 @@ from torch import nn
 from chunkc.errors import ChunkcError
 from chunkc.runtime.execution.grad_norm import StepDecision
 from chunkc.runtime.optim.state_dict import OptimizerRuntime, managed
+from chunkc.runtime.update.rules import UpdateRule
 
 _MAX_NAMED = 5
 
@@ -43,12 +44,14 @@ class StepCounts:
     """How often each parameter was stepped, by its index; parameters without an entry were never stepped.
 
     Attributes:
+        rule: the optimizer's.
         runtime: the compiled model that all parameters belong to; None while there are none.
         params: parameters of the optimizer's groups, by index.
         num_writes: how often the state of each parameter was replaced, or written to, otherwise than by a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule = rule
         self.runtime: OptimizerRuntime | None = None
         self.params: dict[int, nn.Parameter] = {}
         self.num_writes: Counter[int] = Counter()

@@ -1,12 +1,14 @@
 """The chunk store: the memory of one model's layout, and views of parameters in it.
 
 Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
-there as it is in adjacent slots. The triples of host-homed chunks stand in a second slab, per chunk param32, momentum,
-variance. Device memory is one arena; slots are byte ranges of it. All views are made once and reused in every step.
+there as it is in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32 and
+the lists of the layout's spec. Device memory is one arena; slots are byte ranges of it. All views are made once and
+reused in every step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,20 +17,10 @@ from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.storage.snapshot import Snapshot
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
 
-
-@dataclass(frozen=True, slots=True)
-class Triple:
-    """fp32 views of one chunk's optimizer state, 1-D, ``used_numel`` elements each."""
-
-    param32: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.param32, self.exp_avg, self.exp_avg_sq
+ChunkStates = Mapping[str, torch.Tensor]
+"""Views of one chunk's optimizer states by name, param32 first: 1-D, ``used_numel`` elements each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +49,17 @@ class ChunkStore:
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         payloads = [c for c in layout.owned() if c.home is Home.HOST]
-        triples = [c for c in layout.owned() if c.os_home is Home.HOST]
-        self._payload_slab = self._triple_slab = self._nothing
+        with_states = [c for c in layout.owned() if c.os_home is Home.HOST]
+        self._payload_slab = self._states_slab = self._nothing
         self.arena = device.allocate_arena(layout.arena_nbytes)
         try:
             self._payload_slab = self._home(sum(c.nbytes for c in payloads))
-            self._triple_slab = self._home(sum(layout.os_nbytes_of(c) for c in triples))
+            self._states_slab = self._home(sum(layout.os_nbytes_of(c) for c in with_states))
         except BaseException:
             self.close()
             raise
         self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
-        self._triple_offset = _offsets(triples, [layout.os_nbytes_of(c) for c in triples])
+        self._states_offset = _offsets(with_states, [layout.os_nbytes_of(c) for c in with_states])
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
@@ -82,7 +74,7 @@ class ChunkStore:
             if chunk.home is Home.HOST:
                 self._device.touch_home(self.payload_home(chunk)[part.start : part.end])
             if chunk.os_home is Home.HOST:
-                for tensor in self.triple_home(chunk).tensors:
+                for tensor in self.states_home(chunk).values():
                     self._device.touch_home(tensor[part.start : part.end])
 
     def pin(self) -> None:
@@ -91,7 +83,7 @@ class ChunkStore:
         Raises:
             HardwareError: when the system does not pin the homes; they keep what they hold.
         """
-        for slab in (self._payload_slab, self._triple_slab):
+        for slab in (self._payload_slab, self._states_slab):
             self._device.pin_home(slab)
 
     def close(self) -> None:
@@ -100,16 +92,16 @@ class ChunkStore:
         The garbage collector may call this while torch traces something else, so no operator runs here.
         """
         self.end_snapshot(self.snapshot)
-        for slab in (self._payload_slab, self._triple_slab):
+        for slab in (self._payload_slab, self._states_slab):
             if slab.numel():
                 self._device.free_home(slab)
         self._device.free_arena(self.arena)
-        self.arena = self._payload_slab = self._triple_slab = self._nothing
+        self.arena = self._payload_slab = self._states_slab = self._nothing
 
     def before_write(self, chunk: int) -> None:
         """Prepare a write to a chunk; return when no snapshot needs what stands there now.
 
-        The call comes before param32 or moments of the chunk change where they live. For an untrained chunk the call
+        The call comes before param32 or states of the chunk change where they live. For an untrained chunk the call
         comes before the payload changes. See `chunkc.runtime.storage.snapshot`.
         """
         snapshot = self.snapshot
@@ -190,13 +182,21 @@ class ChunkStore:
         place = self.layout.slots[slot]
         return self.arena[place.offset : place.end]
 
-    def triple_home(self, chunk: Chunk) -> Triple:
-        """The host-homed optimizer state of a chunk."""
-        return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
+    def states_home(self, chunk: Chunk) -> ChunkStates:
+        """The host-homed optimizer states of a chunk."""
+        return self._states(self._states_slab, self._states_offset[chunk.index], chunk)
 
-    def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
-        """The optimizer state of a chunk in a slot."""
-        return _triple(self.arena, self.layout.slots[slot].offset, chunk)
+    def states_slot(self, chunk: Chunk, slot: int) -> ChunkStates:
+        """The optimizer states of a chunk in a slot."""
+        return self._states(self.arena, self.layout.slots[slot].offset, chunk)
+
+    def _states(self, memory: torch.Tensor, offset: int, chunk: Chunk) -> ChunkStates:
+        found = {}
+        for name, dtype in self.layout.state_spec.lists():
+            size = DTYPE_NBYTES[dtype]
+            found[name] = memory[offset : offset + chunk.used_numel * size].view(_dtype(dtype))
+            offset += chunk.numel * size
+        return found
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
         """The parameter as the graphs read it, its first chunk standing in ``slot``."""
@@ -214,12 +214,6 @@ def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
         found[chunk.index] = offset
         offset += nbytes
     return found
-
-
-def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
-    size = chunk.numel * 4
-    lists = [memory[offset + k * size : offset + k * size + chunk.used_numel * 4].view(torch.float32) for k in range(3)]
-    return Triple(*lists)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
+"""Reading and writing whole parameters, gradients and states in chunks, wherever a layout keeps them.
 
 param32 is valid at every moment, so the value of a trained parameter is read from it; the payload may hold a gradient.
 All functions assume that nothing is pending: the caller has drained the device. What is read stands where the chunks
@@ -11,15 +11,17 @@ first one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.host_slab import FreedPages
-from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
+from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
 from chunkc.runtime.storage.snapshot import Snapshot, SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore
 from chunkc.runtime.update.loss_scale import multiply
@@ -33,7 +35,7 @@ class ChunkValues:
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
         """Bind a chunk store, the slots of its device-homed tensors and the ranks.
 
-        ``static_slots`` gives the slot of every payload (``c3``) and triple (``os3``) whose home is the device.
+        ``static_slots`` gives the slot of every payload (``c3``) and OS (``os3``) whose home is the device.
         """
         self._store = store
         self._ranks = ranks or Ranks()
@@ -52,11 +54,11 @@ class ChunkValues:
         """
         freed = FreedPages()
         for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
-            exact, state = staging.exact(index), staging.state(index)
+            exact, state = staging.exact(index), staging.state(index, self._layout.state_spec.names)
             self._store.touch(index)
             self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
-                self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+                self.write_states(index, state.lists)
             nbytes = exact.nbytes
             staging.forget(index)
             del exact, state
@@ -74,21 +76,21 @@ class ChunkValues:
     def read_param(self, index: int) -> torch.Tensor:
         """A copy of the parameter's most precise value: fp32 where there is a master."""
         if self.is_trained(index):
-            return self._whole(index, lambda chunk: self._triple(chunk).param32, torch.float32)
+            return self._whole(index, partial(self._state, MASTER), torch.float32)
         return self._whole(index, self._payload)
 
     def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
         """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
         self._before_write(index)
         if self.is_trained(index):
-            self._scatter(index, lambda chunk: self._triple(chunk).param32, value)
+            self._scatter(index, partial(self._state, MASTER), value)
         if payload or not self.is_trained(index):
             self._scatter(index, self._payload, value)
 
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            self._payload(chunk)[part].copy_(self._triple(chunk).param32[part])
+            self._payload(chunk)[part].copy_(self._states(chunk)[MASTER][part])
 
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of what the payload, or the gradient chunk beside it, holds after backward."""
@@ -105,52 +107,61 @@ class ChunkValues:
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
-        """Return a copy of ``exp_avg``, ``exp_avg_sq`` or ``param32`` in float32, parameter-shaped.
+        """Return a copy of an optimizer state, or of ``param32``, in float32, parameter-shaped.
 
         Where nothing is trained, ``param32`` is the parameter.
 
         Raises:
-            ChunkcError: for moments of a parameter that the compiled graph does not train.
+            ChunkcError: for states of a parameter that the compiled graph does not train.
         """
-        if name == "param32":
+        if name == MASTER:
             return self.read_param(index).float()
+        self._check_kept([name])
         if not self.is_trained(index):
             raise ChunkcError(
                 f"an optimizer state of {self._layout.params[index].name} was loaded before the first forward, which "
                 "does not train the parameter, so that the state was not kept: delete it from `optimizer.state`, and "
                 "leave it out when states are loaded"
             )
-        return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
+        return self._whole(index, partial(self._state, name), torch.float32)
 
-    def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
-        """Replace both moments."""
+    def write_states(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace optimizer states.
+
+        Raises:
+            ChunkcError: for one that chunks have no room for.
+        """
+        self._check_kept(states)
         self._before_write(index)
-        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
-        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
+        for name, value in states.items():
+            self._scatter(index, partial(self._state, name), value)
 
-    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and, where given, of its moments.
+    def _check_kept(self, names: Iterable[str]) -> None:
+        spec = self._layout.state_spec
+        unknown = [name for name in names if name not in spec.names]
+        if unknown:
+            raise ChunkcError(f"the plan has room for {spec}, and none for {', '.join(unknown)} of another optimizer")
+
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats], *, payload: bool) -> None:
+        """Replace this rank's elements of a parameter and of the given ones of its states.
 
         The new elements are 1-D, one tensor for each run of parts.
         """
         self._before_write(index)
-        lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
-        if self.is_trained(index):
-            lists.append((lambda chunk: self._triple(chunk).param32, value))
-        if payload or not lists:
-            lists.append((self._payload, value))
-        if moments is not None:
-            lists.append((lambda chunk: self._triple(chunk).exp_avg, moments[0]))
-            lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
-        for of, flats in lists:
-            for run, flat in zip(self._store.own_runs(index), flats, strict=True):
-                for part in run:
-                    first = part.first - run[0].first
-                    place = of(self._layout.chunks[part.chunk])[part.start : part.end]
-                    place.copy_(flat[first : first + part.end - part.start])
+        is_trained = self.is_trained(index)
+        for position, run in enumerate(self._store.own_runs(index)):
+            for part in run:
+                chunk, own = self._layout.chunks[part.chunk], slice(part.start, part.end)
+                first = part.first - run[0].first
+                taken = slice(first, first + part.end - part.start)
+                if is_trained:
+                    for name, flats in {MASTER: value, **states}.items():
+                        self._states(chunk)[name][own].copy_(flats[position][taken])
+                if payload or not is_trained:
+                    self._payload(chunk)[own].copy_(value[position][taken])
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
-        """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
+        """Begin a snapshot of this rank's parameters and optimizer states, to be read while training goes on.
 
         The values are those of now. There is one snapshot at a time: an earlier one ends. ``end_snapshot`` of the store
         must follow the last read.
@@ -161,9 +172,9 @@ class ChunkValues:
         return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
-        """Return the tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
+        """Return the tensors of a chunk's values: param32 and states, or the payload of an untrained chunk."""
         found = self._layout.chunks[chunk]
-        return self._triple(found).tensors if found.list is ChunkList.TRAINED else (self._payload(found),)
+        return tuple(self._states(found).values()) if found.list is ChunkList.TRAINED else (self._payload(found),)
 
     def _before_write(self, index: int) -> None:
         for chunk, _ in self._own_parts(index):
@@ -187,10 +198,13 @@ class ChunkValues:
         grad_chunk = self._grad_chunks.get(chunk.index)
         return self._payload(chunk if grad_chunk is None else self._layout.chunks[grad_chunk])
 
-    def _triple(self, chunk: Chunk) -> Triple:
+    def _state(self, name: str, chunk: Chunk) -> torch.Tensor:
+        return self._states(chunk)[name]
+
+    def _states(self, chunk: Chunk) -> ChunkStates:
         if chunk.os_home is Home.DEVICE:
-            return self._store.triple_slot(chunk, self._static[f"os{chunk.index}"])
-        return self._store.triple_home(chunk)
+            return self._store.states_slot(chunk, self._static[f"os{chunk.index}"])
+        return self._store.states_home(chunk)
 
     def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
         info, chunks = self._layout.params[index], self._layout.chunks
@@ -241,7 +255,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Slots of the payloads and triples that live on the device."""
+    """Slots of the payloads and optimizer states that live on the device."""
     fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
     fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
     return {target: slot for target, slot in resident if target in fixed}

@@ -133,7 +133,7 @@ class SnapshotReader:
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def read(self, index: int, position: int = 0) -> tuple[torch.Tensor, ...]:
-        """Parameter ``index`` (position 0), its exp_avg (1) or its exp_avg_sq (2), as it was, in host memory.
+        """Parameter ``index`` (position 0), or its state of a position from 1 on, as it was, in host memory.
 
         Returns:
             the elements of each run, 1-D.
