@@ -162,7 +162,7 @@ def load_checkpoint(
 
     Args:
         model: compiled; before its first step, or after any.
-        optimizer: takes over groups, moments and step counts. Without one only the model is loaded: no moments, no
+        optimizer: takes over groups, states and step counts. Without one only the model is loaded: no states, no
             generators of random numbers.
         scheduler: of the kind that was saved; needed with an optimizer if there was one.
 

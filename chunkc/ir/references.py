@@ -15,7 +15,7 @@ from chunkc.files import FormatError
 from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Plan, Program, State
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
-from chunkc.ir.state_spec import StateSpec
+from chunkc.ir.state_spec import MASTER, StateSpec
 
 MAX_RANKS: Final = 2**20
 MAX_NUMEL: Final = 2**53
@@ -53,7 +53,9 @@ def _check_state_spec(spec: StateSpec) -> None:
     if len(spec.names) != len(spec.dtypes) or len(spec.names) > _MAX_STATES:
         counts = f"{len(spec.names)} names and {len(spec.dtypes)} dtypes"
         raise FormatError(f"at most {_MAX_STATES} states have one dtype each, found {counts}", "layout.state_spec")
-    for position, dtype in enumerate(spec.dtypes):
+    for position, (name, dtype) in enumerate(zip(spec.names, spec.dtypes, strict=True)):
+        if not name.isidentifier() or name in (MASTER, *spec.names[:position]):
+            raise FormatError(f"must be a name of its own, found {name!r:.60}", f"layout.state_spec.names[{position}]")
         _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]")
 
 

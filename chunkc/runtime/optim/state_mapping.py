@@ -150,7 +150,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return params[-1], self.pop(params[-1])
 
     def clear(self) -> None:
-        """Begin anew: every parameter's next step is its first and starts from zero moments."""
+        """Begin anew: every parameter's next step is its first and starts from states of zero."""
         self._counts.forget(self._counts.current())
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -235,7 +235,7 @@ class ParamState(_DictLike[str, Tensor]):
             _replace(self._counts, {self._index: found})
 
     def clear(self) -> None:
-        """Forget the state: the parameter's next step is its first and starts from zero moments."""
+        """Forget the state: the parameter's next step is its first and starts from states of zero."""
         self._counts.check_owned([self._index])
         self._counts.forget([self._index])
 

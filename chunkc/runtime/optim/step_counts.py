@@ -1,6 +1,6 @@
-"""The step counts of one optimizer's parameters, and whose their moments are.
+"""The step counts of one optimizer's parameters, and whose their states are.
 
-Moments exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
+States exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
 refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
 stepped either.
 
@@ -87,7 +87,7 @@ class StepCounts:
     def replace(self, counts: Mapping[int, int], owned: Iterable[int] = ()) -> None:
         """Start from states that the model was given: ``counts``, 1 or more, and none but those.
 
-        ``owned`` are further parameters whose moments were given, though they count as never stepped.
+        ``owned`` are further parameters whose states were given, though they count as never stepped.
         """
         self._taken = _Taken(dict(counts))
         self.num_writes.update({*counts, *owned})
@@ -101,11 +101,11 @@ class StepCounts:
         self._take_over([index])
 
     def note_write(self, index: int) -> None:
-        """The moments of a parameter are about to be replaced: what was gathered of its state before is old."""
+        """The states of a parameter are about to be replaced: what was gathered of its state before is old."""
         self.num_writes[index] += 1
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """These parameters count as never stepped: their next step starts from zero moments."""
+        """These parameters count as never stepped: their next step starts from states of zero."""
         self.settle()
         gone = frozenset(indexes)
         self._taken = _Taken({index: count for index, count in self._taken.counts.items() if index not in gone})
