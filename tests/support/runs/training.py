@@ -50,10 +50,10 @@ class Recipe:
         makes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
         return makes[self.optimizer](params, **self.options)
 
-    def ours(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def ours(self, params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
         """chunkc's."""
         makes = {"adamw": chunkc.AdamW, "sgd": chunkc.SGD, "lion": chunkc.Lion}
-        return makes[self.optimizer](params, **self.options)
+        return makes[self.optimizer](params, **self.options, **options)
 
 
 PLACEMENT = Recipe()
