@@ -196,6 +196,26 @@ def test_plans_count_states(optimizer: str, nbytes: int) -> None:
     assert f"{nbytes} bytes per element" in " ".join(plan.summary().split())
 
 
+def test_micro_batches_add_up() -> None:
+    """Two halves of a batch in each step, against the whole in plain PyTorch."""
+    plain = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+    model = compiled(accumulate=2)
+    plain.load_state_dict(model.state_dict())
+    ours = chunkc.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    for step in range(4):
+        torch.manual_seed(step)
+        batch = torch.randn(8, 12)
+        for half in batch.chunk(2):
+            (model(half).square().mean() / 2).backward()
+        plain(batch).square().mean().backward()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = zip(model.state_dict().values(), plain.state_dict().values(), strict=True)
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
+
+
 def test_clipped_steps_are_as_long_as_asked() -> None:
     model = compiled()
     optimizer = chunkc.SGD(model.parameters(), lr=0.1, momentum=0.9, max_grad_norm=1e-3)

@@ -126,15 +126,19 @@ class ChunkValues:
         return self._whole(index, partial(self._state, name), torch.float32)
 
     def write_states(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
-        """Replace optimizer states.
+        """Replace the optimizer states of a parameter; those that are not given are zero.
 
         Raises:
             ChunkcError: for one that chunks have no room for.
         """
         self._check_kept(states)
         self._before_write(index)
-        for name, value in states.items():
-            self._scatter(index, partial(self._state, name), value)
+        for name in self._layout.state_spec.names:
+            if name in states:
+                self._scatter(index, partial(self._state, name), states[name])
+                continue
+            for chunk, part in self._own_parts(index):
+                self._state(name, chunk)[part].zero_()
 
     def _check_kept(self, names: Iterable[str]) -> None:
         spec = self._layout.state_spec
