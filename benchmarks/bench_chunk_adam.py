@@ -33,11 +33,12 @@ import torch
 from torch import Tensor
 
 from chunkc._torch_compat.inductor import inductor_loop
-from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
 RESULTS = Path(__file__).parent / "results"
-HYPER = Hyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True)
+HYPER = AdamHyper(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=1e-2, decoupled=True)
 FUSED_TILE_NUMEL = 256 * 1024
 MOVE_TILE_NUMEL = 1024 * 1024
 BASELINES = {"move": ("move lists", "move tiles", "move one loop"), "fused": ("fused tiles", "fused whole")}
@@ -78,7 +79,7 @@ def make_works(numel: int, dtype: torch.dtype) -> dict[str, Work]:
     """The measured functions, by name; all work on the same chunk."""
     draws = torch.randn(2**16, generator=torch.Generator().manual_seed(0)).repeat(-(-numel // 2**16))[:numel]
     payload, triple = draws.to(dtype), (draws.clone(), draws * 1e-2, draws.square() * 1e-3)
-    update = ChunkUpdate(payload, *triple, [Piece(0, 0, numel)])
+    update = ChunkUpdate(ADAM, payload, triple, [Piece(0, 0, numel)])
     inputs = StepInputs({0: HYPER}, {0: 1000}, 1)
     return {
         "chunkc": lambda: update.update(inputs),

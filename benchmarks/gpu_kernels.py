@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from chunkc._torch_compat.cuda import cuda_sleep
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.rules import AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs, tables_of
 from chunkc.triton_kernels.cast import restore
-from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+from chunkc.triton_kernels.chunk_update import chunk_update_launch
 from chunkc.triton_kernels.grad_norm import grad_norm, make_norm_tiles
 from chunkc.triton_kernels.launch import make_tiles
 
 Work = Callable[[], object]
 AHEAD_CYCLES = 2_000_000  # a millisecond
-HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +53,8 @@ def measure(numel: int, pairs: int, device: torch.device) -> dict[str, Any]:
     tiles, norm_tiles = (make([(0, numel, 0)], device) for make in (make_tiles, make_norm_tiles))
     rows, row_of_param = tables_of(StepInputs({0: HYPER}, {0: 7}, 1))
     control = torch.tensor([1.0, 0.0], device=device)
-    adam = chunk_adam_launch(payload, payload, *triple, tiles, row_of_param.to(device), rows.to(device), control)
+    tables = (tiles, row_of_param.to(device), rows.to(device), control)
+    adam = chunk_update_launch("adam", triple, payload, payload, *tables)
     norm = torch.zeros(2, device=device)
     kernels: dict[str, tuple[Work, int]] = {
         "chunk_adam": (adam.run, 28),  # bf16 gradient read and parameter written in place, three fp32 lists both ways

@@ -17,6 +17,7 @@ from chunkc import _checkout  # noqa: F401 - first: what follows imports the pac
 __version__ = "0.1.0"
 
 __all__ = [
+    "SGD",
     "AccumulationError",
     "Adam",
     "AdamW",
@@ -28,6 +29,7 @@ __all__ = [
     "GradScaler",
     "Hardware",
     "HardwareError",
+    "Lion",
     "Plan",
     "PlanError",
     "PlanNotReadyError",

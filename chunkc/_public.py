@@ -28,7 +28,9 @@ from chunkc.observability import record_timeline as record_timeline
 from chunkc.report import Plan as Plan
 from chunkc.report.timeline import simulate as simulate
 from chunkc.runtime.optim.grad_scaler import GradScaler as GradScaler
-from chunkc.runtime.optim.optimizer import Adam as Adam
-from chunkc.runtime.optim.optimizer import AdamW as AdamW
+from chunkc.runtime.optim.optimizers import SGD as SGD
+from chunkc.runtime.optim.optimizers import Adam as Adam
+from chunkc.runtime.optim.optimizers import AdamW as AdamW
+from chunkc.runtime.optim.optimizers import Lion as Lion
 from chunkc.weights.load import load_pretrained as load_pretrained
 from chunkc.weights.save import save_safetensors as save_safetensors

@@ -47,6 +47,7 @@ from chunkc.runtime.devices.host_slab import map_private
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
 from chunkc.runtime.update.loss_scale import LossScale
+from chunkc.runtime.update.rules import states_of
 from chunkc.weights.initial import buffer_values
 from chunkc.weights.streamed import stream_saves
 
@@ -71,6 +72,7 @@ def compile(  # the name that torch.compile taught users
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
+    optimizer: str = "adamw",
 ) -> M:
     """Compile ``model`` in place for training within the memory of ``hw``, and return the same object.
 
@@ -102,6 +104,8 @@ def compile(  # the name that torch.compile taught users
             number: always by that. A step with an infinite or NaN gradient changes nothing, and ``param.grad`` shows
             gradients unscaled. Compute the loss inside the forward, or in fp32: what it divides by outside in fp16 is
             lost before it is scaled (or use `chunkc.GradScaler`).
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum or without) or ``"lion"``: whose states the plan
+            makes room for. One of chunkc's optimizers that is made before the first forward says it by itself.
 
     Raises:
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
@@ -109,7 +113,9 @@ def compile(  # the name that torch.compile taught users
     """
     if example_inputs is not None and example_inputs != ():
         raise ChunkcError(f"example_inputs={example_inputs!r} is not built yet; leave it at its default None")
-    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
+    )
     check_model(model)
     job.join()
     machine, device = device_for(hw)
@@ -162,6 +168,7 @@ def compile(  # the name that torch.compile taught users
         device.use_cores(cores)
     buffers = _moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
+    runtime.parameters.state_spec = options.state_spec
     if factor is not None:
         runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))
     for module, name, buffer in buffers:
@@ -192,6 +199,7 @@ def plan(
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
     loss_scale: float | str = "dynamic",
+    optimizer: str = "adamw",
 ) -> Plan:
     """Plan the training of ``model`` on ``hw``: nothing runs or is allocated, the model stays as it is.
 
@@ -212,7 +220,9 @@ def plan(
         CaptureError: when its forward is no single graph that can be trained.
         ChunkcError: for a model or an option that cannot be honoured.
     """
-    options = PlanOptions(chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate))
+    options = PlanOptions(
+        chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
+    )
     check_plannable(model)
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
@@ -258,8 +268,8 @@ def plan_of(model: nn.Module) -> Plan:
     executor = _compiled(model).runtime.executor
     if executor is None and _compiled(model).breaks.reasons:
         raise PlanNotReadyError(
-            "the forward breaks into several graphs, whose plan is made at the first step() of chunkc.AdamW or "
-            "chunkc.Adam; there was none yet"
+            "the forward breaks into several graphs, whose plan is made at the first step() of chunkc's "
+            "optimizer; there was none yet"
         )
     if executor is None:
         raise PlanNotReadyError("the plan is made at the first training forward; run one, or use chunkc.plan")

@@ -22,6 +22,7 @@ from itertools import accumulate
 from chunkc.errors import PlanError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 
 UNUSED_DTYPE = "float32"
@@ -77,7 +78,13 @@ class _Packer:
 
 
 def pack(
-    schedule: Schedule, liveness: Liveness, chunk_numel: int, world_size: int = 1, rank: int = 0, lookback: int = 0
+    schedule: Schedule,
+    liveness: Liveness,
+    chunk_numel: int,
+    world_size: int = 1,
+    rank: int = 0,
+    lookback: int = 0,
+    state_spec: StateSpec = ADAM_STATES,
 ) -> Layout:
     """Map parameters to chunks of ``chunk_numel`` elements of the commonest dtype.
 
@@ -112,6 +119,7 @@ def pack(
         chunk_numel=chunk_numel,
         world_size=world_size,
         rank=rank,
+        state_spec=state_spec,
     )
 
 
@@ -244,7 +252,8 @@ class ChunkMappingPass:
             check_matches(draft.fixed_layout, draft.schedule, liveness)
             return replace(draft, layout=draft.fixed_layout, note="kept: one layout per model")
         numel = decided(draft.chunk_numel, "chunk_numel")
-        layout = pack(draft.schedule, liveness, numel, target.world_size, target.rank, draft.lookback)
+        ranks, spec = (target.world_size, target.rank), draft.options.state_spec
+        layout = pack(draft.schedule, liveness, numel, *ranks, draft.lookback, spec)
         layout = replace(layout, num_replicas=target.num_replicas)
         least = least_groups(draft.schedule, liveness, numel, target.world_size)
         note = f"{len(layout.chunks)} chunks, {100 * layout.utilisation():.1f} % of their elements used; "

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from chunkc.errors import BudgetError
 from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.passes.chunk_mapping import aligned_numel, pack
 from chunkc.passes.residency import moved_nbytes, plan_intervals
 from chunkc.passes.support.arena import buffers_of, lay_out
@@ -98,15 +99,22 @@ def evaluate(
     schedule: Schedule, liveness: Liveness, target: Target, options: PlanOptions, numel: int
 ) -> list[Candidate]:
     """Pack chunks of ``numel`` elements, with a look-back too where that makes fewer; price what fits."""
-    layouts = packings(schedule, liveness, numel, target.world_size, target.rank)
+    layouts = packings(schedule, liveness, numel, target.world_size, target.rank, options.state_spec)
     return [_priced(layout, lookback, liveness, target, options, numel) for lookback, layout in layouts]
 
 
 def packings(
-    schedule: Schedule, liveness: Liveness, numel: int, world_size: int = 1, rank: int = 0
+    schedule: Schedule,
+    liveness: Liveness,
+    numel: int,
+    world_size: int = 1,
+    rank: int = 0,
+    state_spec: StateSpec = ADAM_STATES,
 ) -> list[tuple[int, Layout]]:
     """The layout without a look-back, and the one with a look-back where it has fewer chunks."""
-    plain, filled = (pack(schedule, liveness, numel, world_size, rank, lookback) for lookback in (0, LOOKBACK))
+    plain, filled = (
+        pack(schedule, liveness, numel, world_size, rank, lookback, state_spec) for lookback in (0, LOOKBACK)
+    )
     if len(filled.chunks) < len(plain.chunks):
         return [(0, plain), (LOOKBACK, filled)]
     return [(0, plain)]

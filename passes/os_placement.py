@@ -59,8 +59,8 @@ def resident_slots(layout: Layout) -> tuple[Slot, ...]:
     offset = slots[-1].end if slots else 0
     for chunk in layout.owned():
         if chunk.os_home is Home.DEVICE:
-            slots.append(Slot(len(slots), offset, chunk.os_nbytes))
-            offset += chunk.os_nbytes
+            slots.append(Slot(len(slots), offset, layout.os_nbytes_of(chunk)))
+            offset = slots[-1].end
     return tuple(slots)
 
 
@@ -113,7 +113,7 @@ def _keep(draft: Draft, layout: Layout, demand: Demand) -> Draft:
         return replace(draft, demand=demand, os_home=Home.HOST, note=f"kept on the {Home.HOST}")
     sizes = sizes_of(layout, demand, liveness, cuts)
     error = refuse(draft.schedule, target, draft.options, demand, sizes, layout.chunk_numel)
-    staying_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    staying_nbytes = sum(layout.os_nbytes_of(c) for c in layout.owned() if c.os_home is Home.DEVICE)
     need_nbytes = layout.arena_nbytes + peak_nbytes if enough else sizes.evicted_nbytes + staying_nbytes
     raise BudgetError(
         f"another shape of {target.model} does not fit beside the arena of {layout.arena_nbytes} bytes that its first "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT, Home
+from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
 from chunkc.passes.os_placement import most_resident_triples
 from chunkc.passes.support.budget import demand_of, with_homes
@@ -146,12 +146,13 @@ class Search:
     def _balanced_share(self) -> float:
         """The share of streamed triples that keeps host and link busy alike.
 
-        It is B / (B + 12 U) (Deep Optimizer States, section 4) where the slower direction copies B bytes a second and
-        the host updates U parameters a second.
+        It is B / (B + 12 U) (Deep Optimizer States, section 4; 12 bytes are Adam's states) where the slower direction
+        copies B bytes a second and the host updates U parameters a second.
         """
-        rates = self.rates
-        copied = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
-        return copied / (copied + OS_NBYTES_PER_ELEMENT * max(rates.cpu_update_gparam_per_s.values()))
+        rates, states = self.rates, self.options.state_spec
+        copied, table = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s), rates.cpu_update_gparam_per_s
+        updated = max(rates.update_gparam_per_s(table, dtype, states) for dtype in table)
+        return copied / (copied + states.nbytes_per_element * updated)
 
     def _best_of(self, best: Candidate, others: Iterable[PlanOptions]) -> Candidate:
         for options in others:

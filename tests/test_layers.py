@@ -37,8 +37,9 @@ MAY_IMPORT: Mapping[str, set[str]] = {
     "runtime.storage": KERNELS | {"runtime.update", "runtime.devices"},
     "runtime.params": KERNELS | {"runtime.update", "runtime.storage"},
     "runtime.execution": KERNELS | {"runtime.update", "runtime.devices", "runtime.storage"},
-    "runtime.optim": KERNELS | {"runtime.update", "runtime.storage", "runtime.params", "runtime.execution"},
-    "runtime.model": KERNELS | {"runtime"},
+    "runtime.optim": KERNELS | {"runtime"},
+    "runtime.model": KERNELS
+    | {"runtime.update", "runtime.devices", "runtime.storage", "runtime.params", "runtime.execution"},
     "passes": BOTTOM | {"ir", "hardware", "cost", "passes.lower"},
     "passes.lower": BOTTOM | {"ir", "hardware", "cost", "passes", "_torch_compat"},
     "report": MIDDLE,

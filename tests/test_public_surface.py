@@ -24,10 +24,12 @@ NAMES = frozenset(
         "GradScaler",
         "Hardware",
         "HardwareError",
+        "Lion",
         "Plan",
         "PlanError",
         "PlanNotReadyError",
         "RankError",
+        "SGD",
         "ShapeLimitError",
         "clip_grad_norm_",
         "compile",
@@ -50,10 +52,10 @@ NAMES = frozenset(
 SIGNATURES = {
     "compile": "model, hw='auto', *, dtype='auto', backend='inductor', chunk_size='auto', accumulate=1, "
     "shard='all', reduce_dtype=None, fullgraph=False, example_inputs=None, passes=None, keep_fp32=(), reserve=0, "
-    "loss_scale='dynamic'",
+    "loss_scale='dynamic', optimizer='adamw'",
     "plan": "model, hw='auto', *, example_inputs, world_size=None, dtype='auto', backend='inductor', "
     "chunk_size='auto', accumulate=1, shard='all', reduce_dtype=None, passes=None, keep_fp32=(), reserve=0, "
-    "loss_scale='dynamic'",
+    "loss_scale='dynamic', optimizer='adamw'",
     "plan_of": "model",
     "clip_grad_norm_": "model, max_norm, norm_type=2.0",
     "simulate": "plan, hw=None",
@@ -69,6 +71,8 @@ SIGNATURES = {
     "graceful_exit": "*signals",
     "AdamW": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, max_grad_norm=None",
     "Adam": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, *, max_grad_norm=None",
+    "SGD": "params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, max_grad_norm=None",
+    "Lion": "params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, max_grad_norm=None",
     "GradScaler": "device=None, init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, "
     "enabled=True",
     "GradScaler.scale": "self, outputs",

@@ -47,7 +47,7 @@ class Launch:
     kernel: Any
     grid: int
     args: tuple[Tensor | int, ...]
-    constants: Mapping[str, int | bool] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
     num_warps: int = NUM_WARPS
     max_registers: int | None = None
 

@@ -15,8 +15,8 @@ from chunkc.baselines.outcome import Outcome, refused, simulated
 from chunkc.baselines.stretches import Course, Stretch
 from chunkc.baselines.writer import Writer
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.state_spec import ADAM_STATES
 
 NAME = "dos"
 SUBGROUP_NUMEL = 100_000_000
@@ -30,7 +30,7 @@ def stride(machine: Machine, dtype: str) -> int:
     rates = machine.rates
     update = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
     bandwidth = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
-    return max(2, math.ceil(1 + OS_NBYTES_PER_ELEMENT * update / bandwidth))
+    return max(2, math.ceil(1 + ADAM_STATES.nbytes_per_element * update / bandwidth))
 
 
 def dos(course: Course, machine: Machine) -> Outcome:
@@ -38,9 +38,9 @@ def dos(course: Course, machine: Machine) -> Outcome:
     ranks, payload = machine.world_size, DTYPE_NBYTES[course.dtype]
     numel = course.trained_numel // ranks
     kept_nbytes = (course.nbytes(range(len(course.schedule.params))) + payload * course.trained_numel) // ranks
-    update_nbytes = NUM_SUBGROUPS_ON_DEVICE * OS_NBYTES_PER_ELEMENT * min(SUBGROUP_NUMEL, numel)
+    update_nbytes = NUM_SUBGROUPS_ON_DEVICE * ADAM_STATES.nbytes_per_element * min(SUBGROUP_NUMEL, numel)
     device_nbytes = kept_nbytes + max(update_nbytes, _working_nbytes(course, ranks))
-    host_nbytes = (OS_NBYTES_PER_ELEMENT + payload) * numel
+    host_nbytes = (ADAM_STATES.nbytes_per_element + payload) * numel
     refusal = refused(NAME, machine, device_nbytes, host_nbytes)
     if refusal is not None:
         return refusal
@@ -87,7 +87,7 @@ def _update(writer: Writer, numel: int, every: int, last_copy: str) -> list[str]
     for number, first in enumerate(range(0, numel, SUBGROUP_NUMEL)):
         size = min(SUBGROUP_NUMEL, numel - first)
         if number % every == 0:
-            nbytes = OS_NBYTES_PER_ELEMENT * size
+            nbytes = ADAM_STATES.nbytes_per_element * size
             loaded = writer.copy(f"load subgroup {number}", Stream.H2D, [nbytes], last_copy)
             done = writer.update(f"update subgroup {number}", size, Stream.COMPUTE, loaded)
             ends[Stream.COMPUTE] = done

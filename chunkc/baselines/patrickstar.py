@@ -21,8 +21,8 @@ from chunkc.baselines.packing import SIZES, Packing, packings
 from chunkc.baselines.stretches import Course, Stretch
 from chunkc.baselines.writer import Writer
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.state_spec import ADAM_STATES
 
 WARM_UP_PERCENT = 20
 """Share of the device's memory for chunks while nothing is known about activations (section 7.3)."""
@@ -55,7 +55,7 @@ class PatrickStar:
 
     def total_nbytes(self, course: Course, packing: Packing) -> int:
         """Bytes of one rank's chunks, payloads and triples."""
-        element = DTYPE_NBYTES[course.dtype] + OS_NBYTES_PER_ELEMENT
+        element = DTYPE_NBYTES[course.dtype] + ADAM_STATES.nbytes_per_element
         return packing.num_groups * packing.chunk_numel * element
 
     def warm_up_nbytes(self, machine: Machine) -> int:
@@ -70,7 +70,7 @@ class PatrickStar:
         """Triples that the margin takes (+), or bytes of parameters that spill, as triples (-); Table 4."""
         chunk_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
         left = machine.device_nbytes - course.nonmodel_nbytes - packing.num_groups * chunk_nbytes
-        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
+        triple_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
         return left // triple_nbytes if left >= 0 else -(-left // triple_nbytes)
 
     def _with(self, course: Course, machine: Machine, packing: Packing) -> Outcome:
@@ -96,7 +96,7 @@ class PatrickStar:
             NoRoom: when a stretch does not fit beside them.
         """
         payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
-        triple_nbytes = packing.chunk_numel * OS_NBYTES_PER_ELEMENT
+        triple_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
 
         def room_nbytes(stretch: Stretch) -> int:
             if not self.traced:

@@ -11,7 +11,7 @@ from chunkc.cost.actions import Cost, all_gather_ms, memory_ms, stream_use, work
 from chunkc.cost.simulate import Script
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.ir.state_spec import ADAM_STATES
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class Writer:
         table = rates.cpu_update_gparam_per_s if on_cpu else rates.gpu_update_gparam_per_s
         alone_ms = numel / rates.of_dtype(table, dtype) * 1e-6
         kernels_ms = 0.0 if on_cpu else rates.kernel_launch_us * 1e-3
-        return self._add(text, stream, alone_ms, numel * OS_NBYTES_PER_ELEMENT, waits, kernels_ms)
+        return self._add(text, stream, alone_ms, numel * ADAM_STATES.nbytes_per_element, waits, kernels_ms)
 
     def wait_at_start(self, *waits: str) -> None:
         """The first action of an iteration waits for these of the one before."""

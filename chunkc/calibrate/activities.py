@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from chunkc.calibrate.memory import Regions, Scale
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.protocol import Device, Event
-from chunkc.runtime.update.cpu_adam import Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
 Work = Callable[[], None]
 
@@ -25,7 +26,7 @@ _MIN_COPY_NBYTES: Final = 4096
 _MAX_COPY_NBYTES: Final = 64 * 2**20
 _COLUMN_NUMEL: Final = 64  # chunks in updates have a multiple of this many elements
 # With a learning rate of 0 the parameters, which are the next gradients, stay as they are however often it runs.
-_HYPER: Final = Hyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
+_HYPER: Final = AdamHyper(lr=0.0, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, decoupled=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +116,9 @@ def update(device: Device, regions: Regions, scale: Scale, stream: Stream, dtype
     inputs = StepInputs({0: _HYPER}, {0: 2}, num_params=1)
     works = []
     for start in _starts(memory.numel(), numel * nbytes):
-        triple = memory[start : start + 3 * 4 * numel].view(torch.float32).view(3, numel)
+        states = memory[start : start + 3 * 4 * numel].view(torch.float32).view(3, numel)
         payload = memory[start + 3 * 4 * numel : start + nbytes * numel].view(dtype)
-        made = device.make_update(stream, payload, tuple(triple), [Piece(0, 0, numel)])
+        made = device.make_update(stream, ADAM, payload, tuple(states), [Piece(0, 0, numel)])
         works.append(partial(made.update, inputs))
     return Activity(stream, f"update of {numel} parameters", tuple(works)), numel
 

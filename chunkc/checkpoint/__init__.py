@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from chunkc.checkpoint import directory as folders
-from chunkc.checkpoint.contents import Contents, Optimizer, Stateful, check_optimizer, gather, runtime_of
+from chunkc.checkpoint.contents import Contents, Stateful, check_optimizer, gather, runtime_of
 from chunkc.checkpoint.directory import Manifest
 from chunkc.checkpoint.index import INDEX_NAME
 from chunkc.checkpoint.objects import OBJECTS_NAME, read_objects
@@ -37,6 +37,7 @@ from chunkc.distributed.coordination import all_do, exchange, of_first
 from chunkc.errors import CheckpointError, ChunkcError
 from chunkc.files import FormatError
 from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
 from chunkc.weights.tensors import memory_of
 
 logger = logging.getLogger("chunkc")
@@ -63,7 +64,7 @@ class Checkpoint:
 def save_checkpoint(
     directory: str | Path,
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: ChunkOptimizer,
     scheduler: Stateful | None = None,
     extra: Any = None,
     *,
@@ -137,7 +138,7 @@ def _beside(work: Callable[[], Path]) -> Future[Path]:
 
 
 def load_checkpoint(
-    directory: str | Path, model: nn.Module, optimizer: Optimizer | None = None, scheduler: Stateful | None = None
+    directory: str | Path, model: nn.Module, optimizer: ChunkOptimizer | None = None, scheduler: Stateful | None = None
 ) -> Checkpoint:
     """Go on from the newest checkpoint in ``directory``, or from the one that ``directory`` is.
 
@@ -150,7 +151,7 @@ def load_checkpoint(
 
     Args:
         model: compiled; before its first step, or after any.
-        optimizer: takes over groups, moments and step counts. Without one only the model is loaded: no moments, no
+        optimizer: takes over groups, states and step counts. Without one only the model is loaded: no states, no
             generators of random numbers.
         scheduler: of the kind that was saved; needed with an optimizer if there was one.
 
@@ -176,7 +177,7 @@ def load_checkpoint(
 
     def write() -> None:
         all_do(ranks, lambda: load_states(fit, objects, model, resumed))
-        all_do(ranks, lambda: write_model(fit, objects, with_moments=optimizer is not None))
+        all_do(ranks, lambda: write_model(fit, objects))
         if optimizer is not None:
             resume(fit, objects, check_optimizer(optimizer, runtime), groups)
 
@@ -191,7 +192,7 @@ def _compare(
     manifest: Manifest,
     model: nn.Module,
     runtime: ModelRuntime,
-    optimizer: Optimizer | None,
+    optimizer: ChunkOptimizer | None,
     scheduler: Stateful | None,
 ) -> tuple[Fit, dict[str, Any], list[dict[str, Any]]]:
     """Compare a checkpoint with the model, and with optimizer and scheduler if there is an optimizer.

@@ -3,7 +3,7 @@
 Tensors, by the user's names (the first, for tied parameters):
 
     model.<name>                            a parameter in the dtype that it was handed over in, or a buffer
-    optimizer.state.<name>.exp_avg          moments, of parameters that were ever stepped
+    optimizer.state.<name>.exp_avg          as the optimizer names its states, of parameters that were ever stepped
     optimizer.state.<name>.exp_avg_sq
     optimizer.state.<name>.master_param     param32, where the parameter itself was handed over in 16 bits
     object.<n>                              tensors of the objects below
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -37,14 +37,10 @@ from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.model.program_state import ModelPhase
-from chunkc.runtime.optim.optimizer import Adam, AdamW
-from chunkc.runtime.optim.state_dict import managed
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
+from chunkc.runtime.optim.state_dict import MASTER_PART, managed
 from chunkc.runtime.storage.snapshot import SnapshotReader
 from chunkc.weights.tensors import ModelTensors, memory_of
-
-MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-MASTER: Final = "master_param"
-Optimizer = Adam | AdamW
 
 
 class Stateful(Protocol):
@@ -105,10 +101,10 @@ def runtime_of(model: nn.Module) -> ModelRuntime:
     return runtime
 
 
-def check_optimizer(optimizer: object, runtime: ModelRuntime) -> Optimizer:
+def check_optimizer(optimizer: object, runtime: ModelRuntime) -> ChunkOptimizer:
     """``optimizer``; ChunkcError when it does not step the model."""
-    if not isinstance(optimizer, (Adam, AdamW)):
-        raise ChunkcError(f"a checkpoint takes chunkc's AdamW or Adam, not {type(optimizer).__module__}'s optimizer")
+    if not isinstance(optimizer, ChunkOptimizer):
+        raise ChunkcError(f"a checkpoint takes chunkc's optimizers, not {type(optimizer).__module__}'s optimizer")
     if any(managed(param)[0] is not runtime.steps for group in optimizer.param_groups for param in group["params"]):
         raise ChunkcError("the optimizer steps another model than the one given; pass the two that belong together")
     return optimizer
@@ -117,7 +113,7 @@ def check_optimizer(optimizer: object, runtime: ModelRuntime) -> Optimizer:
 def gather(
     model: nn.Module,
     runtime: ModelRuntime,
-    optimizer: Optimizer,
+    optimizer: ChunkOptimizer,
     scheduler: Stateful | None,
     extra: Any,
     max_copied_nbytes: int,
@@ -158,7 +154,7 @@ def gather(
     reader = None
     if runtime.parameters.is_in_first_replica:
         reader = runtime.parameters.snapshot(min(max_copied_nbytes, runtime.device.free_host_nbytes()))
-    params = _params(runtime, steps, reader)
+    params = _params(runtime, optimizer.declare(optimizer.param_groups).states.names, steps, reader)
     return Contents(
         step=max(steps.values(), default=0),
         kept=params | whole if runtime.ranks.is_first else params,
@@ -186,15 +182,19 @@ def _generators(ranks: Ranks) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return {str(rank): states for rank, (states, _) in enumerate(by_rank)}, tensors
 
 
-def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotReader | None) -> dict[str, Kept]:
+def _params(
+    runtime: ModelRuntime, states: Sequence[str], steps: Mapping[int, int], reader: SnapshotReader | None
+) -> dict[str, Kept]:
     """This rank's shares of all tensors of parameters, by key, in the order of chunks."""
     params: dict[str, Kept] = {}
     for index in _in_chunk_order(runtime):
         info, dtype = runtime.infos[index], runtime.parameters.staging.dtypes[index]
         ranges = runtime.parameters.own_ranges(index) if runtime.parameters.is_in_first_replica else ()
         share = Share(info.shape, info.stride, ranges)
-        for key, stored, position in _stored(info.name, dtype, runtime.parameters.is_trained(index), index in steps):
-            read: Callable[[], Flats] = partial(_read_staged, runtime, index, position, stored, share)
+        own = states if index in steps else ()
+        for key, stored, position in _stored(info.name, dtype, runtime.parameters.is_trained(index), own):
+            state = own[position - 1] if position else ""
+            read: Callable[[], Flats] = partial(_read_staged, runtime, index, state, stored, share)
             if reader is not None and info.numel and not runtime.parameters.staging.holds(index):
                 read = partial(_read_chunks, reader, index, position, stored)
             params[key] = Kept(stored, share, read)
@@ -202,15 +202,14 @@ def _params(runtime: ModelRuntime, steps: Mapping[int, int], reader: SnapshotRea
 
 
 def _stored(
-    name: str, dtype: torch.dtype, is_trained: bool, is_stepped: bool
+    name: str, dtype: torch.dtype, is_trained: bool, states: Sequence[str]
 ) -> Iterator[tuple[str, torch.dtype, int]]:
-    """Keys of one parameter, with the dtype of each and its place in the OS triple."""
+    """Keys of one parameter, with the dtype of each and its place among the lists of a chunk."""
     yield f"model.{name}", dtype, 0
-    if is_stepped:
-        for position, moment in enumerate(MOMENTS, 1):
-            yield f"optimizer.state.{name}.{moment}", torch.float32, position
+    for position, state in enumerate(states, 1):
+        yield f"optimizer.state.{name}.{state}", torch.float32, position
     if is_trained and dtype is not torch.float32:
-        yield f"optimizer.state.{name}.{MASTER}", torch.float32, 0
+        yield f"optimizer.state.{name}.{MASTER_PART}", torch.float32, 0
 
 
 def _in_chunk_order(runtime: ModelRuntime) -> list[int]:
@@ -225,18 +224,19 @@ def _read_chunks(reader: SnapshotReader, index: int, position: int, dtype: torch
     return [flat.to(dtype) for flat in reader.read(index, position)]
 
 
-def _read_staged(runtime: ModelRuntime, index: int, position: int, dtype: torch.dtype, share: Share) -> Flats:
+def _read_staged(runtime: ModelRuntime, index: int, name: str, dtype: torch.dtype, share: Share) -> Flats:
+    """A parameter that has no chunks, or its state called ``name``: rank 0 has all of it."""
     if not runtime.infos[index].numel:
         return share.empty(dtype)
     value, state = runtime.parameters.staging.kept(index)
-    if position > 0:
-        moments = None if state is None else (state.exp_avg, state.exp_avg_sq)
-        value = torch.zeros(value.shape) if moments is None else moments[position - 1]
+    if name:
+        held = None if state is None else state.lists.get(name)
+        value = torch.zeros(value.shape) if held is None else held
     elif state is not None and state.param32 is not None and dtype is torch.float32:
         value = state.param32
     return share.flats(value.detach().to(dtype))
 
 
-def _named_groups(optimizer: Optimizer, runtime: ModelRuntime) -> list[dict[str, Any]]:
+def _named_groups(optimizer: ChunkOptimizer, runtime: ModelRuntime) -> list[dict[str, Any]]:
     name_of = runtime.parameters.name_of
     return [{**g, "params": [name_of(managed(param)[1]) for param in g["params"]]} for g in optimizer.param_groups]

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
-from chunkc.checkpoint.contents import MASTER, MOMENTS, Optimizer, Stateful
+from chunkc.checkpoint.contents import Stateful
 from chunkc.checkpoint.generators import write_generators_of
 from chunkc.checkpoint.index import DTYPES, StoredTensor
 from chunkc.checkpoint.planners import Flats, Wanted, load, stand_in
@@ -22,9 +22,13 @@ from chunkc.checkpoint.shares import Share
 from chunkc.checkpoint.storage import SafetensorsReader
 from chunkc.errors import CheckpointError, ChunkcError, first_names
 from chunkc.runtime.model.model import ModelRuntime
-from chunkc.runtime.optim.state_dict import check_options, check_range, managed
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
+from chunkc.runtime.optim.state_dict import MASTER_PART, check_range, managed
 from chunkc.runtime.storage.staging import round_to
 from chunkc.weights.tensors import ModelTensors
+
+_TITLES: Final = {"Adam": "Adam", "AdamW": "Adam", "SGD": "SGD", "Lion": "Lion"}
+"""Titles of rules by the classes that checkpoints name."""
 
 T = TypeVar("T")
 
@@ -36,6 +40,7 @@ class Fit:
     Attributes:
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
+        states: those of the optimizer given, by name; none without one.
     """
 
     path: Path
@@ -45,6 +50,7 @@ class Fit:
     stored: Mapping[str, StoredTensor]
     params: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
+    states: tuple[str, ...] = ()
 
     def refuse(self, misfit: str) -> CheckpointError:
         return CheckpointError(f"{self.path} does not fit the model: {misfit}", path=self.path)
@@ -68,7 +74,7 @@ def fit_model(
     if unknown:
         raise fit.refuse(f"it counts steps of {_listed(unknown)}, which are none of its parameters")
     for name, index in fit.params.items():
-        for key in _keys_of(fit, name, name in steps):
+        for key in _keys_of(fit, name, is_stepped=False):
             _check_shape(fit, key, runtime.infos[index].shape)
     for name, name_here in fit.buffers.items():
         _check_shape(fit, f"model.{name}", fit.tensors.entry(name_here).shape)
@@ -98,13 +104,17 @@ def _matched(fit: Fit, stored: Iterable[Sequence[str]], ours: Mapping[frozenset[
     )
 
 
-def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
+def check_optimizer_fits(fit: Fit, optimizer: ChunkOptimizer, saved: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The groups of a checkpoint in torch's layout, for those of ``optimizer``.
 
     Raises:
-        CheckpointError: when the parameters are grouped otherwise, or one with moments is not trained here.
-        ChunkcError: when the groups are of another optimizer.
+        CheckpointError: when it is of another rule, the parameters are grouped otherwise, a state is missing, or one
+            with states is not trained here.
+        ChunkcError: when the groups are of another optimizer, and where the model's plan has no room for the states.
     """
+    name = type(optimizer).__name__
+    if saved["class"] != name and _TITLES.get(saved["class"]) != optimizer.declare(optimizer.param_groups).title:
+        raise fit.refuse(f"it was saved with chunkc.{saved['class']:.60}, and chunkc.{name} was given")
     runtime, groups, first = fit.runtime, [], 0
     ours = [[runtime.parameters.name_of(managed(p)[1]) for p in group["params"]] for group in optimizer.param_groups]
     unknown = {name for group in saved["groups"] for name in group["params"]} - fit.params.keys()
@@ -117,19 +127,23 @@ def check_optimizer_fits(fit: Fit, optimizer: Optimizer, saved: Mapping[str, Any
             f"{[len(names) for names in ours]}, or other ones in a group: make the optimizer as when it was saved"
         )
     for names, group in zip(ours, saved["groups"], strict=True):
-        _check_group(fit, group, bool(optimizer.defaults["decoupled_weight_decay"]))
+        _check_group(fit, group, optimizer)
         groups.append({**group, "params": list(range(first, first + len(names)))})
         first += len(names)
     untrained = [name for name in saved["steps"] if not runtime.parameters.is_trained(fit.params[name])]
     if untrained:
         raise fit.refuse(f"{_listed(untrained)} have optimizer states there and are not trained here")
+    fit.states = optimizer.declare(groups).states.names
+    for name in saved["steps"]:
+        for key in _keys_of(fit, name, is_stepped=True):
+            _check_shape(fit, key, runtime.infos[fit.params[name]].shape)
     return groups
 
 
-def _check_group(fit: Fit, group: Mapping[str, Any], decoupled: bool) -> None:
+def _check_group(fit: Fit, group: Mapping[str, Any], optimizer: ChunkOptimizer) -> None:
     try:
         check_range(group)
-        check_options(group, decoupled)
+        optimizer.check_group(group)
     except ChunkcError:
         raise
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError) as error:
@@ -160,17 +174,17 @@ def load_states(fit: Fit, objects: Mapping[str, Any], model: nn.Module, schedule
         raise fit.refuse(f"{refuser} does not take its state ({type(error).__name__}: {error!s:.200})") from error
 
 
-def write_model(fit: Fit, objects: Mapping[str, Any], *, with_moments: bool) -> None:
-    """Write parameters, moments and buffers, one parameter at a time; on every rank its own part."""
-    steps = objects["optimizer"]["steps"] if with_moments else {}
-    writer = _Writer(fit, {name: set(_keys_of(fit, name, name in steps)) for name in fit.params})
+def write_model(fit: Fit, objects: Mapping[str, Any]) -> None:
+    """Write parameters, optimizer states and buffers, one parameter at a time; on every rank its own part."""
+    steps = objects["optimizer"]["steps"]
+    writer = _Writer(fit, {name: set(_keys_of(fit, name, is_stepped=name in steps)) for name in fit.params})
     load(fit.reader, writer.wanted(), writer.take)
 
 
-def _keys_of(fit: Fit, name: str, is_stepped: bool) -> list[str]:
+def _keys_of(fit: Fit, name: str, *, is_stepped: bool) -> list[str]:
     keys = [f"model.{name}"]
-    keys += [f"optimizer.state.{name}.{moment}" for moment in MOMENTS if is_stepped]
-    master = f"optimizer.state.{name}.{MASTER}"
+    keys += [f"optimizer.state.{name}.{state}" for state in fit.states if is_stepped]
+    master = f"optimizer.state.{name}.{MASTER_PART}"
     return [*keys, master] if master in fit.stored else keys
 
 
@@ -212,23 +226,23 @@ class _Writer:
             self._write_param(name, self._held.pop(name))
 
     def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
-        """Write the finest value that was stored, and moments where there are any."""
+        """Write the finest value that was stored, and optimizer states where there are any."""
         fit, prefix = self._fit, f"optimizer.state.{name}"
         runtime, index = fit.runtime, fit.params[name]
-        source = f"{prefix}.{MASTER}" if f"{prefix}.{MASTER}" in held else f"model.{name}"
-        moments = [held[key] for moment in MOMENTS if (key := f"{prefix}.{moment}") in held]
+        source = f"{prefix}.{MASTER_PART}" if f"{prefix}.{MASTER_PART}" in held else f"model.{name}"
+        states = {state: held[key] for state in fit.states if (key := f"{prefix}.{state}") in held}
         handed_over = runtime.parameters.staging.dtypes[index]
         is_finer = torch.promote_types(DTYPES[fit.stored[source].dtype], handed_over) is not handed_over
-        is_exact = runtime.parameters.is_trained(index) and (bool(moments) or is_finer)
+        is_exact = runtime.parameters.is_trained(index) and (bool(states) or is_finer)
         if runtime.parameters.staging.holds(index):
-            _stage(runtime, index, self._share(name, ()), held[source], moments, is_exact=is_exact)
+            _stage(runtime, index, self._share(name, ()), held[source], states, is_exact=is_exact)
             return
         value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
-        runtime.parameters.write_own(index, value, (moments[0], moments[1]) if moments and is_exact else None)
+        runtime.parameters.write_own(index, value, states if is_exact else {})
 
 
 def _stage(
-    runtime: ModelRuntime, index: int, share: Share, value: Flats, moments: Sequence[Flats], *, is_exact: bool
+    runtime: ModelRuntime, index: int, share: Share, value: Flats, states: Mapping[str, Flats], *, is_exact: bool
 ) -> None:
     """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value."""
     if not share.ranges:
@@ -238,16 +252,13 @@ def _stage(
     if not is_exact:
         runtime.parameters.write_param(index, whole, keep_finer=False)
         return
-    if moments:
-        exp_avg, exp_avg_sq = (share.tensor(flats) for flats in moments)
-    else:
-        state = runtime.parameters.staging.kept(index)[1]
-        none = torch.zeros(share.shape)
-        exp_avg, exp_avg_sq = (none, none) if state is None else (state.exp_avg, state.exp_avg_sq)
-    runtime.parameters.write_state(index, exp_avg, exp_avg_sq, whole.float())
+    kept = runtime.parameters.staging.kept(index)[1]
+    lists = {} if kept is None else dict(kept.lists)
+    lists.update((name, share.tensor(flats)) for name, flats in states.items())
+    runtime.parameters.write_state(index, lists, whole.float())
 
 
-def resume(fit: Fit, objects: Mapping[str, Any], optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+def resume(fit: Fit, objects: Mapping[str, Any], optimizer: ChunkOptimizer, groups: list[dict[str, Any]]) -> None:
     """Restore step counts, hyperparameters, a loss scale that is dynamic on both sides, then generators."""
     steps = {fit.params[name]: count for name, count in objects["optimizer"]["steps"].items()}
     optimizer.continue_from(groups, steps)

@@ -19,6 +19,7 @@ from chunkc.files import FormatError, read_json
 from chunkc.hardware import Hardware
 from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.report import Plan
+from chunkc.runtime.update.rules import OPTIMIZERS
 from chunkc.scenarios.models import (
     CONFIG_MAX_NBYTES,
     FAMILIES,
@@ -58,8 +59,18 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_optimizer_option(parser: argparse.ArgumentParser) -> None:
+    """For commands that can plan other optimizer states than AdamW's."""
+    parser.add_argument(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="adamw",
+        help="whose states are planned for; sgd: with momentum (default: adamw)",
+    )
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(accumulate=1, shard="all")
+    parser.set_defaults(accumulate=1, shard="all", optimizer="adamw")
     parser.add_argument("--world-size", type=up_to(MAX_RANKS), metavar="N", help="ranks (default: the GPUs of --hw)")
     parser.add_argument(
         "--batch", type=up_to(MAX_BATCH), metavar="N", help="sequences of one rank in a forward (default: 1)"
@@ -119,6 +130,7 @@ def scenario_of(args: argparse.Namespace, model: Transformer) -> Scenario:
         accumulate=_accumulate(args),
         shard=args.shard,
         tracks_grad_norm=args.clip,
+        optimizer=args.optimizer,
     )
 
 
@@ -173,7 +185,7 @@ def refuse_model_options(args: argparse.Namespace) -> None:
     parser = argparse.ArgumentParser()
     add_training_options(parser)
     names = ("world_size", "batch", "seq", "dtype", "recompute", "clip", "policy", "chunk_size", "accumulate", "shard")
-    for name in names:
+    for name in (*names, "optimizer"):
         if getattr(args, name) != parser.get_default(name):
             option = "--" + name.replace("_", "-")
             raise ChunkcError(f"{option} is for planning, and {args.model} is a plan already: leave it out")
@@ -198,6 +210,8 @@ def _of_function(args: argparse.Namespace) -> Answer:
         options["accumulate"] = args.accumulate
     if args.shard != "all":
         options["shard"] = args.shard
+    if args.optimizer != "adamw":
+        options["optimizer"] = args.optimizer
     try:
         plan = Plan.of((args.planner or _planner())(model, example_inputs=example_inputs, **options))
     except BudgetError as error:

@@ -99,8 +99,8 @@ class BrokenForwards:
         if self._num_unplanned == MAX_UNPLANNED_STEPS * runtime.accumulate:
             logger.warning(
                 "%s has run %d training forwards operator by operator, outside of any plan and budget. Its forward "
-                "breaks into several graphs (%s), which are planned together at the first step() of chunkc.AdamW or "
-                "chunkc.Adam, and there was none yet (said once per model)",
+                "breaks into several graphs (%s), which are planned together at the first step() of chunkc's "
+                "optimizer, and there was none yet (said once per model)",
                 self._name,
                 self._num_unplanned,
                 "; ".join(self.reasons) or "Dynamo compiles parts of it only",

@@ -115,8 +115,7 @@ class ActionCosts:
         return memory_ms(touched_nbytes, self._rates), nbytes, sum(1 for numel in parts if numel)
 
     def _copy(self, action: Action) -> tuple[float, int, int]:
-        chunk = self._chunk(action)
-        nbytes = chunk.used_os_nbytes if action.op in (Op.LOAD, Op.STORE) else chunk.used_nbytes
+        nbytes = self._layout.moved_nbytes(action)
         law = self._rates.h2d if action.stream is Stream.H2D else self._rates.d2h
         return law.time_ms(nbytes), nbytes, 0
 
@@ -156,8 +155,8 @@ class ActionCosts:
         chunk, rates = self._chunk(action), self._rates
         on_cpu = action.stream is Stream.CPU
         table = rates.cpu_update_gparam_per_s if on_cpu else rates.gpu_update_gparam_per_s
-        milliseconds = chunk.used_numel / rates.of_dtype(table, chunk.dtype) * 1e-6
-        return milliseconds, chunk.used_os_nbytes, 0 if on_cpu else 1
+        rate = rates.update_gparam_per_s(table, chunk.dtype, self._layout.state_spec)
+        return chunk.used_numel / rate * 1e-6, self._layout.used_os_nbytes_of(chunk), 0 if on_cpu else 1
 
     def _restore(self, action: Action) -> tuple[float, int, int]:
         return self._part_of_update(action, _PARAM32_NBYTES + DTYPE_NBYTES[self._chunk(action).dtype])
@@ -169,7 +168,8 @@ class ActionCosts:
         """Work that moves ``param_nbytes`` for each parameter where an update moves more, as fast by bytes."""
         chunk = self._chunk(action)
         milliseconds, _, kernels = self._update(action)
-        return milliseconds * param_nbytes / update_nbytes(chunk.dtype), chunk.used_numel * param_nbytes, kernels
+        whole_nbytes = update_nbytes(chunk.dtype, self._layout.state_spec)
+        return milliseconds * param_nbytes / whole_nbytes, chunk.used_numel * param_nbytes, kernels
 
 
 def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:

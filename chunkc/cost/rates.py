@@ -15,8 +15,8 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
 from chunkc.hardware.profile import DtypeRate, Rates
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
 from chunkc.ir.schedule import DTYPE_NBYTES
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -102,10 +102,14 @@ class CostRates:
             )
         return rate
 
+    def update_gparam_per_s(self, table: Mapping[str, float], dtype: str, states: StateSpec) -> float:
+        """The rate of updates of ``states`` where ``table`` has Adam's: as many bytes a second."""
+        return self.of_dtype(table, dtype) * (update_nbytes(dtype) / update_nbytes(dtype, states))
 
-def update_nbytes(dtype: str) -> int:
-    """Bytes that an update moves for one parameter: gradient, triple; triple, parameter."""
-    return 2 * (OS_NBYTES_PER_ELEMENT + DTYPE_NBYTES[dtype])
+
+def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> int:
+    """Bytes that an update moves for one parameter: gradient, master, states; master, states, parameter."""
+    return 2 * (states.nbytes_per_element + DTYPE_NBYTES[dtype])
 
 
 def cost_rates(hw: Hardware) -> CostRates:

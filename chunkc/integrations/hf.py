@@ -35,7 +35,8 @@ from chunkc.integrations.hf_checks import check_arguments, check_compiled, check
 from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest_complete
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.optim.grad_scaler import GradScaler
-from chunkc.runtime.optim.optimizer import Adam, AdamW
+from chunkc.runtime.optim.optimizer import ChunkOptimizer
+from chunkc.runtime.optim.optimizers import AdamW
 
 __all__ = ["ChunkcTrainer"]
 
@@ -106,7 +107,7 @@ class ChunkcTrainer(Trainer):
         check_compiled(runtime, args)
         if is_compiled:
             check_dtype(runtime, args)
-        runtime.steps.expect_clipping()  # Trainer asks for the norm before each step, whether it clips or not
+        runtime.clipping.wants_norms = True  # Trainer asks for the norm before each step, whether it clips or not
         return model
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
@@ -177,11 +178,11 @@ class ChunkcTrainer(Trainer):
         return super().train(resume_from_checkpoint, *positional, **named)
 
     @property
-    def _chunk_optimizer(self) -> Adam | AdamW:
+    def _chunk_optimizer(self) -> ChunkOptimizer:
         inner = getattr(self.optimizer, "optimizer", None)
-        if not isinstance(inner, (Adam, AdamW)):
+        if not isinstance(inner, ChunkOptimizer):
             raise ChunkcError(
-                f"a checkpoint holds chunkc.AdamW's or chunkc.Adam's states, but the trainer's optimizer is "
+                f"a checkpoint holds states of chunkc's optimizers, but the trainer's optimizer is "
                 f"{type(self.optimizer).__name__}: save and load after create_optimizer()"
             )
         return inner
@@ -217,9 +218,9 @@ class _PreparedOptimizer(AcceleratedOptimizer):
     _is_accelerate_prepared = True
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: ModelRuntime, loss_scaler: GradScaler | None) -> None:
-        if not isinstance(optimizer, (Adam, AdamW)):
+        if not isinstance(optimizer, ChunkOptimizer):
             raise ChunkcError(
-                f"ChunkcTrainer steps with chunkc.AdamW or chunkc.Adam, not {type(optimizer).__name__}: leave `optim` "
+                f"ChunkcTrainer steps with chunkc's optimizers, not {type(optimizer).__name__}: leave `optim` "
                 "at its default, or pass optimizers=(chunkc.AdamW(model.parameters(), ...), None) and a compiled model"
             )
         super().__init__(optimizer, device_placement=False, scaler=None)

@@ -1,8 +1,9 @@
 """The layout: parameters in chunks, homes of chunks off the device, and the arena.
 
-One layout per model, fixed, shared by all its programs. The lists param16, param32, momentum and variance share one
-mapping: ``c7`` names the payload (param16, or grad16 where it overlays it), ``os7`` the fp32 triple of the same chunk.
-A tensor larger than a chunk spans chunks without a gap, and so do their slots wherever an operator reads it.
+One layout per model, fixed, shared by all its programs. The lists param16, param32 and the optimizer's states share one
+mapping: ``c7`` names the payload (param16, or grad16 where it overlays it), ``os7`` the OS of the same chunk: param32
+and states, by default Adam's (an OS triple). A tensor larger than a chunk spans chunks without a gap, and so do their
+slots wherever an operator reads it.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from enum import StrEnum
 
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 
 ALIGNMENT_NBYTES = 256
-OS_NBYTES_PER_ELEMENT = 12
 
 
 class ChunkList(StrEnum):
     """The common property of the parameters of a chunk.
 
-    TRAINED: backward makes a gradient; there is an OS triple. FROZEN: read, never updated. UNUSED: no graph reads them
+    TRAINED: backward makes a gradient; there is an OS. FROZEN: read, never updated. UNUSED: no graph reads them
     (kept in fp32, never on the device). GRAD: gradients of the chunk ``partner``, whose parameters are read again.
     """
 
@@ -60,16 +61,6 @@ class Chunk:
     def used_nbytes(self) -> int:
         """Bytes that a copy of the payload moves."""
         return self.used_numel * DTYPE_NBYTES[self.dtype]
-
-    @property
-    def os_nbytes(self) -> int:
-        """Bytes of the OS triple (fp32 master parameter, momentum, variance)."""
-        return self.numel * OS_NBYTES_PER_ELEMENT
-
-    @property
-    def used_os_nbytes(self) -> int:
-        """Bytes that a copy of the OS triple moves."""
-        return self.used_numel * OS_NBYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +119,7 @@ class Layout:
         rank: the one of them whose plan this is.
         num_replicas: how many times that many ranks there are, each with all chunks among them (one node each). The
             n-th of all ranks is rank ``n % world_size`` of replica ``n // world_size``.
+        state_spec: the optimizer states of trained parameters.
     """
 
     params: tuple[ParamInfo, ...]
@@ -140,6 +132,7 @@ class Layout:
     world_size: int = 1
     rank: int = 0
     num_replicas: int = 1
+    state_spec: StateSpec = ADAM_STATES
 
     @property
     def num_ranks(self) -> int:
@@ -190,7 +183,7 @@ class Layout:
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
         if action.op in (Op.LOAD, Op.STORE):
-            return self.chunks[action.index].used_os_nbytes
+            return self.used_os_nbytes_of(self.chunks[action.index])
         if action.op is Op.GATHER:
             return sum(self.chunks[c].nbytes for c in self.remote_of(action.index))
         if action.op is Op.REDUCE:
@@ -209,7 +202,7 @@ class Layout:
     def lines(self) -> list[str]:
         """All that ranks which share groups must have alike, one fact a line."""
         replicas = "" if self.num_replicas == 1 else f" on each of {self.num_replicas} nodes"
-        lines = [f"{self.world_size} ranks{replicas}, chunks of {self.chunk_numel} elements"]
+        lines = [f"{self.world_size} ranks{replicas}, chunks of {self.chunk_numel} elements, {self.state_spec}"]
         for p in self.placements:
             name = self.params[p.param].name
             lines.append(f"{name} at element {p.offset} of c{p.chunk}, over {p.num_chunks} chunks")
@@ -221,13 +214,21 @@ class Layout:
         return sum(c.nbytes for c in self.owned())
 
     def os_nbytes(self) -> int:
-        """Bytes of all OS triples that this rank owns, padding included."""
-        return sum(c.os_nbytes for c in self.owned() if c.os_home is not None)
+        """Bytes of all OS that this rank owns, padding included."""
+        return sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is not None)
+
+    def os_nbytes_of(self, chunk: Chunk) -> int:
+        """Bytes of the OS of a chunk: fp32 master parameter and optimizer states."""
+        return chunk.numel * self.state_spec.nbytes_per_element
+
+    def used_os_nbytes_of(self, chunk: Chunk) -> int:
+        """Bytes that a copy of the OS of a chunk moves."""
+        return chunk.used_numel * self.state_spec.nbytes_per_element
 
     def host_nbytes(self) -> int:
         """Bytes of host memory that the homes of this rank's chunks take."""
         payloads = sum(c.nbytes for c in self.owned() if c.home is Home.HOST)
-        return payloads + sum(c.os_nbytes for c in self.owned() if c.os_home is Home.HOST)
+        return payloads + sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is Home.HOST)
 
     def model_data_nbytes(self) -> int:
         """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""
@@ -235,7 +236,7 @@ class Layout:
         for placement in self.placements:
             info = self.params[placement.param]
             trained = placement.num_chunks > 0 and self.chunks[placement.chunk].list is ChunkList.TRAINED
-            total += info.nbytes + (info.numel * OS_NBYTES_PER_ELEMENT if trained else 0)
+            total += info.nbytes + (info.numel * self.state_spec.nbytes_per_element if trained else 0)
         return total
 
     def utilisation(self) -> float:

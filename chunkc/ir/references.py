@@ -14,11 +14,13 @@ from chunkc.files import FormatError
 from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Plan, Program, State
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
+from chunkc.ir.state_spec import MASTER, StateSpec
 
 MAX_RANKS: Final = 2**20
 MAX_NUMEL: Final = 2**53
 """Elements of a parameter or a chunk: sums of their bytes stay exact even as floats."""
 _MAX_DIMS: Final = 64
+_MAX_STATES: Final = 16
 _RESIDENT: Final = re.compile(r"(c|os)(0|[1-9][0-9]{0,17})")
 
 
@@ -37,12 +39,28 @@ def check_references(plan: Plan) -> None:
     ):
         if not 1 <= value <= most:
             raise FormatError(f"must be from 1 to {most}, found {value}", name)
+    _check_state_spec(layout.state_spec)
     _check_params(layout.params)
     _check_chunks(layout)
     _check_placements(layout)
     _check_segments(plan)
     for position, program in enumerate(plan.programs):
         _check_program(plan, program, f"programs[{position}]")
+
+
+def _check_state_spec(spec: StateSpec) -> None:
+    if len(spec.names) != len(spec.dtypes) or len(spec.names) > _MAX_STATES:
+        counts = f"{len(spec.names)} names and {len(spec.dtypes)} dtypes"
+        raise FormatError(f"at most {_MAX_STATES} states have one dtype each, found {counts}", "layout.state_spec")
+    for position, (name, dtype) in enumerate(zip(spec.names, spec.dtypes, strict=True)):
+        if not name.isidentifier() or name in (MASTER, *spec.names[:position]):
+            raise FormatError(f"must be a name of its own, found {name!r:.60}", f"layout.state_spec.names[{position}]")
+        _check_dtype(dtype, f"layout.state_spec.dtypes[{position}]")
+
+
+def _check_dtype(dtype: str, place: str) -> None:
+    if dtype not in DTYPE_NBYTES:
+        raise FormatError(f"must be one of {', '.join(DTYPE_NBYTES)}, found {dtype!r:.60}", place)
 
 
 def _check_params(params: tuple[ParamInfo, ...]) -> None:
@@ -61,8 +79,7 @@ def _check_chunks(layout: Layout) -> None:
     partners: dict[int, int] = {}
     for position, chunk in enumerate(layout.chunks):
         place = f"layout.chunks[{position}]"
-        if chunk.dtype not in DTYPE_NBYTES:
-            raise FormatError(f"must be one of {', '.join(DTYPE_NBYTES)}, found {chunk.dtype!r:.60}", f"{place}.dtype")
+        _check_dtype(chunk.dtype, f"{place}.dtype")
         if not 1 <= chunk.numel <= MAX_NUMEL:
             raise FormatError(f"must be from 1 to {MAX_NUMEL}, found {chunk.numel}", f"{place}.numel")
         if chunk.used_numel > chunk.numel:

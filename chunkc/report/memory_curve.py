@@ -161,7 +161,7 @@ class _Replay:
         index = int(target.lstrip("cos"))
         chunk = self.plan.layout.chunks[index]
         if target[0] == "o":
-            return Kind.STATES, chunk.os_nbytes
+            return Kind.STATES, self.plan.layout.os_nbytes_of(chunk)
         holds_gradients = chunk.list is ChunkList.GRAD or index in self.graded
         return Kind.GRADIENTS if holds_gradients else Kind.PARAMETERS, chunk.nbytes
 

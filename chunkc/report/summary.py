@@ -10,12 +10,9 @@ from collections.abc import Iterator, Sequence
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
 from chunkc.ir.plan import Plan
-from chunkc.ir.schedule import largest_saved
+from chunkc.ir.schedule import DTYPE_NBYTES, largest_saved
 from chunkc.report.columns import table, wrapped
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
-
-_TRIPLE = ("param32", "momentum", "variance")
-_FP32_NBYTES = 4
 
 
 def summarize(plan: Plan) -> str:
@@ -52,26 +49,27 @@ def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
 
 
 def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
-    """Parameters by dtype, the OS triple by part, gradients; the total as `Layout.model_data_nbytes`."""
+    """Parameters by dtype, optimizer states by list, gradients; the total as `Layout.model_data_nbytes`."""
     owned = layout.owned()
     for dtype in dict.fromkeys(info.dtype for info in layout.params):
         infos = [info for info in layout.params if info.dtype == dtype]
-        stored = [c for c in owned if c.dtype == dtype and c.list is not ChunkList.GRAD]
+        payloads = [c for c in owned if c.dtype == dtype and c.list is not ChunkList.GRAD]
         nbytes = sum(info.nbytes for info in infos)
-        yield _kind(f"param16 ({dtype})", sum(i.numel for i in infos), nbytes, *_payloads(stored), unit)
+        yield _kind(f"param16 ({dtype})", sum(i.numel for i in infos), nbytes, *_payloads(payloads), unit)
     numel = sum(layout.params[p.param].numel for p in layout.placements if _trained(layout, p.chunk))
-    triples = [c for c in owned if c.os_home is not None]
-    stored_os = sum(c.os_nbytes for c in triples) // len(_TRIPLE)
-    resident_os = sum(c.os_nbytes for c in triples if c.os_home is Home.DEVICE) // len(_TRIPLE)
-    for part in _TRIPLE:
-        yield _kind(f"{part} (float32)", numel, numel * _FP32_NBYTES, stored_os, resident_os, unit)
+    stored = sum(c.numel for c in owned if c.os_home is not None)
+    resident = sum(c.numel for c in owned if c.os_home is Home.DEVICE)
+    for name, dtype in layout.state_spec.lists():
+        size = DTYPE_NBYTES[dtype]
+        yield _kind(f"{name} ({dtype})", numel, numel * size, stored * size, resident * size, unit)
     grads = [c for c in owned if c.list is ChunkList.GRAD]
     apart_numel, apart_nbytes = _apart_gradients(layout)
     yield _kind("gradients (overlay param16)", numel - apart_numel, 0, 0, 0, unit)
     yield _kind("gradients (own chunks)", apart_numel, apart_nbytes, *_payloads(grads), unit)
-    resident = sum(c.nbytes for c in owned if c.home is Home.DEVICE) + resident_os * len(_TRIPLE)
+    resident_nbytes = sum(c.nbytes for c in owned if c.home is Home.DEVICE)
+    resident_nbytes += resident * layout.state_spec.nbytes_per_element
     stored_all = layout.payload_nbytes() + layout.os_nbytes()
-    yield "total", "", unit.of(layout.model_data_nbytes() + apart_nbytes), unit.of(stored_all), unit.of(resident)
+    yield "total", "", unit.of(layout.model_data_nbytes() + apart_nbytes), unit.of(stored_all), unit.of(resident_nbytes)
 
 
 def _trained(layout: Layout, chunk: int) -> bool:
@@ -172,4 +170,5 @@ def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
     if plan.memory.is_bound:
         yield BOUND_NOTE
     yield "utilisation of parameters: without grad chunks and rank padding"
-    yield "param16: parameters in compute dtype. state: param32, momentum and variance, 12 bytes per element."
+    spec = plan.layout.state_spec
+    yield f"param16: parameters in compute dtype. state: {spec}, {spec.nbytes_per_element} bytes per element."

@@ -54,9 +54,9 @@ _LEGEND = (
     "[bwd.1-3] mixed   different segments in one line, for space: ops of all of them",
     "ops, chunks read  operators; chunks whose parameters they read, and their size",
     "live, total       activations, gradients under way, workspace; with the arena",
-    "c3, os3, g3       chunk; its fp32 parameter, momentum, variance; group of chunks",
+    "c3, os3, g3       chunk; its fp32 parameter and states; group of chunks",
     "fetch, load       to the device.  evict, store: to the host.  drop: home has it",
-    "stash             gradients land.  update: Adam.  restore: parameter from fp32",
+    "stash             gradients land.  update: step.  restore: parameter from fp32",
 )
 _LEGEND_OF_RANKS = (
     "gather, release   other ranks' chunks come, go.  reduce: gradients to the owner",
@@ -253,5 +253,5 @@ def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
         return
     yield (
         f"always on the device: {plural(len(resident), 'chunk')} ({unit.named(sum(c.nbytes for c in resident))}), "
-        f"{plural(len(triples), 'optimizer state')} ({unit.named(sum(c.os_nbytes for c in triples))})"
+        f"{plural(len(triples), 'optimizer state')} ({unit.named(sum(map(plan.layout.os_nbytes_of, triples)))})"
     )

@@ -72,7 +72,7 @@ def _chunk(layout: Layout, chunk: Chunk, unit: Unit) -> str:
         f"home {chunk.home}",
     ]
     if chunk.os_home is not None:
-        parts.append(f"os{chunk.index} {unit.named(chunk.os_nbytes)} home {chunk.os_home}")
+        parts.append(f"os{chunk.index} {unit.named(layout.os_nbytes_of(chunk))} home {chunk.os_home}")
     if chunk.partner is not None:
         parts.append(f"gradients of c{chunk.partner}")
     if layout.world_size > 1:

@@ -35,6 +35,7 @@ from chunkc.ir.schedule import Schedule
 from chunkc.passes import PlanOptions, Target
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
+from chunkc.runtime.update.rules import states_of
 from chunkc.scenarios.models import Transformer
 
 logger = logging.getLogger("chunkc")
@@ -65,6 +66,7 @@ class Scenario:
         backend: how segments would be compiled.
         tracks_grad_norm: whether gradients are measured as they land, and updates follow a decision, as with clipping;
             None: where the compute dtype needs loss scaling.
+        optimizer: whose states are planned for, as ``chunkc.plan(optimizer=)`` names it.
     """
 
     model: Transformer
@@ -81,6 +83,7 @@ class Scenario:
     accumulate: int = 1
     shard: str = "all"
     tracks_grad_norm: bool | None = None
+    optimizer: str = "adamw"
 
     @property
     def num_ranks(self) -> int:
@@ -90,13 +93,8 @@ class Scenario:
         ranks = f"{self.num_ranks} ranks, " if self.num_ranks > 1 else ""
         ranks += "sharded within nodes, " if self.shard == "node" else ""
         times = f"{self.accumulate} x " if self.accumulate > 1 else ""
-        waits = (
-            ""
-            if self.tracks_grad_norm is None
-            else ", clipped"
-            if self.tracks_grad_norm
-            else ", neither clipped nor scaled"
-        )
+        clipping = {None: "", True: ", clipped", False: ", neither clipped nor scaled"}
+        waits = clipping[self.tracks_grad_norm] + ("" if self.optimizer == "adamw" else f", {self.optimizer}")
         what = f"{self.model.label}, {ranks}batch {times}{self.batch} x {self.sequence}"
         return f"{what}, recompute {self.recompute}{waits}"
 
@@ -228,6 +226,7 @@ def _chunkc_plan(scenario: Scenario, captured: CapturedAhead, target: Target) ->
         accumulate=scenario.accumulate,
         tracks_grad_norm=tracks_grad_norm,
         scales=scales,
+        state_spec=states_of(scenario.optimizer),
     )
     schedule = with_scaled_tangents(captured.schedule) if scales else captured.schedule
     schedule = with_norms(schedule) if tracks_grad_norm else schedule

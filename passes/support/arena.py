@@ -15,6 +15,7 @@ payload slots, which the next forward fills last. What a slot is for follows fro
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from chunkc.ir.layout import Home, Layout, Slot
 from chunkc.passes.support.budget import chunk_nbytes
@@ -41,9 +42,14 @@ def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
 
 
 def num_payload_slots(layout: Layout) -> int:
-    """How many of the slots are for payloads that come and go; those for triples are wider than a payload."""
-    nbytes = chunk_nbytes(layout)
-    return sum(1 for s in layout.slots if s.nbytes == nbytes) - len(_staying(layout))
+    """How many of the slots are for payloads that come and go: those before static slots and triple slots."""
+    num_triples = sum(1 for c in layout.owned() if c.os_home is Home.DEVICE)
+    return _first_buffer(layout) - len(_staying(layout)) - num_triples
+
+
+def _first_buffer(layout: Layout) -> int:
+    """The index of the first slot that does not begin where the one before it ends."""
+    return next((s.index for before, s in pairwise(layout.slots) if s.offset != before.end), len(layout.slots))
 
 
 def _staying(layout: Layout) -> list[int]:
@@ -66,11 +72,9 @@ def static_triples(layout: Layout) -> dict[int, int]:
 def buffers_of(layout: Layout) -> tuple[Buffer, ...]:
     """The buffers of the arena, the one at its end first."""
     nbytes, lead = chunk_nbytes(layout), lead_slots(layout)
-    end = num_payload_slots(layout) * nbytes
     return tuple(
         Buffer(s.offset // nbytes - lead, s.index, s.offset // nbytes - 1 if lead > 1 else None)
-        for s in layout.slots
-        if s.nbytes > nbytes and s.offset < end
+        for s in layout.slots[_first_buffer(layout) :]
     )
 
 
@@ -96,7 +100,7 @@ def lay_out(layout: Layout, liveness: Liveness, num_ranges: int, most_ranges: in
     """
     size, nbytes = layout.world_size, chunk_nbytes(layout)
     staying = [c for c in layout.owned() if c.os_home is Home.DEVICE]
-    passing_nbytes = [layout.chunks[c].os_nbytes for c in streamed_chunks(layout, liveness, share)]
+    passing_nbytes = [layout.os_nbytes_of(layout.chunks[c]) for c in streamed_chunks(layout, liveness, share)]
     lead = lead_slots(layout)
     num_fetched = sum(1 for c in staying if c.home is Home.HOST)
     width, spare = lead - (-max(passing_nbytes, default=0) // nbytes), lead * min(2, num_fetched)
@@ -106,7 +110,7 @@ def lay_out(layout: Layout, liveness: Liveness, num_ranges: int, most_ranges: in
     slots = list(payload_slots(layout, num_laid_out * size))
     end = arena_nbytes = len(slots) * nbytes
     num_buffers = min(wanted, _num_fitting(len(slots), width, spare))
-    for size_nbytes in (*(nbytes for _ in _staying(layout)), *(c.os_nbytes for c in staying)):
+    for size_nbytes in (*(nbytes for _ in _staying(layout)), *(layout.os_nbytes_of(c) for c in staying)):
         slots.append(Slot(len(slots), arena_nbytes, size_nbytes))
         arena_nbytes = slots[-1].end
     for _ in range(num_buffers):

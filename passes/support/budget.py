@@ -193,7 +193,7 @@ def choose_home(sizes: Sizes, target: Target, options: PlanOptions) -> Home | No
 
 def most_ranges(layout: Layout, demand: Demand, target: Target, options: PlanOptions) -> int:
     """Slot ranges of the largest arena beside non-model bytes and what stays on the device."""
-    static_nbytes = sum(c.os_nbytes for c in layout.owned() if c.os_home is Home.DEVICE)
+    static_nbytes = sum(layout.os_nbytes_of(c) for c in layout.owned() if c.os_home is Home.DEVICE)
     static_nbytes += sum(c.nbytes for c in layout.owned() if c.home is Home.DEVICE)
     margin_nbytes = target.device_budget_nbytes - demand.peak_nbytes - static_nbytes
     num_ranges = margin_nbytes // (chunk_nbytes(layout) * layout.world_size)

@@ -20,6 +20,7 @@ from chunkc.ir.actions import Action
 from chunkc.ir.layout import Home, Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Program, Segment, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 
 T = TypeVar("T")
 
@@ -81,6 +82,7 @@ class PlanOptions:
             their own, since the next micro-batch reads the parameters again.
         tracks_grad_norm: whether norms of gradients are taken as they land, and updates follow a decision on them.
         scales: whether backward multiplies its tangents by a loss scale.
+        state_spec: the optimizer's states, of a layout that is made anew.
     """
 
     chunk_numel: int | None = None
@@ -93,6 +95,7 @@ class PlanOptions:
     accumulate: int = 1
     tracks_grad_norm: bool = False
     scales: bool = False
+    state_spec: StateSpec = ADAM_STATES
 
     def __post_init__(self) -> None:
         if self.chunk_numel is not None and self.chunk_numel < 1:

@@ -40,7 +40,8 @@ def residence_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 def triples_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
     """Bytes of the first k triples of `residence_order`, for k from none to all."""
-    return tuple(accumulate((layout.chunks[c].os_nbytes for c in residence_order(layout, liveness)), initial=0))
+    chunks = (layout.chunks[c] for c in residence_order(layout, liveness))
+    return tuple(accumulate(map(layout.os_nbytes_of, chunks), initial=0))
 
 
 def spread(count: int, chosen: int) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ def step_nbytes(layout: Layout, liveness: Liveness, share: float) -> int:
     total = 0
     for chunk in (c for c in layout.chunks if c.list is ChunkList.TRAINED and c.home is Home.HOST):
         if layout.group_of(chunk.index).index in groups:
-            total += 2 * (chunk.used_nbytes + chunk.used_os_nbytes)
+            total += 2 * (chunk.used_nbytes + layout.used_os_nbytes_of(chunk))
         elif chunk.os_home is Home.DEVICE:
             total += 2 * chunk.used_nbytes
     return total

@@ -15,9 +15,9 @@ from plan_runner import GetRunner
 from training import PLACEMENT, SEMANTICS, GetPlain, assert_same_bits, assert_same_semantics
 
 from chunkc.runtime.model.model import ModelRuntime
-from chunkc.runtime.update.update_inputs import Hyper
+from chunkc.runtime.update.rules import AdamHyper
 
-Hypers, Steps = Mapping[int, Hyper], Mapping[int, int]
+Hypers, Steps = Mapping[int, AdamHyper], Mapping[int, int]
 LONG_AGO = 1_000_000
 
 

@@ -24,7 +24,7 @@ from chunkc.cost.actions import ActionCosts
 from chunkc.cost.rates import known_rates
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import OS_NBYTES_PER_ELEMENT
+from chunkc.ir.state_spec import ADAM_STATES
 from chunkc.passes import PlanOptions
 from chunkc.passes.chunk_mapping import pack
 from chunkc.passes.chunk_size import packings
@@ -73,7 +73,7 @@ def test_model_data_are_14_bytes_a_parameter_and_16_for_others() -> None:
     found = bert_like("1B")
     layout = pack(found, analyse(found), 128 * MI)
     assert layout.model_data_nbytes() == 14 * bert_numel("1B")
-    assert HOST_NBYTES_PER_PARAM == 2 + 2 + OS_NBYTES_PER_ELEMENT == 16
+    assert HOST_NBYTES_PER_PARAM == 2 + 2 + ADAM_STATES.nbytes_per_element == 16
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ BAD_LINES = [
     (["simulate", "plan.json", "--world-size", "2"], "--world-size is for planning"),
     (["simulate", "plan.json", "--accumulate", "2"], "--accumulate is for planning"),
     (["simulate", "plan.json", "--shard", "node"], "--shard is for planning"),
+    (["simulate", "plan.json", "--optimizer", "lion"], "--optimizer is for planning"),
     (["simulate", "plan.json", "--dtype", "float16"], "--dtype is for planning"),
     (["simulate", "plan.json", "--chunk-size", "7"], "--chunk-size is for planning"),
     (["simulate", "plan.json", "--recompute", "full"], "--recompute is for planning"),

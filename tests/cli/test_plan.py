@@ -59,6 +59,22 @@ def test_the_first_screen_and_the_plan_behind_it(tiny: str, capsys: pytest.Captu
     assert f"{simulated['step_ms']:,.3f} ms" in out
 
 
+@pytest.mark.parametrize(("optimizer", "nbytes"), [("adamw", 12), ("sgd", 8), ("lion", 8)])
+def test_states_of_an_optimizer_are_planned_and_simulated(
+    tiny: str, optimizer: str, nbytes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [tiny, "--hw", "v100-240g", "--optimizer", optimizer]
+    assert main(["plan", *command, "--save", "plan.json", "--no-advice"]) == 0
+    first = out_of(capsys).splitlines()[0]
+    assert (f", {optimizer} (auto) on" in first) == (optimizer != "adamw")
+    layout = Plan.load("plan.json").layout
+    assert layout.state_spec.nbytes_per_element == nbytes
+    assert layout.os_nbytes() == nbytes * sum(c.numel for c in layout.chunks if c.os_home is not None)
+    assert main(["simulate", "plan.json", "--json"]) == main(["simulate", *command, "--json"]) == 0
+    saved, made = map(json.loads, out_of(capsys).splitlines())
+    assert saved == made
+
+
 def test_advice_stands_between_the_numbers_and_the_plan() -> None:
     hw = Hardware.parse("v100-240g")
     plan = gpt_plan()

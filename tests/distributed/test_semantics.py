@@ -60,6 +60,13 @@ def test_two_ranks_train_as_one_process(name: str, hw: str | None, two_ranks: Po
     assert all(done.stats["comm_nbytes"] > 0 for done in found)
 
 
+def test_two_ranks_train_by_sgd_as_one_process(two_ranks: Pool) -> None:
+    recipe = replace(QUICK, optimizer="sgd", lr=0.05)
+    found = two_ranks.run(train, work_of("odd", recipe, hw=None))
+    check_semantics(runs_of(found), train_large(CASES["odd"], recipe, 2))
+    assert all(done.stats["h2d_nbytes"] > 0 for done in found)
+
+
 def test_a_rank_that_keeps_its_gradients_to_itself_is_noticed() -> None:
     """The mutation: what rank 0's half alone trains is refused by the comparison, in every step's number."""
     wanted, case = train_large(CASES["odd"], QUICK, 2), CASES["odd"]

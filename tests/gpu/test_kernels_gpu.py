@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import cast_checks
-import chunk_adam_checks
+import chunk_update_checks
 import grad_norm_checks
 import pytest
 import torch
@@ -17,7 +17,7 @@ from chunkc.triton_kernels.launch import MAX_NUMEL
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
 
-CASES = [(module, name) for module in (chunk_adam_checks, cast_checks, grad_norm_checks) for name in module.CHECKS]
+CASES = [(module, name) for module in (chunk_update_checks, cast_checks, grad_norm_checks) for name in module.CHECKS]
 HUGE_NBYTES = (2 + 3 * 4) * MAX_NUMEL + 2**30
 
 
@@ -76,6 +76,6 @@ def test_runs_on_the_current_stream() -> None:
 def test_offsets_beyond_32_bits() -> None:
     if torch.cuda.mem_get_info()[0] < HUGE_NBYTES:
         pytest.skip(f"runs where {HUGE_NBYTES >> 30} GiB of device memory are free")
-    chunk_adam_checks.offsets_beyond_32_bits(
+    chunk_update_checks.offsets_beyond_32_bits(
         lambda _, dtype: torch.zeros(MAX_NUMEL, dtype=dtype, device="cuda"), torch.device("cuda")
     )

@@ -9,13 +9,27 @@ from plans import distributed, evicting, grad_chunk, resident, spanning
 
 from chunkc.ir.actions import parse
 from chunkc.ir.layout import Chunk, ChunkList, Home, Slot
+from chunkc.ir.state_spec import StateSpec
 from chunkc.ir.verify import verify
 
 
 def test_bytes_of_a_chunk() -> None:
     chunk = Chunk(0, ChunkList.TRAINED, "bfloat16", 1000, 900, Home.HOST, Home.HOST)
     assert (chunk.nbytes, chunk.used_nbytes) == (2000, 1800)
-    assert (chunk.os_nbytes, chunk.used_os_nbytes) == (12000, 10800)
+
+
+@pytest.mark.parametrize(("names", "nbytes"), [(("exp_avg", "exp_avg_sq"), 12), (("exp_avg",), 8), ((), 4)])
+def test_bytes_of_states(names: tuple[str, ...], nbytes: int) -> None:
+    """The fp32 master and the states, for the whole chunk, for what a copy moves, and for elements that are trained."""
+    layout = replace(resident().layout(), state_spec=StateSpec(names, ("float32",) * len(names)))
+    chunk = replace(layout.chunks[0], used_numel=layout.chunks[0].numel - 1)
+    assert layout.os_nbytes_of(chunk) == nbytes * chunk.numel
+    assert layout.used_os_nbytes_of(chunk) == nbytes * (chunk.numel - 1)
+    assert layout.os_nbytes() == nbytes * sum(c.numel for c in layout.chunks if c.os_home is not None)
+    params = sum(info.nbytes for info in layout.params)
+    trained = (p for p in layout.placements if layout.chunks[p.chunk].list is ChunkList.TRAINED)
+    states = nbytes * sum(layout.params[p.param].numel for p in trained)
+    assert layout.model_data_nbytes() == params + states
 
 
 def test_slot_end() -> None:

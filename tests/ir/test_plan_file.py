@@ -58,6 +58,22 @@ FAULTS: dict[str, tuple[Change, str]] = {
         lambda d: d["layout"]["chunks"][0].update(dtype="int8"),
         r"layout\.chunks\[0\]\.dtype: must be one",
     ),
+    "states without dtypes": (
+        lambda d: d["layout"]["state_spec"].update(dtypes=["float32"]),
+        r"layout\.state_spec: at most 16 states have one dtype each, found 2 names and 1 dtypes",
+    ),
+    "a state's dtype": (
+        lambda d: d["layout"]["state_spec"].update(dtypes=["float32", "int8"]),
+        r"layout\.state_spec\.dtypes\[1\]: must be one",
+    ),
+    "a state twice": (
+        lambda d: d["layout"]["state_spec"].update(names=["exp_avg", "exp_avg"]),
+        r"layout\.state_spec\.names\[1\]: must be a name of its own, found 'exp_avg'",
+    ),
+    "no name": (
+        lambda d: d["layout"]["state_spec"].update(names=["exp_avg", "\x1b[31m"]),
+        r"layout\.state_spec\.names\[1\]: must be a name of its own",
+    ),
     "no action": (
         lambda d: d["programs"][0]["actions"].__setitem__(1, "runs fwd.0 @compute"),
         r"programs\[0\]\.actions\[1\]: not an action: 'runs fwd\.0 @compute'",

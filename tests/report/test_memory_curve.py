@@ -104,11 +104,11 @@ def test_areas_are_those_of_the_slots(name: str, seed: int) -> None:
         chunk = plan.layout.chunks[int(target.lstrip("cos"))]
         times = found if found[0][0] else [*found[1:], (False, tuple(t + period for t in found[0][1]))]
         held = sum(end[1] - start[0] for (_, start), (_, end) in zip(times[::2], times[1::2], strict=True))
-        expected += held * (chunk.os_nbytes if target[0] == "o" else chunk.nbytes)
+        expected += held * (plan.layout.os_nbytes_of(chunk) if target[0] == "o" else chunk.nbytes)
     for target, _ in plan.cold.resident:
         chunk = plan.layout.chunks[int(target.lstrip("cos"))]
         if target not in events:
-            expected += period * (chunk.os_nbytes if target[0] == "o" else chunk.nbytes)
+            expected += period * (plan.layout.os_nbytes_of(chunk) if target[0] == "o" else chunk.nbytes)
     curve = memory_curve(plan, timeline)
     own = sum(area(curve, kind) for kind in (Kind.STATES, Kind.PARAMETERS, Kind.GRADIENTS))
     assert own == pytest.approx(expected, rel=1e-4)

@@ -47,7 +47,7 @@ def test_model_data_by_kind() -> None:
     sixteen = TRAINED + FROZEN
     assert found["param16 (bfloat16)"] == [f"{sixteen:,}", mib(2 * sixteen), mib(15 * payload), mib(payload)]
     assert found["param16 (float32)"] == ["64", "<0.01", mib(payload), "0.00"]
-    for part in ("param32", "momentum", "variance"):
+    for part in ("param32", "exp_avg", "exp_avg_sq"):
         assert found[f"{part} (float32)"] == [
             f"{TRAINED:,}", mib(4 * TRAINED), mib(14 * triple / 3), mib(triple / 3)
         ]  # fmt: skip

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkc.triton_kernels.cast import restore_launch
-from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+from chunkc.triton_kernels.chunk_update import chunk_update_launch
 from chunkc.triton_kernels.grad_norm import grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, MAX_NUMEL, make_tiles
 
@@ -53,28 +53,30 @@ def test_bad_pieces_are_refused(pieces: list[tuple[int, int, int]]) -> None:
 
 
 def update(**changes: torch.Tensor) -> None:
-    arguments = dict.fromkeys(("param32", "exp_avg", "exp_avg_sq"), torch.zeros(8)) | {
+    lists = dict.fromkeys(("param32", "exp_avg", "exp_avg_sq"), torch.zeros(8))
+    lists |= {name: changes.pop(name) for name in tuple(changes) if name in lists}
+    arguments = {
         "grad": torch.zeros(8, dtype=torch.float16),
         "payload": torch.zeros(8, dtype=torch.float16),
         "tiles": make_tiles([(0, 8, 0)], "cpu"),
         "row_of_param": torch.zeros(1, dtype=torch.int32),
-        "rows": torch.zeros(1, 10),
+        "rows": torch.zeros(1, 9),
         "control": torch.zeros(2),
     }
-    chunk_adam_launch(**(arguments | changes))
+    chunk_update_launch("adam", tuple(lists.values()), **(arguments | changes))
 
 
 REFUSED = {
-    "another size": ({"exp_avg": torch.zeros(9)}, "share size and device; found exp_avg of shape"),
+    "another size": ({"exp_avg": torch.zeros(9)}, "share size and device; found a state of shape"),
     "two dimensions": ({"grad": torch.zeros(4, 2)}, "one dimension"),
     "strides": ({"payload": torch.zeros(16)[::2]}, "contiguous"),
     "another device": ({"grad": torch.zeros(8, device="meta")}, "on meta"),
-    "moments in 16 bits": ({"exp_avg_sq": torch.zeros(8, dtype=torch.float16)}, "an OS triple is float32"),
+    "moments in 16 bits": ({"exp_avg_sq": torch.zeros(8, dtype=torch.float16)}, "optimizer states are float32"),
     "gradient in 64 bits": ({"grad": torch.zeros(8, dtype=torch.float64)}, "kernels take float32, float16"),
     "tiles in 64 bits": ({"tiles": torch.zeros(1, 3, dtype=torch.int64)}, "tiles is a contiguous"),
     "tiles transposed": ({"tiles": torch.zeros(3, 3, dtype=torch.int32).t()}, "tiles is a contiguous"),
-    "short rows": ({"rows": torch.zeros(1, 9)}, "rows is a contiguous torch.float32 table"),
-    "rows in 64 bits": ({"rows": torch.zeros(1, 10, dtype=torch.float64)}, "rows is a contiguous"),
+    "short rows": ({"rows": torch.zeros(1, 8)}, "rows is a contiguous torch.float32 table"),
+    "rows in 64 bits": ({"rows": torch.zeros(1, 9, dtype=torch.float64)}, "rows is a contiguous"),
     "row numbers in 64 bits": ({"row_of_param": torch.zeros(1, dtype=torch.int64)}, "row_of_param is"),
     "short control": ({"control": torch.zeros(1)}, "control is a contiguous"),
     "table elsewhere": ({"control": torch.zeros(2, device="meta")}, "control is a contiguous .* on cpu"),
@@ -94,6 +96,13 @@ def test_one_memory_for_everything_is_refused() -> None:
     update(param32=data, payload=data)
     with pytest.raises(ValueError, match="memory of its own"):
         update(param32=data, payload=data, grad=data)
+
+
+def test_another_number_of_states_is_refused() -> None:
+    tables = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, 9), torch.zeros(2))
+    data, tiles = [torch.zeros(8) for _ in range(4)], make_tiles([(0, 8, 0)], "cpu")
+    with pytest.raises(ValueError, match="lion updates param32 and 1 states, found 3 lists"):
+        chunk_update_launch("lion", data[:3], data[3], data[3], tiles, *tables)
 
 
 def test_bad_casts_and_norms_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -12,7 +13,7 @@ from offline import compile_offline, source_of
 from torch import Tensor
 
 from chunkc.triton_kernels.cast import restore_launch
-from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+from chunkc.triton_kernels.chunk_update import FORMULAS, ROW_COLUMNS, chunk_update_launch
 from chunkc.triton_kernels.grad_norm import UNROLLED, grad_norm_launches
 from chunkc.triton_kernels.launch import BLOCK, EDGE, NUM_WARPS, Launch, make_tiles
 
@@ -20,7 +21,16 @@ CAPABILITIES = (70, 75, 80, 86, 90, 100, 120)
 EVERY_CASE = (70, 80, 90)
 """For the others the ordinary run compiles the kernels that a step in 16 bits takes."""
 
-OF_A_STEP = ("adam-bf16-bf16", "adam-fp16-fp16", "restore-fp16", "squares-bf16", "add tiles")
+OF_A_STEP = (
+    "adam-bf16-bf16",
+    "sgd-bf16-bf16",
+    "sgd_momentum-bf16-bf16",
+    "lion-bf16-bf16",
+    "adam-fp16-fp16",
+    "restore-fp16",
+    "squares-bf16",
+    "add tiles",
+)
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 # A multiprocessor has 65536 registers: 80 to a thread leave room for 6 blocks of 128 threads. Each thread has 8
@@ -35,12 +45,16 @@ def lists(*dtypes: torch.dtype) -> list[Tensor]:
 TILES = make_tiles([(0, 2 * BLOCK, 0)], "cpu")
 
 
-def adam(grad: torch.dtype, payload: torch.dtype | None) -> Launch:
+def update(rule: str, grad: torch.dtype, payload: torch.dtype | None) -> Launch:
     """The update; without a payload it is param32 itself."""
-    gradient, *triple = lists(grad, F32, F32, F32)
-    param16 = triple[0] if payload is None else lists(payload)[0]
-    tables = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, 10), torch.zeros(2))
-    return chunk_adam_launch(gradient, param16, *triple, TILES, *tables)
+    gradient, *states = lists(grad, F32, *[F32] * FORMULAS[rule][1])
+    param16 = states[0] if payload is None else lists(payload)[0]
+    tables = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, ROW_COLUMNS), torch.zeros(2))
+    return chunk_update_launch(rule, states, gradient, param16, TILES, *tables)
+
+
+def adam(grad: torch.dtype, payload: torch.dtype | None) -> Launch:
+    return update("adam", grad, payload)
 
 
 def squares(grad: torch.dtype) -> Launch:
@@ -58,12 +72,19 @@ Case = tuple[Callable[[], Launch], int, int]
 # name -> launch, vector loads and vector stores to a thread
 CASES: Mapping[str, Case] = MappingProxyType(
     {
-        "adam-bf16-bf16": (lambda: adam(BF16, BF16), words(BF16, F32, F32, F32), words(F32, F32, F32, BF16)),
         "adam-fp16-fp16": (lambda: adam(F16, F16), words(F16, F32, F32, F32), words(F32, F32, F32, F16)),
         "adam-fp32-fp32": (lambda: adam(F32, F32), words(F32, F32, F32, F32), words(F32, F32, F32, F32)),
         "adam-fp32-bf16": (lambda: adam(F32, BF16), words(F32, F32, F32, F32), words(F32, F32, F32, BF16)),
         "adam-bf16-fp32": (lambda: adam(BF16, F32), words(BF16, F32, F32, F32), words(F32, F32, F32, F32)),
         "adam-bf16-param32": (lambda: adam(BF16, None), words(BF16, F32, F32, F32), words(F32, F32, F32)),
+        **{
+            f"{rule}-bf16-bf16": (
+                partial(update, rule, BF16, BF16),
+                words(BF16, *[F32] * (1 + num_states)),
+                words(*[F32] * (1 + num_states), BF16),
+            )
+            for rule, (_, num_states) in FORMULAS.items()
+        },
         "restore-bf16": (lambda: restore_launch(*lists(F32, BF16), TILES), words(F32), words(BF16)),
         "restore-fp16": (lambda: restore_launch(*lists(F32, F16), TILES), words(F32), words(F16)),
         "squares-bf16": (lambda: squares(BF16), UNROLLED * words(BF16), 0),
@@ -104,7 +125,7 @@ def test_arithmetic_is_exactly_rounded_and_not_contracted(tmp_path: Path) -> Non
     num_elements = BLOCK // (32 * NUM_WARPS) + EDGE // (32 * NUM_WARPS)
     assert ".ftz" not in ptx and ".approx" not in ptx
     assert ptx.count("sqrt.rn.f32") == ptx.count("div.rn.f32") == num_elements
-    assert ptx.count("fma.rn.f32") == 7 * num_elements
+    assert ptx.count("fma.rn.f32") == 6 * num_elements
 
 
 def test_values_do_not_compile_anew() -> None:

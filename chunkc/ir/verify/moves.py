@@ -83,7 +83,7 @@ def _load(machine: Machine, event: Event) -> None:
     if machine.home_os[chunk.index] != machine.os_truth[chunk.index]:
         machine.refuse(event, f"the host copy of os{chunk.index} is stale")
     machine.read(event, f"home of os{chunk.index}")
-    machine.occupy(event, f"os{chunk.index}", event.action.slot or 0, chunk.os_nbytes)
+    machine.occupy(event, f"os{chunk.index}", event.action.slot or 0, machine.layout.os_nbytes_of(chunk))
     machine.device_os[chunk.index] = machine.home_os[chunk.index]
 
 

@@ -387,7 +387,7 @@ def _check_cold(layout: Layout, cold: State) -> None:
         if not 0 <= slot < len(layout.slots):
             raise PlanError(f"{target} stands in slot d{slot}, the arena has {len(layout.slots)}")
         chunk = layout.chunks[int(target.lstrip("cos"))]
-        nbytes = chunk.nbytes if target[0] == "c" else chunk.os_nbytes
+        nbytes = chunk.nbytes if target[0] == "c" else layout.os_nbytes_of(chunk)
         if layout.slots[slot].nbytes < nbytes:
             raise PlanError(f"{target} takes {nbytes} bytes, slot d{slot} has {layout.slots[slot].nbytes}")
     by_offset = sorted((layout.slots[slot].offset, layout.slots[slot].end, target) for slot, target in ranges)

@@ -23,16 +23,17 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ALIGNMENT_NBYTES
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores
-from chunkc.runtime.devices.cuda_adam import GpuUpdate, StepTables
 from chunkc.runtime.devices.cuda_api import ChunkKernels, CudaApi
 from chunkc.runtime.devices.cuda_budget import AllocatorReading, MemoryLedger
 from chunkc.runtime.devices.cuda_norm import GpuNorm, NormScratch
 from chunkc.runtime.devices.cuda_streams import CudaStreams
+from chunkc.runtime.devices.cuda_update import GpuUpdate, StepTables
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.pinned_memory import HostHomes
 from chunkc.runtime.devices.protocol import Event, Launch, Update
 from chunkc.runtime.devices.shared_tiles import SharedTiles
-from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import UpdateRule
 
 _LOGGER = logging.getLogger("chunkc")
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -179,16 +180,16 @@ class CudaDevice:
     def make_update(
         self,
         stream: Stream,
+        rule: UpdateRule,
         payload: torch.Tensor,
-        triple: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
     ) -> Update:
         """A kernel for chunks on the device, the host update for those at home."""
         if stream is Stream.CPU:
-            param32, exp_avg, exp_avg_sq = triple
-            return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
-        return GpuUpdate(self._chunk_kernels(), self._tables, payload, triple, pieces, gradient)
+            return ChunkUpdate(rule, payload, states, pieces, gradient=gradient)
+        return GpuUpdate(self._chunk_kernels(), self._tables, rule, payload, states, pieces, gradient)
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> GpuNorm:
         return GpuNorm(self._chunk_kernels(), self._norm_scratch, gradient, pieces, out)

@@ -27,8 +27,8 @@ class ChunkKernels(Protocol):
 
     def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
-        """Update one chunk: gradient, payload, param32, moments, tiles, row_of_param, rows, control."""
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
+        """Update one chunk by a rule: param32 and states; gradient, payload, tiles, row_of_param, rows, control."""
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch: ...
 
@@ -146,15 +146,15 @@ class CudaApi:
 class TritonKernels:
     def __init__(self) -> None:
         from chunkc.triton_kernels.cast import restore_launch
-        from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+        from chunkc.triton_kernels.chunk_update import chunk_update_launch
         from chunkc.triton_kernels.grad_norm import grad_norm_launches, make_norm_tiles
         from chunkc.triton_kernels.launch import make_tiles
 
         self.make_tiles, self.make_norm_tiles = make_tiles, make_norm_tiles
-        self._restore, self._chunk_adam, self._grad_norm = restore_launch, chunk_adam_launch, grad_norm_launches
+        self._restore, self._chunk_update, self._grad_norm = restore_launch, chunk_update_launch, grad_norm_launches
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> KernelLaunch:
-        return self._chunk_adam(*tensors).run
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
+        return self._chunk_update(rule, states, *tensors).run
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch:
         return self._restore(param32, payload, tiles).run

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from chunkc.runtime.devices.cuda_api import ChunkKernels, KernelLaunch
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
 
 
 class NormScratch:

@@ -25,8 +25,9 @@ from chunkc.runtime.devices.malloc_meter import NonModelMeter
 from chunkc.runtime.devices.protocol import Event, Launch
 from chunkc.runtime.devices.throttle import PaceLaw, Timekeeper
 from chunkc.runtime.devices.worker_streams import Streams
-from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
 from chunkc.runtime.update.cpu_norm import HostNorm
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import UpdateRule
 
 _LOGGER = logging.getLogger("chunkc")
 _EXIT_TIMEOUT_S: Final = 5.0
@@ -177,14 +178,14 @@ class EmulatedDevice:
     def make_update(
         self,
         stream: Stream,
+        rule: UpdateRule,
         payload: torch.Tensor,
-        triple: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
     ) -> ChunkUpdate:
         """The host update, on either stream: device memory is host memory here."""
-        param32, exp_avg, exp_avg_sq = triple
-        return ChunkUpdate(payload, param32, exp_avg, exp_avg_sq, pieces, gradient=gradient)
+        return ChunkUpdate(rule, payload, states, pieces, gradient=gradient)
 
     def make_norm(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> HostNorm:
         return HostNorm(gradient, pieces, out)

@@ -14,7 +14,8 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores
 from chunkc.runtime.devices.throttle import Timekeeper
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import UpdateRule
 from chunkc.runtime.update.update_inputs import StepInputs
 
 
@@ -28,7 +29,7 @@ class Event(Protocol):
 
 
 class Update(Protocol):
-    """Adam on one chunk, on one stream: called as the ``work`` of a launch there."""
+    """A rule on one chunk, on one stream: called as the ``work`` of a launch there."""
 
     def update(self, inputs: StepInputs) -> None:
         """Update the active parameters and write param16 of all."""
@@ -110,16 +111,18 @@ class Device(Protocol):
     def make_update(
         self,
         stream: Stream,
+        rule: UpdateRule,
         payload: torch.Tensor,
-        triple: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
     ) -> Update:
         """The update of one chunk on ``stream``: COMPUTE over device memory, CPU over homes.
 
         Args:
+            rule: the formula of an element.
             payload: grad16 before an update unless ``gradient`` is given, param16 after it.
-            triple: param32, exp_avg and exp_avg_sq in float32.
+            states: param32 and the rule's states, in float32.
             pieces: the parameters' elements in the chunk; what lies between them is neither read nor written.
             gradient: the gradient chunk where the overlay is not legal; it is only read.
 

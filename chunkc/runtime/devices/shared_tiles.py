@@ -17,7 +17,7 @@ class SharedTiles:
     """The kernels of one device, as `ChunkKernels`; a table lives as long as somebody uses it."""
 
     def __init__(self, kernels: ChunkKernels) -> None:
-        self.chunk_adam = kernels.chunk_adam
+        self.chunk_update = kernels.chunk_update
         self.restore = kernels.restore
         self.grad_norm = kernels.grad_norm
         self._make_tiles, self._make_norm_tiles = kernels.make_tiles, kernels.make_norm_tiles

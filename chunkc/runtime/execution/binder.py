@@ -20,6 +20,7 @@ from chunkc.ir.layout import Chunk, Home
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
+from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.protocol import Device, Update
 from chunkc.runtime.execution.bound_action import (
     AnnouncedUpdate,
@@ -31,8 +32,9 @@ from chunkc.runtime.execution.bound_action import (
 )
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
-from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import rule_of
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class Binder:
     """Binds programs of one plan.
 
     Attributes:
-        updates: by chunk and slots of the chunk, its triple and its gradient chunk (-1 for none); no slots on the host.
+        updates: by chunk and slots of the chunk, its states and its gradient chunk (-1 for none); no slots on the host.
         recoveries: per updated chunk, what casts its payload again where it lives when the model is cold.
     """
 
@@ -124,15 +126,15 @@ class Binder:
 
     def _load(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        return self._copy_triple(self.store.triple_slot(chunk, slot), self.store.triple_home(chunk), Stream.H2D)
+        return self._copy_states(self.store.states_slot(chunk, slot), self.store.states_home(chunk), Stream.H2D)
 
     def _store(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
-        copy = self._copy_triple(self.store.triple_home(chunk), self.store.triple_slot(chunk, slot), Stream.D2H)
+        copy = self._copy_states(self.store.states_home(chunk), self.store.states_slot(chunk, slot), Stream.D2H)
         return in_sequence(partial(self.store.before_write, chunk.index), copy, self._freeing(slot))
 
-    def _copy_triple(self, target: Triple, source: Triple, stream: Stream) -> Work:
-        return in_sequence(*(self._copy(t, s, stream) for t, s in zip(target.tensors, source.tensors, strict=True)))
+    def _copy_states(self, target: ChunkStates, source: ChunkStates, stream: Stream) -> Work:
+        return in_sequence(*(self._copy(target[name], source[name], stream) for name in target))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Work:
         nbytes, moved, key = source.numel() * source.element_size(), self.env.moved_nbytes, (self._program, stream)
@@ -286,19 +288,20 @@ class Binder:
         grad_chunk = None if grad_index is None else self.plan.layout.chunks[grad_index]
         if action.stream is Stream.COMPUTE:
             gradient_slot = -1 if grad_index is None else self._slot_of(grad_index)
-            triple_slot = self._occupancy.slot_of[f"os{chunk.index}"]
-            slots = self._slot_of(chunk.index), triple_slot, gradient_slot
+            states_slot = self._occupancy.slot_of[f"os{chunk.index}"]
+            slots = self._slot_of(chunk.index), states_slot, gradient_slot
         key = (chunk.index, slots)
         if key not in self.updates:
             store = self.store
             if slots is None:
-                payload, triple = store.payload_home(chunk), store.triple_home(chunk)
+                payload, states = store.payload_home(chunk), store.states_home(chunk)
                 gradient = None if grad_chunk is None else store.payload_home(grad_chunk)
             else:
-                payload, triple = store.payload_slot(chunk, slots[0]), store.triple_slot(chunk, slots[1])
+                payload, states = store.payload_slot(chunk, slots[0]), store.states_slot(chunk, slots[1])
                 gradient = None if grad_chunk is None else store.payload_slot(grad_chunk, slots[2])
             pieces = store.pieces(chunk.index)
-            update = self.device.make_update(action.stream, payload, triple.tensors, pieces, gradient)
+            rule, lists = rule_of(self.plan.layout.state_spec), tuple(states.values())
+            update = self.device.make_update(action.stream, rule, payload, lists, pieces, gradient)
             writes_home = slots is None or chunk.os_home is Home.DEVICE
             self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
@@ -309,11 +312,12 @@ class Binder:
         cold, store = dict(self.plan.cold.resident), self.store
         slot, os_slot = cold.get(f"c{chunk.index}"), cold.get(f"os{chunk.index}")
         payload = store.payload_home(chunk) if slot is None else store.payload_slot(chunk, slot)
-        triple = store.triple_home(chunk) if os_slot is None else store.triple_slot(chunk, os_slot)
+        states = store.states_home(chunk) if os_slot is None else store.states_slot(chunk, os_slot)
+        param32 = states[MASTER]
 
         def recover() -> None:
             for piece in pieces:
-                payload[piece.start : piece.end].copy_(triple.param32[piece.start : piece.end])
+                payload[piece.start : piece.end].copy_(param32[piece.start : piece.end])
 
         return recover
 

@@ -101,7 +101,7 @@ class BoundAction:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedUpdate:
-    """An update of a triple where it lives, which a snapshot may still need as it was."""
+    """An update of optimizer states where they live, which a snapshot may still need as it was."""
 
     inner: Update
     store: ChunkStore

@@ -10,7 +10,7 @@ whole model hands out at once (state dicts, optimizer states) is in host memory:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from chunkc.distributed.coordination import of_first_rank
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.state_spec import ADAM_STATES, MASTER
 from chunkc.runtime.model.memory_accounting import Accounting
 from chunkc.runtime.model.program_state import ModelPhase, ProgramState
 from chunkc.runtime.params.manage import manage_all
@@ -45,6 +46,7 @@ class Parameters:
     Attributes:
         runtime: the runtime of the model, for optimizers that know its parameters only.
         staging: values that are not in chunks yet.
+        state_spec: the optimizer states that plans make room for; the layout's once there is one.
         foreign: updates by other optimizers than chunkc's.
         has_optimizer: whether an optimizer of chunkc holds some parameter.
     """
@@ -64,6 +66,7 @@ class Parameters:
         self._store: ChunkStore | None = None
         self._values: ChunkValues | None = None
         self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos], self.ranks)
+        self.state_spec = ADAM_STATES
         manage_all(self.params, self.infos, self, self.device.torch_device)
 
     @property
@@ -89,6 +92,7 @@ class Parameters:
         if self._store is None or self._values is None:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
             self._store = ChunkStore(layout, self.device)
+            self.state_spec = layout.state_spec
             self._values = ChunkValues(self._store, static, self.ranks)
         self._values.load(self.staging)
         return self._store
@@ -186,28 +190,24 @@ class Parameters:
         shells = [tensor for i in indexes for tensor in (self.params[i], inner_of(self.params[i]))]
         torch.autograd.graph.increment_version(shells)
 
-    def read_state(
-        self, param: int, names: Sequence[str] = ("exp_avg", "exp_avg_sq", "param32")
-    ) -> tuple[torch.Tensor, ...]:
-        """Copies of the parts called ``names`` of a parameter's state, in float32 and host memory."""
+    def read_state(self, param: int, names: Sequence[str] | None = None) -> tuple[torch.Tensor, ...]:
+        """Copies of a parameter's states, and param32, called ``names`` (all), in float32 and host memory."""
+        names = (*self.state_spec.names, MASTER) if names is None else names
         self.drain()
         self.agree_on("the optimizer state", param)
         if self._values is None or self.staging.holds(param):
-            found = self.staging.state_or_zeros(param)
-            return tuple(getattr(found, name).float().clone() for name in names)
+            return tuple(found.float().clone() for found in self.staging.read_state(param, names))
         return tuple(self._values.read_state(param, name).to("cpu") for name in names)
 
-    def write_state(
-        self, param: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
-    ) -> None:
-        """Replace moments and, if given, param32, of a parameter that is trained."""
+    def write_state(self, param: int, states: Mapping[str, torch.Tensor], param32: torch.Tensor | None) -> None:
+        """Replace optimizer states and, if given, param32, of a parameter that is trained."""
         self.drain()
         if self._values is None or self.staging.holds(param):
-            self.staging.write_state(param, exp_avg, exp_avg_sq, param32)
+            self.staging.write_state(param, states, param32)
             self.raise_versions([param])
             return
         self.agree_on("a new optimizer state", param)
-        self._values.write_moments(param, of_first_rank(self.ranks, exp_avg), of_first_rank(self.ranks, exp_avg_sq))
+        self._values.write_states(param, {name: of_first_rank(self.ranks, value) for name, value in states.items()})
         if param32 is not None:
             self.write_param(param, param32)
 
@@ -224,15 +224,15 @@ class Parameters:
         """Whether this rank is one of those whose chunks count where there are several of each."""
         return self.layout is None or self.ranks.replica == 0
 
-    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None) -> None:
-        """Replace this rank's elements of a parameter in chunks and, where given, of its moments.
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats]) -> None:
+        """Replace this rank's elements of a parameter in chunks and of the given ones of its states.
 
         All are 1-D and as exact as they are to be, one for each of ``own_ranges``. The model is in the cold state
         (``to_cold``), so that nothing is exchanged.
         """
         self.drain()
         if self.infos[index].numel:
-            self.values.write_own(index, value, moments, payload=index not in self._gradients.overlaid)
+            self.values.write_own(index, value, states, payload=index not in self._gradients.overlaid)
         self.raise_versions([index])
 
     def is_trained(self, index: int) -> bool:

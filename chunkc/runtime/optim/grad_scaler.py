@@ -16,8 +16,9 @@ import torch
 
 from chunkc._torch_compat.core import pytree
 from chunkc.errors import ChunkcError
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.optim.optimizer import ChunkOptimizer
-from chunkc.runtime.optim.state_dict import OptimizerRuntime, find_runtime
+from chunkc.runtime.optim.state_dict import find_runtime
 from chunkc.runtime.update.loss_scale import LossScale
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class _Looked(NamedTuple):
     """Model of one optimizer's gradients, and 1 where one of them was not finite, else 0 (float32 [])."""
 
-    runtime: OptimizerRuntime
+    runtime: OptimizerSteps
     found: torch.Tensor
 
 
@@ -75,7 +76,7 @@ class GradScaler:
         for leaf in leaves:
             self._move_to(leaf.device)
         for runtime in _models_behind(leaves):
-            runtime.expect_scaled_losses()
+            runtime.clipping.is_scaled_outside = True
         scaled: T = pytree.tree_map_only(torch.Tensor, lambda leaf: leaf * self._scale.scale, outputs)
         return scaled
 
@@ -97,9 +98,9 @@ class GradScaler:
         runtime = _runtime_of(optimizer)
         runtime.transactions.run(lambda: self._unscale(runtime, key))
 
-    def _unscale(self, runtime: OptimizerRuntime, key: int) -> None:
+    def _unscale(self, runtime: OptimizerSteps, key: int) -> None:
         """Unscale the gradients of an optimizer's model and remember that: one transaction."""
-        found = runtime.unscale(self._scale.inverse(), self._to_agree_on)
+        found = runtime.clipping.unscale(self._scale.inverse(), self._to_agree_on)
         self._is_agreed = True
         if found is not None:
             self._found[key] = _Looked(runtime, found)
@@ -215,7 +216,7 @@ class GradScaler:
             self._scale.growth_tracker = self._scale.growth_tracker.to(device)
 
 
-def _runtime_of(optimizer: torch.optim.Optimizer) -> OptimizerRuntime:
+def _runtime_of(optimizer: torch.optim.Optimizer) -> OptimizerSteps:
     if not isinstance(optimizer, ChunkOptimizer):
         raise ChunkcError(
             f"chunkc.GradScaler goes with chunkc.AdamW and chunkc.Adam, found {type(optimizer).__name__}; use "
@@ -224,7 +225,7 @@ def _runtime_of(optimizer: torch.optim.Optimizer) -> OptimizerRuntime:
     return optimizer.runtime
 
 
-def _models_behind(outputs: list[torch.Tensor]) -> Iterator[OptimizerRuntime]:
+def _models_behind(outputs: list[torch.Tensor]) -> Iterator[OptimizerSteps]:
     """The compiled models whose parameters ``outputs`` depend on, each once."""
     todo = deque(t.grad_fn for t in outputs if t.grad_fn is not None)
     seen, found = set(todo), set[int]()

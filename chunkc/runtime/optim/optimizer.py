@@ -1,14 +1,16 @@
-"""``chunkc.AdamW`` and ``chunkc.Adam``: torch's optimizers, run by the compiled model's step program.
+"""The common base of chunkc's optimizers: torch's interface, run by the compiled model's step program.
 
 The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
-moments stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
+states stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
 have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
 workers while the caller goes on. Counts and values change in one transaction (`chunkc.runtime.storage.transaction`): an
 exception in ``step()``, a KeyboardInterrupt for example, leaves the step undone or all of it taken.
 
-Moments exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
-starts from zero moments, and the optimizer before it is refused from then on. ``optimizer.state`` shows the states one
-by one (`chunkc.runtime.optim.state_mapping`), ``state_dict()`` copies them all, both in torch's layout.
+States exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
+starts from states of zero, and the optimizer before it is refused from then on. The first plan of a model makes room
+for the states of the optimizer that was made last before it, or that ``compile(optimizer=)`` names; an optimizer that
+keeps others is refused. ``optimizer.state`` shows the states one by one (`chunkc.runtime.optim.state_mapping`),
+``state_dict()`` copies them all, both in torch's layout.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import ParamsT
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.optim.state_dict import (
-    TORCH_OPTIONS,
-    OptimizerRuntime,
+    Groups,
     check_options,
     check_range,
     check_states,
@@ -36,47 +38,60 @@ from chunkc.runtime.optim.state_dict import (
 )
 from chunkc.runtime.optim.state_mapping import OptimizerState
 from chunkc.runtime.optim.step_counts import StepCounts, names_of
+from chunkc.runtime.update.rules import UpdateRule, rule_of
 from chunkc.runtime.update.update_inputs import Hyper
-
-__all__ = ["Adam", "AdamW", "ChunkOptimizer", "OptimizerRuntime", "find_runtime"]
 
 
 class ChunkOptimizer(torch.optim.Optimizer):
-    """The common base of Adam and AdamW, which differ in where weight decay goes."""
+    """An optimizer over chunks; subclasses say their rule, and what it makes of a group.
 
-    _decoupled: bool
+    Args:
+        rule: of groups by default.
+        params: parameters of one compiled model, or groups of them.
+        defaults: hyperparameters, and the options of torch's optimizer, so that states can be exchanged with it.
+        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
+            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
+    """
 
     def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor,
-        betas: tuple[float | Tensor, float | Tensor],
-        eps: float,
-        weight_decay: float,
-        max_grad_norm: float | None,
+        self, rule: UpdateRule, params: ParamsT, defaults: dict[str, Any], max_grad_norm: float | None
     ) -> None:
         self.max_grad_norm = max_grad_norm
         self._check_max_norm()
-        self._counts = StepCounts()
+        self._counts = StepCounts(rule)
         self._has_warned = False
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **TORCH_OPTIONS}
-        super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
+        super().__init__(params, defaults)
+
+    def _rule_of(self, groups: Groups) -> UpdateRule:
+        """The rule that ``groups`` need after those before."""
+        return self._counts.rule
+
+    def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """The hyperparameters of a group now."""
+        raise NotImplementedError
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse options that would change what a step computes."""
+        check_options(group)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does.
 
         Raises:
-            ChunkcError: for parameters of no compiled model, or of another one than the groups before.
+            ChunkcError: for parameters of no compiled model, or of another one than the groups before, and where the
+                model's plan has no room for the rule's states.
             ValueError: for hyperparameters out of range, as torch.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             check_range(group)
-            check_options(group, self._decoupled)
+            self.check_group(group)
             runtime = self._common_runtime(group)
+            if runtime is not None:
+                self._declare(runtime, self.param_groups)
             if runtime is not None and self.max_grad_norm is not None:
-                runtime.expect_clipping()
+                runtime.clipping.wants_norms = True
         except (ChunkcError, ValueError):
             self.param_groups.pop()
             raise
@@ -104,13 +119,14 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """`step` without its closure."""
         self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
+        self._declare(runtime, self.param_groups)
         active = runtime.check_step({index: param for index, (param, _) in groups.items()})
         if not active:
             self._warn_without_gradients()
             return
         self._check_covered(active, groups.keys())
         self._counts.check_owned(active)
-        snapshots = {id(group): self._snapshot(group) for group in self.param_groups}
+        snapshots = {id(group): self._hyper_of(group) for group in self.param_groups}
         hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
         steps = self._counts.following(hypers)
         self._check_max_norm()
@@ -120,7 +136,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def _take_step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
         """Change values and counts: one transaction."""
         if self.max_grad_norm is not None:
-            self.runtime.clip(self.max_grad_norm)
+            self.runtime.clipping.clip(self.max_grad_norm)
         self._counts.advance(steps, self.runtime.step(hypers, steps))
 
     def state_dict(self) -> dict[str, Any]:
@@ -128,10 +144,10 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
         Parameters that were never stepped have no state. Pending updates are finished first.
         """
-        counts = self.step_counts
+        counts, rule = self.step_counts, self._counts.rule
 
         def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            return {**state_dict, "state": read_states(self.runtime, state_dict, self.param_groups, counts)}
+            return {**state_dict, "state": read_states(rule, self.runtime, state_dict, self.param_groups, counts)}
 
         handle = self.register_state_dict_post_hook(add_states, prepend=True)
         try:
@@ -140,7 +156,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over groups, moments and step counts of ``state_dict()`` or of torch's Adam or AdamW.
+        """Take over groups, states and step counts of ``state_dict()``, here or of torch's optimizer.
 
         Raises:
             ChunkcError: when a state does not fit its parameter, has a step count that is no whole number, belongs to
@@ -158,8 +174,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             return {**state_dict, "state": {}}
 
         def write(_: torch.optim.Optimizer) -> None:
-            runtime = self.runtime
-            write_states(runtime, loaded)
+            write_states(self._counts.rule, self.runtime, loaded)
             steps = {index: state["step"] for index, state in loaded.items() if state["step"]}
             self._counts.replace(steps, owned=loaded)
 
@@ -186,8 +201,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def state(self) -> OptimizerState:
         """Mapping from each parameter that was ever stepped to its state: torch's ``optimizer.state``.
 
-        ``state[param]`` has ``step``, ``exp_avg``, ``exp_avg_sq`` and, in 16-bit modes, ``master_param``. They show the
-        state as it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
+        ``state[param]`` has ``step``, the rule's states and, in 16-bit modes, ``master_param``. They show the state as
+        it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
         to begin anew, or one from parameters to whole states.
 
         Raises:
@@ -201,7 +216,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
             self.state.replace(value)
 
     def continue_from(self, groups: Sequence[Mapping[str, Any]], steps: Mapping[int, int]) -> None:
-        """Go on from moments that the model was given: ``groups`` in torch's layout, step counts by index."""
+        """Go on from states that the model was given: ``groups`` in torch's layout, step counts by index."""
         self.load_state_dict({"state": {}, "param_groups": list(groups)})
         self._counts.replace(steps)
 
@@ -225,13 +240,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm must be positive, found {self.max_grad_norm}; None clips nothing")
 
     @property
-    def runtime(self) -> OptimizerRuntime:
+    def runtime(self) -> OptimizerSteps:
         """The compiled model that all its parameters belong to."""
         if self._counts.runtime is None:
             raise ChunkcError(f"chunkc.{type(self).__name__} has no parameters")
         return self._counts.runtime
 
-    def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerRuntime | None:
+    def _common_runtime(self, group: Mapping[str, Any]) -> OptimizerSteps | None:
         """Runtime of the group's parameters, the same as of the groups before; None while there are none."""
         runtime = self._counts.runtime
         names = group.get("param_names", [f"number {i}" for i in range(len(group["params"]))])
@@ -244,8 +259,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
                     "optimizer, or pass its parameters"
                 )
             if runtime is not None and found[0] is not runtime:
+                name = found[0].parameters.name_of(found[1])
                 raise ChunkcError(
-                    f"all parameters of an optimizer belong to one compiled model, but {found[0].name_of(found[1])!r} "
+                    f"all parameters of an optimizer belong to one compiled model, but {name!r} "
                     "belongs to another than those before: make one optimizer for each model"
                 )
             runtime = found[0]
@@ -257,23 +273,38 @@ class ChunkOptimizer(torch.optim.Optimizer):
         if sizes[0] != sizes[1]:
             return {}
         for group in state_dict["param_groups"]:
-            check_options(group, self._decoupled)
-        return check_states(state_dict, self.param_groups)
+            self.check_group(group)
+        return check_states(self.declare(state_dict["param_groups"]), state_dict, self.param_groups)
 
     def _groups_by_index(self) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
         return {managed(param)[1]: (param, group) for group in self.param_groups for param in group["params"]}
 
-    def _snapshot(self, group: Mapping[str, Any]) -> Hyper:
-        check_options(group, self._decoupled)
-        beta1, beta2 = group["betas"]
-        return Hyper(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=self._decoupled,
-        )
+    def _hyper_of(self, group: Mapping[str, Any]) -> Hyper:
+        self.check_group(group)
+        return self._hyper(group)
+
+    def declare(self, groups: Groups) -> UpdateRule:
+        """Let the first plan make room for the states that ``groups`` need; later see that it has.
+
+        Raises:
+            ChunkcError: when it has none.
+        """
+        return self._declare(self.runtime, groups)
+
+    def _declare(self, runtime: OptimizerSteps, groups: Groups) -> UpdateRule:
+        rule = self._rule_of(groups)
+        if runtime.parameters.layout is None:
+            runtime.parameters.state_spec = rule.states
+        found = rule_of(runtime.parameters.state_spec)
+        if found.title != rule.title or not set(rule.states.names) <= set(found.states.names):
+            name = type(self).__name__
+            raise ChunkcError(
+                f"the model's plan has room for the states of {found.title} ({found.states}), and chunkc.{name} keeps "
+                f"{rule.states}: make the optimizer before the first forward, or name it: "
+                f"chunkc.compile(..., optimizer={name.lower()!r})"
+            )
+        self._counts.rule = rule
+        return rule
 
     def _warn_without_gradients(self) -> None:
         if not self._has_warned:
@@ -290,51 +321,3 @@ class ChunkOptimizer(torch.optim.Optimizer):
                 f"{names_of(self.runtime, missing)} are not in its groups: add them with add_param_group, freeze them "
                 "with requires_grad_(False) before compiling, or set their .grad to None"
             )
-
-
-class AdamW(ChunkOptimizer):
-    """Adam with decoupled weight decay; arguments and defaults are torch.optim.AdamW's.
-
-    Args:
-        params: parameters of one compiled model, or groups of them.
-        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
-            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
-    """
-
-    _decoupled = True
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)
-
-
-class Adam(ChunkOptimizer):
-    """Adam, whose weight decay is an L2 penalty; arguments and defaults are torch.optim.Adam's.
-
-    Args:
-        params: parameters of one compiled model, or groups of them.
-        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
-            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
-    """
-
-    _decoupled = False
-
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        max_grad_norm: float | None = None,
-    ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, max_grad_norm)

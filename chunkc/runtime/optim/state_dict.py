@@ -1,150 +1,42 @@
 """Exchange of optimizer states: a compiled model's protocol towards optimizers, and torch's layout.
 
-In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives ``step``,
-``exp_avg`` and ``exp_avg_sq`` for the id of each parameter that was ever stepped. In 16-bit modes ``master_param`` is
-beside them. Ids are matched with parameters by their place in the groups, as torch does.
+In torch's layout a state dict has ``param_groups``, whose ``params`` are ids, and ``state``, which gives the rule's
+states (Adam's: ``exp_avg`` and ``exp_avg_sq``) for the id of each parameter that was ever stepped. ``step`` is beside
+them, also where torch's optimizer counts none, and ``master_param`` in 16-bit modes. Ids are matched with parameters by
+their place in the groups, as torch does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from chunkc.distributed.agreement import Lines
-from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
-from chunkc.runtime.execution.grad_norm import StepDecision
-from chunkc.runtime.storage.transaction import Transactions
-from chunkc.runtime.update.update_inputs import Hyper
+from chunkc.ir.state_spec import MASTER
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
+from chunkc.runtime.update.rules import UpdateRule
 
 Groups = Sequence[Mapping[str, Any]]
 
-TORCH_OPTIONS: dict[str, Any] = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-}
-"""Options of torch's Adam that a group carries so that states can be exchanged with torch."""
+MASTER_PART: Final = "master_param"
+"""``param32`` as state dicts name it."""
 
 UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
-"""Those of them that change what a step computes; the others choose an implementation."""
+"""Options of torch's optimizers that change what a step computes; others that chunkc lacks choose an implementation."""
 
 
-class OptimizerRuntime(Protocol):
-    """Protocol of a compiled model towards its optimizers.
-
-    Parameters are named by their index in the layout.
-
-    Attributes:
-        ranks: with which the model is trained; they step together.
-        owners: which optimizer steps each parameter, by a token; empty at first, kept by the optimizers.
-        transactions: what changes values and counts together runs in these.
-    """
-
-    ranks: Ranks
-    owners: dict[int, object]
-    transactions: Transactions
-
-    @property
-    def is_sixteen_bit(self) -> bool:
-        """Whether param32 is more precise than the parameter that the graphs read."""
-        ...
-
-    def name_of(self, index: int) -> str:
-        """The parameter's name in the user's model."""
-        ...
-
-    def is_trained(self, index: int) -> bool:
-        """Whether the parameter has, or before the first plan may get, an optimizer state."""
-        ...
-
-    def expect_optimizer(self) -> None:
-        """An optimizer holds some parameter from now on."""
-        ...
-
-    def expect_clipping(self) -> None:
-        """Gradients will be clipped: plans measure them as they land."""
-        ...
-
-    def expect_scaled_losses(self) -> None:
-        """The script scales its losses by itself until the next step."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for a transaction that an interrupted caller has left, and undo what else was interrupted."""
-        ...
-
-    def prepare_step(self, stepped: Collection[int]) -> None:
-        """Do what only a first step needs, before its transaction: it may take long, and changes no value.
-
-        Raises:
-            ChunkcError: when the parameters ``stepped`` cannot be stepped yet.
-        """
-        ...
-
-    def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
-        """Indexes of all parameters of the model that have a gradient now.
-
-        Raises:
-            ChunkcError: when a step is not legal now, for example of a gradient already stepped.
-        """
-        ...
-
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip all gradients by their global norm in the next step, and return the norm before; nothing waits."""
-        ...
-
-    def unscale(self, inverse: Tensor, scaler: Lines) -> Tensor | None:
-        """Multiply all gradients by ``inverse`` in the next step; skip the step if one is infinite or NaN.
-
-        Args:
-            scaler: what all ranks must scale by alike, line by line.
-
-        Returns:
-            1 where that is so, else 0: float32 [], on the model's device; nothing waits. None without gradients.
-
-        Raises:
-            ChunkcError: when no loss was scaled by a scaler.
-        """
-        ...
-
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
-        """Launch the step program for the parameters in ``hypers``.
-
-        A parameter's step 1 starts from zero moments. Called in a transaction.
-
-        Returns:
-            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
-        """
-        ...
-
-    def read_state(self, param: int, names: Sequence[str] = ...) -> tuple[Tensor, ...]:
-        """Copies of ``names``, parameter-shaped, after draining pending updates.
-
-        By default of all: ``exp_avg``, ``exp_avg_sq`` and ``param32``.
-        """
-        ...
-
-    def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
-        """Replace the moments of a trained parameter and, unless it is None, param32 and with it param16."""
-        ...
-
-
-def find_runtime(param: Tensor) -> tuple[OptimizerRuntime, int] | None:
+def find_runtime(param: Tensor) -> tuple[OptimizerSteps, int] | None:
     """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
     store = getattr(param, "_chunkc_store", None)
     return None if store is None else (store.runtime.steps, param._chunkc_index)  # type: ignore[attr-defined]
 
 
-def managed(param: Tensor) -> tuple[OptimizerRuntime, int]:
+def managed(param: Tensor) -> tuple[OptimizerSteps, int]:
     """``find_runtime`` of a parameter that a compiled model must manage.
 
     Raises:
@@ -162,27 +54,39 @@ def saved_params(state_dict: Mapping[str, Any], groups: Groups) -> Iterator[tupl
     return zip(saved, chain.from_iterable(group["params"] for group in groups), strict=False)
 
 
+def stored_name(part: str) -> str:
+    """The name in chunks of a part of a state."""
+    return MASTER if part == MASTER_PART else part
+
+
+def parts_of(rule: UpdateRule, runtime: OptimizerSteps) -> tuple[str, ...]:
+    """The parts of a parameter's state that chunks hold, as state dicts name them."""
+    return (*rule.states.names, *([MASTER_PART] if runtime.parameters.is_sixteen_bit else []))
+
+
 def read_states(
-    runtime: OptimizerRuntime, state_dict: Mapping[str, Any], groups: Groups, steps: Mapping[int, int]
+    rule: UpdateRule,
+    runtime: OptimizerSteps,
+    state_dict: Mapping[str, Any],
+    groups: Groups,
+    steps: Mapping[int, int],
 ) -> dict[Any, dict[str, Tensor]]:
     """States of the parameters in ``steps``, under the ids of ``state_dict``."""
     states: dict[Any, dict[str, Tensor]] = {}
+    parts = parts_of(rule, runtime)
     for key, param in saved_params(state_dict, groups):
         index = managed(param)[1]
-        if index not in steps or key in states:
-            continue
-        exp_avg, exp_avg_sq, param32 = runtime.read_state(index)
-        states[key] = {"step": torch.tensor(float(steps[index])), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        if runtime.is_sixteen_bit:
-            states[key]["master_param"] = param32
+        if index in steps and key not in states:
+            found = runtime.parameters.read_state(index, [stored_name(part) for part in parts])
+            states[key] = {"step": torch.tensor(float(steps[index])), **dict(zip(parts, found, strict=True))}
     return states
 
 
-def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
+def check_states(rule: UpdateRule, state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
     """The states of ``state_dict`` by parameter index, with whole numbers for step counts.
 
     Raises:
-        ChunkcError: when one is not Adam's, does not fit its parameter, or belongs to none that is trained.
+        ChunkcError: when one is not the rule's, does not fit its parameter, or belongs to none that is trained.
     """
     params = dict(saved_params(state_dict, groups))
     unknown = [key for key in state_dict["state"] if key not in params]
@@ -193,30 +97,34 @@ def check_states(state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dic
     states = {}
     for key, state in state_dict["state"].items():
         runtime, index = managed(params[key])
-        states[index] = {**state, "step": check_state(runtime, index, params[key], state)}
+        states[index] = {**state, "step": check_state(rule, runtime, index, params[key], state)}
     return states
 
 
-def write_states(runtime: OptimizerRuntime, states: Mapping[int, Mapping[str, Any]]) -> None:
+def write_states(rule: UpdateRule, runtime: OptimizerSteps, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Hand ``states`` to the model, in float32 on the host."""
     for index, state in states.items():
-        exp_avg, exp_avg_sq = (state[key].to("cpu", torch.float32) for key in ("exp_avg", "exp_avg_sq"))
-        master = state.get("master_param")
-        runtime.write_state(index, exp_avg, exp_avg_sq, None if master is None else master.to("cpu", torch.float32))
+        names = (*rule.states.names, MASTER_PART)
+        parts = {name: state[name].to("cpu", torch.float32) for name in names if name in state}
+        master = parts.pop(MASTER_PART, None)
+        runtime.parameters.write_state(index, parts, master)
 
 
 def check_range(group: Mapping[str, Any]) -> None:
     """Refuse hyperparameters out of range, by ValueError as torch does."""
-    for name in ("lr", "eps", "weight_decay"):
-        if not float(group[name]) >= 0.0:
+    for name in ("lr", "momentum", "eps", "weight_decay"):
+        if name in group and not float(group[name]) >= 0.0:
             raise ValueError(f"{name} must not be negative, found {group[name]}")
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-        raise ValueError(f"betas must lie in [0, 1), found {group['betas']}")
+    if "betas" in group:
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+            raise ValueError(f"betas must lie in [0, 1), found {group['betas']}")
+    if group.get("nesterov") and not (float(group["momentum"]) > 0.0 and float(group["dampening"]) == 0.0):
+        raise ValueError("nesterov takes a momentum above 0 and no dampening")
 
 
-def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
-    """Refuse options of torch's Adam that would change what a step computes, and those that no group has."""
+def check_options(group: Mapping[str, Any]) -> None:
+    """Refuse options of torch's that would change what a step computes, and those that no group has."""
     if "max_grad_norm" in group:
         raise ChunkcError(
             "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
@@ -227,39 +135,39 @@ def check_options(group: Mapping[str, Any], decoupled: bool) -> None:
             raise ChunkcError(
                 f"{name}={group[name]} is not supported by chunkc's optimizers; leave it out of the group or the state"
             )
-    if group.get("decoupled_weight_decay", decoupled) != decoupled:
-        right, wrong = ("Adam", "AdamW") if decoupled else ("AdamW", "Adam")
-        raise ChunkcError(f"the group is one of {right}, whose weight decay differs from {wrong}'s: use chunkc.{right}")
 
 
-def check_state(runtime: OptimizerRuntime, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
-    """Return the step count of ``state``, which must be an Adam state of ``param``.
+def check_state(rule: UpdateRule, runtime: OptimizerSteps, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
+    """Return the step count of ``state``, which must be a state of ``param`` under ``rule``.
 
-    The count is 0 only beside moments of zeros.
+    The count is 0 only beside states of zeros. Where the rule counts no steps, 1 stands for those that are not told.
 
     Raises:
         ChunkcError: when it is not, does not fit, or has a step count that no optimizer makes.
     """
-    name = runtime.name_of(index)
-    missing = [key for key in ("step", "exp_avg", "exp_avg_sq") if key not in state]
+    name, names = runtime.parameters.name_of(index), rule.states.names
+    missing = [key for key in (*(["step"] if rule.counts_steps else []), *names) if key not in state]
     if missing:
-        raise ChunkcError(f"the loaded state of {name!r} is not Adam's: {missing} missing, found {sorted(state)}")
+        raise ChunkcError(
+            f"the loaded state of {name!r} is not {rule.title}'s: {missing} missing, found {sorted(state)}"
+        )
     check_trained(runtime, index)
-    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+    for key in (*names, MASTER_PART):
         if key in state:
             check_part(runtime, index, key, state[key], param.shape)
-    if _is_zero(state["step"]) and not any(bool(state[key].any()) for key in ("exp_avg", "exp_avg_sq")):
+    step = state.get("step", 1)
+    if _is_zero(step) and not any(bool(state[key].any()) for key in names):
         return 0
-    return check_count(state["step"], f"the state of {name!r}")
+    return check_count(step, f"the state of {name!r}")
 
 
-def check_part(runtime: OptimizerRuntime, index: int, part: str, value: object, shape: torch.Size) -> None:
+def check_part(runtime: OptimizerSteps, index: int, part: str, value: object, shape: torch.Size) -> None:
     """Refuse what cannot replace the ``part`` of a parameter's state that is called so.
 
     Raises:
         ChunkcError: unless ``value`` is a dense tensor of real numbers in memory, of this shape.
     """
-    label = f"{part} of {runtime.name_of(index)!r}"
+    label = f"{part} of {runtime.parameters.name_of(index)!r}"
     if not isinstance(value, Tensor):
         raise ChunkcError(f"{label} is a tensor, found {type(value).__name__}")
     if value.shape != shape:
@@ -272,16 +180,16 @@ def check_part(runtime: OptimizerRuntime, index: int, part: str, value: object, 
         )
 
 
-def check_trained(runtime: OptimizerRuntime, index: int) -> None:
+def check_trained(runtime: OptimizerSteps, index: int) -> None:
     """Refuse a state of a parameter that nothing steps.
 
     Raises:
         ChunkcError: when the compiled model does not train it.
     """
-    if not runtime.is_trained(index):
+    if not runtime.parameters.is_trained(index):
         raise ChunkcError(
-            f"{runtime.name_of(index)} is not trained by the compiled graph, so it has no optimizer state: leave its "
-            "state out"
+            f"{runtime.parameters.name_of(index)} is not trained by the compiled graph, so it has no optimizer state: "
+            "leave its state out"
         )
 
 

@@ -1,15 +1,15 @@
-"""``optimizer.state``: torch's mapping from parameters to states, over moments in chunks.
+"""``optimizer.state``: torch's mapping from parameters to states, over states in chunks.
 
     state[param]["step"]          float32 [], known at once
-    state[param]["exp_avg"]       float32, gathered when an operator reads it; ``exp_avg_sq`` and ``master_param`` too
+    state[param]["exp_avg"]       float32, gathered when an operator reads it, as the rule's others and ``master_param``
 
 Nothing is stored here. A mapping reads what the model holds when it is asked, and its tensors are managed as parameters
 are: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value refuse writes. A
 copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry; ``state[param]`` of one is
 an empty mapping, as torch's, which takes a whole state or none.
 
-Adam's first step starts from zero moments. So a state whose step count is 0 is the same as no state, and a count of 0
-beside moments that are not zero is refused.
+A first step starts from states of zero. So a state whose step count is 0 is the same as no state, and a count of 0
+beside states that are not zero is refused.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.optim.state_dict import (
-    OptimizerRuntime,
+    MASTER_PART,
     check_count,
     check_part,
     check_state,
     check_trained,
     find_runtime,
+    parts_of,
+    stored_name,
     write_states,
 )
 from chunkc.runtime.optim.step_counts import StepCounts
@@ -40,8 +43,6 @@ V = TypeVar("V")
 Snapshot: TypeAlias = dict[str, Tensor]
 
 _STEP: Final = "step"
-_STORED_AS: Final = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "master_param": "param32"}
-"""Parts of a state that chunks hold, and what chunks call them."""
 
 
 class _DictLike(MutableMapping[K, V]):
@@ -89,7 +90,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         """Replace the whole state of ``param``; an empty one begins anew.
 
         Raises:
-            ChunkcError: for a state that is not Adam's or does not fit, and for anything but a parameter of the
+            ChunkcError: for a state that is not the rule's or does not fit, and for anything but a parameter of the
                 optimizer. Nothing has changed then.
         """
         self.update({param: value})
@@ -149,7 +150,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return params[-1], self.pop(params[-1])
 
     def clear(self) -> None:
-        """Begin anew: every parameter's next step is its first and starts from zero moments."""
+        """Begin anew: every parameter's next step is its first and starts from states of zero."""
         self._counts.forget(self._counts.current())
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -184,7 +185,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
 
 
 class ParamState(_DictLike[str, Tensor]):
-    """The state of one parameter: ``step``, ``exp_avg``, ``exp_avg_sq``, in 16-bit modes ``master_param``."""
+    """The state of one parameter: ``step``, the rule's states, in 16-bit modes ``master_param``."""
 
     def __init__(self, counts: StepCounts, index: int) -> None:
         self._counts, self._index = counts, index
@@ -198,7 +199,7 @@ class ParamState(_DictLike[str, Tensor]):
         """Replace one part.
 
         Raises:
-            ChunkcError: for a part that Adam does not have, a value that does not fit, and a parameter without a state.
+            ChunkcError: for a part that the rule lacks, a value that does not fit, and a parameter without a state.
         """
         self._write({name: value})
 
@@ -210,7 +211,7 @@ class ParamState(_DictLike[str, Tensor]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_names(_runtime(self._counts)) if self._index in self._counts.current() else ())
+        return iter(_names(self._counts) if self._index in self._counts.current() else ())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -234,7 +235,7 @@ class ParamState(_DictLike[str, Tensor]):
             _replace(self._counts, {self._index: found})
 
     def clear(self) -> None:
-        """Forget the state: the parameter's next step is its first and starts from zero moments."""
+        """Forget the state: the parameter's next step is its first and starts from states of zero."""
         self._counts.check_owned([self._index])
         self._counts.forget([self._index])
 
@@ -244,7 +245,7 @@ class ParamState(_DictLike[str, Tensor]):
 
     @property
     def _label(self) -> str:
-        return f"the state of {_runtime(self._counts).name_of(self._index)!r}"
+        return f"the state of {_runtime(self._counts).parameters.name_of(self._index)!r}"
 
     def _write(self, parts: Mapping[str, Tensor | float]) -> None:
         """Replace ``parts``, all checked before the first is written."""
@@ -260,7 +261,7 @@ class ParamState(_DictLike[str, Tensor]):
         runtime.transactions.run(partial(_write_parts, self._counts, self._index, stored, count))
 
     def _check_name(self, name: str) -> None:
-        known = _names(_runtime(self._counts))
+        known = _names(self._counts)
         if name not in known:
             raise ChunkcError(
                 f"{self._label} has {', '.join(known)} and no {name!r}; keep values of your own elsewhere"
@@ -291,7 +292,7 @@ class _StatePart:
         self._counts, self._name = counts, name
 
     def name_of(self, index: int) -> str:
-        return f"{self._name} of {_runtime(self._counts).name_of(index)}"
+        return f"{self._name} of {_runtime(self._counts).parameters.name_of(index)}"
 
     def is_entered(self) -> bool:
         return False  # no compiled graph reads states
@@ -322,16 +323,16 @@ def _read_part(counts: StepCounts, index: int, name: str) -> Tensor:
     """A plain tensor in host memory."""
     if name == _STEP:
         return torch.tensor(float(counts.current()[index]), dtype=torch.float32, device="cpu")
-    return _runtime(counts).read_state(index, (_STORED_AS[name],))[0]
+    return _runtime(counts).parameters.read_state(index, (stored_name(name),))[0]
 
 
 def _write_parts(counts: StepCounts, index: int, parts: Mapping[str, Tensor], count: int | None) -> None:
     """Replace some of the parts that chunks hold, and the step count unless it is None: one transaction."""
-    runtime, moments = _runtime(counts), ("exp_avg", "exp_avg_sq")
+    runtime, names = _runtime(counts), counts.rule.states.names
     if parts:
-        found = dict(zip(moments, runtime.read_state(index, moments), strict=True))
+        found = dict(zip(names, runtime.parameters.read_state(index, names), strict=True))
         counts.note_write(index)
-        write_states(runtime, {index: {**found, **parts}})
+        write_states(counts.rule, runtime, {index: {**found, **parts}})
     if count is not None:
         counts.put(index, count)
 
@@ -339,7 +340,7 @@ def _write_parts(counts: StepCounts, index: int, parts: Mapping[str, Tensor], co
 def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> None:
     """Replace whole states by index, all checked before the first is written; empty ones are forgotten."""
     runtime = _runtime(counts)
-    checked = {index: _checked(runtime, index, counts.params[index], state) for index, state in states.items()}
+    checked = {index: _checked(counts, index, state) for index, state in states.items()}
     found = {index: state for index, state in checked.items() if state is not None}
     counts.check_owned(index for index in checked if index not in found)
     runtime.transactions.run(partial(_write_all, counts, found, checked.keys() - found.keys()))
@@ -348,34 +349,34 @@ def _replace(counts: StepCounts, states: Mapping[int, Mapping[str, Any]]) -> Non
 def _write_all(counts: StepCounts, states: Mapping[int, tuple[int, dict[str, Any]]], forgotten: Set[int]) -> None:
     """Write checked states and forget others: one transaction."""
     for index, (count, parts) in states.items():
-        write_states(_runtime(counts), {index: parts})
+        write_states(counts.rule, _runtime(counts), {index: parts})
         if count:
             counts.put(index, count)
     counts.forget({*forgotten, *(index for index, (count, _) in states.items() if not count)})
 
 
-def _checked(
-    runtime: OptimizerRuntime, index: int, param: nn.Parameter, state: Any
-) -> tuple[int, dict[str, Any]] | None:
+def _checked(counts: StepCounts, index: int, state: Any) -> tuple[int, dict[str, Any]] | None:
     """The step count and the other parts of a state that a user wrote; None where it is empty."""
+    runtime = _runtime(counts)
+    label = f"the state of {runtime.parameters.name_of(index)!r}"
     if not isinstance(state, Mapping):
-        label, kind = f"the state of {runtime.name_of(index)!r}", type(state).__name__
-        raise ChunkcError(f"{label} is a mapping with {', '.join(_names(runtime))}, found {kind}")
+        kind = type(state).__name__
+        raise ChunkcError(f"{label} is a mapping with {', '.join(_names(counts))}, found {kind}")
     if not state:
         return None
-    count = check_state(runtime, index, param, state)
-    strange = sorted(set(state) - {_STEP, *_STORED_AS})
+    count = check_state(counts.rule, runtime, index, counts.params[index], state)
+    known = (_STEP, *counts.rule.states.names, MASTER_PART)
+    strange = sorted(set(state).difference(known))
     if strange:
-        label, known = f"the state of {runtime.name_of(index)!r}", ", ".join((_STEP, *_STORED_AS))
-        raise ChunkcError(f"{label} has {known} and no {strange}: leave those out")
+        raise ChunkcError(f"{label} has {', '.join(known)} and no {strange}: leave those out")
     return count, {key: value.clone() for key, value in state.items() if key != _STEP}
 
 
-def _names(runtime: OptimizerRuntime) -> tuple[str, ...]:
-    return (_STEP, "exp_avg", "exp_avg_sq", *(["master_param"] if runtime.is_sixteen_bit else []))
+def _names(counts: StepCounts) -> tuple[str, ...]:
+    return (_STEP, *parts_of(counts.rule, _runtime(counts)))
 
 
-def _runtime(counts: StepCounts) -> OptimizerRuntime:
+def _runtime(counts: StepCounts) -> OptimizerSteps:
     if counts.runtime is None:
         raise ChunkcError("the optimizer has no parameters, and no states")
     return counts.runtime

@@ -1,6 +1,6 @@
-"""The step counts of one optimizer's parameters, and whose their moments are.
+"""The step counts of one optimizer's parameters, and whose their states are.
 
-Moments exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
+States exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
 refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
 stepped either.
 
@@ -18,7 +18,9 @@ from torch import nn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.execution.grad_norm import StepDecision
-from chunkc.runtime.optim.state_dict import OptimizerRuntime, managed
+from chunkc.runtime.model.optimizer_steps import OptimizerSteps
+from chunkc.runtime.optim.state_dict import managed
+from chunkc.runtime.update.rules import UpdateRule
 
 _MAX_NAMED = 5
 
@@ -43,23 +45,25 @@ class StepCounts:
     """How often each parameter was stepped, by its index; parameters without an entry were never stepped.
 
     Attributes:
+        rule: the optimizer's.
         runtime: the compiled model that all parameters belong to; None while there are none.
         params: parameters of the optimizer's groups, by index.
         num_writes: how often the state of each parameter was replaced, or written to, otherwise than by a step.
     """
 
-    def __init__(self) -> None:
-        self.runtime: OptimizerRuntime | None = None
+    def __init__(self, rule: UpdateRule) -> None:
+        self.rule = rule
+        self.runtime: OptimizerSteps | None = None
         self.params: dict[int, nn.Parameter] = {}
         self.num_writes: Counter[int] = Counter()
         self._token = object()
         self._taken = _Taken()
 
-    def hold(self, runtime: OptimizerRuntime | None, params: Iterable[nn.Parameter]) -> None:
+    def hold(self, runtime: OptimizerSteps | None, params: Iterable[nn.Parameter]) -> None:
         """Take in the parameters of one more group, all of ``runtime``."""
         self.runtime = runtime
         if runtime is not None:
-            runtime.expect_optimizer()
+            runtime.parameters.has_optimizer = True
         self.params.update({managed(param)[1]: param for param in params})
 
     def current(self) -> Mapping[int, int]:
@@ -84,7 +88,7 @@ class StepCounts:
     def replace(self, counts: Mapping[int, int], owned: Iterable[int] = ()) -> None:
         """Start from states that the model was given: ``counts``, 1 or more, and none but those.
 
-        ``owned`` are further parameters whose moments were given, though they count as never stepped.
+        ``owned`` are further parameters whose states were given, though they count as never stepped.
         """
         self._taken = _Taken(dict(counts))
         self.num_writes.update({*counts, *owned})
@@ -98,11 +102,11 @@ class StepCounts:
         self._take_over([index])
 
     def note_write(self, index: int) -> None:
-        """The moments of a parameter are about to be replaced: what was gathered of its state before is old."""
+        """The states of a parameter are about to be replaced: what was gathered of its state before is old."""
         self.num_writes[index] += 1
 
     def forget(self, indexes: Iterable[int]) -> None:
-        """These parameters count as never stepped: their next step starts from zero moments."""
+        """These parameters count as never stepped: their next step starts from states of zero."""
         self.settle()
         gone = frozenset(indexes)
         self._taken = _Taken({index: count for index, count in self._taken.counts.items() if index not in gone})
@@ -138,7 +142,7 @@ class StepCounts:
             self.runtime.owners.update(dict.fromkeys(indexes, self._token))
 
 
-def names_of(runtime: OptimizerRuntime, indexes: list[int]) -> str:
+def names_of(runtime: OptimizerSteps, indexes: list[int]) -> str:
     """The first names of parameters, for messages, and how many more there are."""
-    names = ", ".join(repr(runtime.name_of(index)) for index in indexes[:_MAX_NAMED])
+    names = ", ".join(repr(runtime.parameters.name_of(index)) for index in indexes[:_MAX_NAMED])
     return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")

@@ -1,13 +1,13 @@
 """The chunk store: the memory of one model's layout, and views of parameters in it.
 
 Payload homes stand one behind the other in one slab in chunk order, so a parameter that spans chunks is contiguous
-there as in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32, momentum,
-variance. Device memory is one arena; slots are byte ranges of it.
+there as in adjacent slots. Optimizer states of host-homed chunks stand in a second slab, per chunk param32 and the
+lists of the layout's spec. Device memory is one arena; slots are byte ranges of it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
@@ -16,20 +16,10 @@ from chunkc.ir.layout import Chunk, Home, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.storage.snapshot import Part, Snapshot
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
 
-
-@dataclass(frozen=True, slots=True)
-class Triple:
-    """fp32 views of one chunk's optimizer state, 1-D, ``used_numel`` elements each."""
-
-    param32: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.param32, self.exp_avg, self.exp_avg_sq
+ChunkStates = Mapping[str, torch.Tensor]
+"""Views of one chunk's optimizer states by name, param32 first: 1-D, ``used_numel`` elements each."""
 
 
 class ChunkStore:
@@ -45,17 +35,17 @@ class ChunkStore:
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         payloads = [c for c in layout.owned() if c.home is Home.HOST]
-        triples = [c for c in layout.owned() if c.os_home is Home.HOST]
-        self._payload_slab = self._triple_slab = self._nothing
+        with_states = [c for c in layout.owned() if c.os_home is Home.HOST]
+        self._payload_slab = self._states_slab = self._nothing
         self.arena = device.allocate_arena(layout.arena_nbytes)
         try:
             self._payload_slab = self._home(sum(c.nbytes for c in payloads))
-            self._triple_slab = self._home(sum(c.os_nbytes for c in triples))
+            self._states_slab = self._home(sum(layout.os_nbytes_of(c) for c in with_states))
         except BaseException:
             self.close()
             raise
         self._payload_offset = _offsets(payloads, [c.nbytes for c in payloads])
-        self._triple_offset = _offsets(triples, [c.os_nbytes for c in triples])
+        self._states_offset = _offsets(with_states, [layout.os_nbytes_of(c) for c in with_states])
         self._parts = [self._find_parts(index) for index in range(len(layout.params))]
 
     def _home(self, nbytes: int) -> torch.Tensor:
@@ -70,22 +60,22 @@ class ChunkStore:
             if chunk.home is Home.HOST:
                 self._device.touch_home(self.payload_home(chunk)[part.in_chunk])
             if chunk.os_home is Home.HOST:
-                for tensor in self.triple_home(chunk).tensors:
+                for tensor in self.states_home(chunk).values():
                     self._device.touch_home(tensor[part.in_chunk])
 
     def pin(self) -> None:
         """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
-        for slab in (self._payload_slab, self._triple_slab):
+        for slab in (self._payload_slab, self._states_slab):
             self._device.pin_home(slab)
 
     def close(self) -> None:
         """Give all memory back. The garbage collector may call this while torch traces: no operator runs here."""
         self.end_snapshot(self.snapshot)
-        for slab in (self._payload_slab, self._triple_slab):
+        for slab in (self._payload_slab, self._states_slab):
             if slab.numel():
                 self._device.free_home(slab)
         self._device.free_arena(self.arena)
-        self.arena = self._payload_slab = self._triple_slab = self._nothing
+        self.arena = self._payload_slab = self._states_slab = self._nothing
 
     def before_write(self, chunk: int) -> None:
         """Return when no snapshot needs what stands in a chunk; to be called before its masters change."""
@@ -160,11 +150,19 @@ class ChunkStore:
         info = self.layout.slots[slot]
         return self.arena[info.offset : info.end]
 
-    def triple_home(self, chunk: Chunk) -> Triple:
-        return _triple(self._triple_slab, self._triple_offset[chunk.index], chunk)
+    def states_home(self, chunk: Chunk) -> ChunkStates:
+        return self._states(self._states_slab, self._states_offset[chunk.index], chunk)
 
-    def triple_slot(self, chunk: Chunk, slot: int) -> Triple:
-        return _triple(self.arena, self.layout.slots[slot].offset, chunk)
+    def states_slot(self, chunk: Chunk, slot: int) -> ChunkStates:
+        return self._states(self.arena, self.layout.slots[slot].offset, chunk)
+
+    def _states(self, memory: torch.Tensor, offset: int, chunk: Chunk) -> ChunkStates:
+        states = {}
+        for name, dtype in self.layout.state_spec.lists():
+            size = DTYPE_NBYTES[dtype]
+            states[name] = memory[offset : offset + chunk.used_numel * size].view(_dtype(dtype))
+            offset += chunk.numel * size
+        return states
 
     def param_in_slot(self, param: int, slot: int) -> torch.Tensor:
         """The parameter as the graphs read it, its first chunk standing in ``slot``."""
@@ -179,12 +177,6 @@ class ChunkStore:
 def _offsets(chunks: list[Chunk], sizes: list[int]) -> dict[int, int]:
     indexes = (chunk.index for chunk in chunks)
     return dict(zip(indexes, accumulate(sizes, initial=0), strict=False))
-
-
-def _triple(memory: torch.Tensor, offset: int, chunk: Chunk) -> Triple:
-    size = chunk.numel * 4
-    lists = [memory[offset + k * size : offset + k * size + chunk.used_numel * 4].view(torch.float32) for k in range(3)]
-    return Triple(*lists)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Reading and writing whole parameters, gradients and moments in chunks, wherever a layout keeps them.
+"""Reading and writing whole parameters, gradients and states in chunks, wherever a layout keeps them.
 
 param32 is valid at every moment, so a trained parameter is read from it; the payload may hold a gradient. The caller
 has drained the device. Where ranks share the chunks, all read and write together: what is read is put together in host
@@ -7,15 +7,17 @@ memory, from the first replica; of what is written each rank keeps its own part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.host_slab import FreedPages
-from chunkc.runtime.storage.chunk_store import ChunkStore, Triple
+from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
 from chunkc.runtime.storage.snapshot import Part, Snapshot, SnapshotReader
 from chunkc.runtime.storage.staging import StagingStore
 from chunkc.runtime.update.loss_scale import multiply
@@ -27,7 +29,7 @@ class ChunkValues:
     """Whole-tensor access to a chunk store between programs."""
 
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
-        """Bind a store to ``static_slots``, of payloads (``c3``) and triples (``os3``) homed on the device."""
+        """Bind a store to ``static_slots``, of payloads (``c3``) and OS (``os3``) homed on the device."""
         self._store = store
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
@@ -42,11 +44,11 @@ class ChunkValues:
         """
         freed = FreedPages()
         for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
-            exact, state = staging.exact(index), staging.state(index)
+            exact, state = staging.exact(index), staging.state(index, self._layout.state_spec.names)
             self._store.touch(index)
             self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
-                self.write_moments(index, state.exp_avg, state.exp_avg_sq)
+                self.write_states(index, state.lists)
             nbytes = exact.nbytes
             staging.forget(index)
             del exact, state
@@ -63,21 +65,21 @@ class ChunkValues:
     def read_param(self, index: int) -> torch.Tensor:
         """A copy of the parameter's most precise value: fp32 where there is a master."""
         if self.is_trained(index):
-            return self._whole(index, lambda chunk: self._triple(chunk).param32, torch.float32)
+            return self._whole(index, partial(self._state, MASTER), torch.float32)
         return self._whole(index, self._payload)
 
     def write_param(self, index: int, value: torch.Tensor, *, payload: bool) -> None:
         """Replace the parameter; ``payload`` False leaves param16 alone because a gradient stands there."""
         self._before_write(index)
         if self.is_trained(index):
-            self._scatter(index, lambda chunk: self._triple(chunk).param32, value)
+            self._scatter(index, partial(self._state, MASTER), value)
         if payload or not self.is_trained(index):
             self._scatter(index, self._payload, value)
 
     def restore_payload(self, index: int) -> None:
         """Write param16 of a trained parameter from its param32, over a gradient: each rank its own part."""
         for chunk, part in self._own_parts(index):
-            self._payload(chunk)[part.in_chunk].copy_(self._triple(chunk).param32[part.in_chunk])
+            self._payload(chunk)[part.in_chunk].copy_(self._states(chunk)[MASTER][part.in_chunk])
 
     def read_gradient(self, index: int) -> torch.Tensor:
         """A copy of the gradient in the payload or in the gradient chunk beside it."""
@@ -93,41 +95,52 @@ class ChunkValues:
         self._scatter(index, self._gradient, value)
 
     def read_state(self, index: int, name: str) -> torch.Tensor:
-        """A float32 copy of ``exp_avg``, ``exp_avg_sq`` or ``param32``; moments of none trained raise."""
-        if name == "param32":
+        """A float32 copy of an optimizer state or ``param32``; states of none trained raise."""
+        if name == MASTER:
             return self.read_param(index).float()
+        self._check_kept([name])
         if not self.is_trained(index):
             raise ChunkcError(
                 f"an optimizer state of {self._layout.params[index].name} was loaded before the first forward, which "
                 "does not train the parameter, so that the state was not kept: delete it from `optimizer.state`, and "
                 "leave it out when states are loaded"
             )
-        return self._whole(index, lambda chunk: getattr(self._triple(chunk), name), torch.float32)
+        return self._whole(index, partial(self._state, name), torch.float32)
 
-    def write_moments(self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+    def write_states(self, index: int, states: Mapping[str, torch.Tensor]) -> None:
+        """Replace a parameter's optimizer states; those not given are zero; ChunkcError for one without room."""
+        self._check_kept(states)
         self._before_write(index)
-        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg, exp_avg)
-        self._scatter(index, lambda chunk: self._triple(chunk).exp_avg_sq, exp_avg_sq)
+        for name in self._layout.state_spec.names:
+            if name in states:
+                self._scatter(index, partial(self._state, name), states[name])
+                continue
+            for chunk, part in self._own_parts(index):
+                self._state(name, chunk)[part.in_chunk].zero_()
 
-    def write_own(self, index: int, value: Flats, moments: tuple[Flats, Flats] | None, *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and its moments, 1-D, a tensor for each run of parts."""
+    def _check_kept(self, names: Iterable[str]) -> None:
+        spec = self._layout.state_spec
+        unknown = [name for name in names if name not in spec.names]
+        if unknown:
+            raise ChunkcError(f"the plan has room for {spec}, and none for {', '.join(unknown)} of another optimizer")
+
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats], *, payload: bool) -> None:
+        """Replace this rank's elements of a parameter and of the given states, 1-D, a tensor for each run of parts."""
         self._before_write(index)
-        lists: list[tuple[Callable[[Chunk], torch.Tensor], Flats]] = []
-        if self.is_trained(index):
-            lists.append((lambda chunk: self._triple(chunk).param32, value))
-        if payload or not lists:
-            lists.append((self._payload, value))
-        if moments is not None:
-            lists.append((lambda chunk: self._triple(chunk).exp_avg, moments[0]))
-            lists.append((lambda chunk: self._triple(chunk).exp_avg_sq, moments[1]))
-        for of, flats in lists:
-            for run, flat in zip(self._store.own_runs(index), flats, strict=True):
-                sizes = [part.end - part.start for part in run]
-                for part, elements in zip(run, torch.split(flat, sizes), strict=True):
-                    of(self._layout.chunks[part.chunk])[part.in_chunk].copy_(elements)
+        is_trained = self.is_trained(index)
+        for position, run in enumerate(self._store.own_runs(index)):
+            for part in run:
+                chunk = self._layout.chunks[part.chunk]
+                first = part.first - run[0].first
+                taken = slice(first, first + part.end - part.start)
+                if is_trained:
+                    for name, flats in {MASTER: value, **states}.items():
+                        self._states(chunk)[name][part.in_chunk].copy_(flats[position][taken])
+                if payload or not is_trained:
+                    self._payload(chunk)[part.in_chunk].copy_(value[position][taken])
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader:
-        """Begin a snapshot of this rank's parameters and moments, to be read while training goes on.
+        """Begin a snapshot of this rank's parameters and optimizer states, to be read while training goes on.
 
         An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
         """
@@ -137,9 +150,9 @@ class ChunkValues:
         return SnapshotReader(snapshot, self._store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
-        """Tensors of a chunk's values: its triple, or the payload of an untrained chunk."""
+        """Tensors of a chunk's values: param32 and states, or the payload of an untrained chunk."""
         info = self._layout.chunks[chunk]
-        return self._triple(info).tensors if info.list is ChunkList.TRAINED else (self._payload(info),)
+        return tuple(self._states(info).values()) if info.list is ChunkList.TRAINED else (self._payload(info),)
 
     def _before_write(self, index: int) -> None:
         for chunk, _ in self._own_parts(index):
@@ -162,10 +175,13 @@ class ChunkValues:
         grad_chunk = self._grad_chunks.get(chunk.index)
         return self._payload(chunk if grad_chunk is None else self._layout.chunks[grad_chunk])
 
-    def _triple(self, chunk: Chunk) -> Triple:
+    def _state(self, name: str, chunk: Chunk) -> torch.Tensor:
+        return self._states(chunk)[name]
+
+    def _states(self, chunk: Chunk) -> ChunkStates:
         if chunk.os_home is Home.DEVICE:
-            return self._store.triple_slot(chunk, self._static[f"os{chunk.index}"])
-        return self._store.triple_home(chunk)
+            return self._store.states_slot(chunk, self._static[f"os{chunk.index}"])
+        return self._store.states_home(chunk)
 
     def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
         info, parts = self._layout.params[index], self._store.parts(index)
@@ -210,7 +226,7 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 
 def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Slots of the payloads and triples that live on the device."""
+    """Slots of the payloads and optimizer states that live on the device."""
     fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
     fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
     return {target: slot for target, slot in resident if target in fixed}

@@ -9,7 +9,7 @@ Where several ranks train one model, rank 0 alone keeps values, and reads are co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +17,7 @@ import torch
 
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
+from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.host_slab import map_private
 
 _MAPPED_NBYTES: Final = 2**16
@@ -25,10 +26,9 @@ _MAPPED_NBYTES: Final = 2**16
 
 @dataclass(slots=True)
 class StagedState:
-    """Optimizer state loaded before there were chunks; ``param32`` only where finer than the parameter."""
+    """Optimizer states by name, loaded before there were chunks; ``param32`` only where finer than the parameter."""
 
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
+    lists: dict[str, torch.Tensor]
     param32: torch.Tensor | None
 
 
@@ -123,38 +123,37 @@ class StagingStore:
         self._values[index] = staged.copy_(value)
         self._blank.discard(index)
 
-    def state(self, index: int) -> StagedState | None:
-        """Loaded optimizer state, or None; of rank 0."""
+    def state(self, index: int, names: Sequence[str] = ()) -> StagedState | None:
+        """Loaded optimizer states, those of ``names`` alone, or None; of rank 0."""
         state = self._states.get(index)
+        lists = {} if state is None else {name: state.lists[name] for name in names if name in state.lists}
         if self._ranks.size == 1:
-            return state
-        flags = bytes([state is not None, state is not None and state.param32 is not None])
-        has_state, has_param32 = self._ranks.collect(flags)[0]
+            return None if state is None else StagedState(lists, state.param32)
+        own = bytes([state is not None, state is not None and state.param32 is not None, *(n in lists for n in names)])
+        has_state, has_param32, *has_lists = self._ranks.collect(own)[0]
         if not has_state:
             return None
         like = torch.empty_like(self._held(index), device="meta", dtype=torch.float32)
-        shape = state or StagedState(like, like, like if has_param32 else None)
-        moments = self._from_first(shape.exp_avg), self._from_first(shape.exp_avg_sq)
-        return StagedState(*moments, None if shape.param32 is None else self._from_first(shape.param32))
+        held = [name for name, is_held in zip(names, has_lists, strict=True) if is_held]
+        shared = {name: self._from_first(lists.get(name, like)) for name in held}
+        param32 = like if state is None else state.param32
+        return StagedState(shared, self._from_first(param32) if has_param32 and param32 is not None else None)
 
-    def state_or_zeros(self, index: int) -> StagedState:
-        value, state = self.exact(index), self.state(index)
-        if state is None:
-            return StagedState(torch.zeros_like(value), torch.zeros_like(value), value)
-        return StagedState(state.exp_avg, state.exp_avg_sq, value)
+    def read_state(self, index: int, names: Sequence[str]) -> tuple[torch.Tensor, ...]:
+        """States by name, zeros where none was loaded; ``param32`` is the finest value known."""
+        value, state = self.exact(index), self.state(index, [name for name in names if name != MASTER])
+        found = {MASTER: value, **({} if state is None else state.lists)}
+        return tuple(found[name] if name in found else torch.zeros_like(value) for name in names)
 
-    def write_state(
-        self, index: int, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, param32: torch.Tensor | None
-    ) -> None:
-        """Keep an optimizer state for the chunks to come; ``param32`` also becomes the parameter's value."""
+    def write_state(self, index: int, states: Mapping[str, torch.Tensor], param32: torch.Tensor | None) -> None:
+        """Keep optimizer states for the chunks to come; ``param32`` also becomes the parameter's value."""
         if param32 is not None:
             self._states.pop(index, None)
             self.write(index, param32)
             param32 = None if self.dtypes[index] is torch.float32 else self._float_copy(index, param32)
         if self._ranks.is_first:
-            self._states[index] = StagedState(
-                self._float_copy(index, exp_avg), self._float_copy(index, exp_avg_sq), param32
-            )
+            copies = {name: self._float_copy(index, value) for name, value in states.items()}
+            self._states[index] = StagedState(copies, param32)
 
     def _float_copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
         held = self._held(index)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
 
 TILE_NUMEL = 64 * 1024
 """Elements that the host measures at a time: their float64 copies stay in a core's cache."""

@@ -67,7 +67,8 @@ class ForeignUpdates:
         self._is_told = True
         logger.warning(
             "an optimizer that is not chunkc's updates %s: it runs operator by operator and keeps states of its own, "
-            "outside of the plan and its budget. Write chunkc.AdamW or chunkc.Adam in its place; with transformers, "
-            "and with libraries over its Trainer, chunkc.integrations.hf.ChunkcTrainer (said once per model)",
+            "outside of the plan and its budget. Write chunkc.AdamW, Adam, SGD or Lion in its place; with "
+            "transformers, and with libraries over its Trainer, chunkc.integrations.hf.ChunkcTrainer (said once per "
+            "model)",
             names,
         )

@@ -11,33 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
 from chunkc.runtime.update.loss_scale import LossScale
 
-ROW_NUMEL: Final = 10
-"""Columns of a row: step size, square root of the variance's correction, eps, decay factor, L2 coefficient, beta1,
-1 - beta1, beta2, 1 - beta2, and 1 in the first step, else 0."""
+NUM_COEFFICIENTS: Final = 8
+"""Of a rule at most."""
+
+ROW_NUMEL: Final = NUM_COEFFICIENTS + 1
+"""Columns of a row: the rule's coefficients, then zeros, and last 1 in the first step, else 0."""
 
 INACTIVE: Final = -1
 """The row of a parameter that this step leaves alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hyper:
-    """Hyperparameters of one parameter group as of the call of ``step()``.
+class Hyper(Protocol):
+    """Hyperparameters of one parameter group as of the call of ``step()``; frozen, and compared by value."""
 
-    ``decoupled`` tells AdamW's weight decay, which shrinks the parameter, from Adam's, which adds to the gradient.
-    """
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    decoupled: bool
+    def coefficients(self, step: int) -> tuple[float, ...]:
+        """The rule's coefficients in the step of this number, 1 or more, in float64."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +40,7 @@ class StepInputs:
     """Inputs of one step's updates; compared by identity.
 
     Attributes:
-        hypers: hyperparameters of each active parameter. An update leaves param32 and moments of the others as they
+        hypers: hyperparameters of each active parameter. An update leaves param32 and states of the others as they
             are; their param16 is cast again over whatever gradient the payload holds.
         steps: step count of each active parameter, this step included: 1 or more.
         num_params: parameters of the model; indexes are below it.
@@ -89,18 +84,8 @@ def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
     """
     if step < 1:
         raise ValueError(f"step counts start at 1, not {step}")
-    return (
-        hyper.lr / (1 - hyper.beta1**step),
-        (1 - hyper.beta2**step) ** 0.5,
-        hyper.eps,
-        1 - hyper.lr * hyper.weight_decay if hyper.decoupled else 1.0,
-        0.0 if hyper.decoupled else hyper.weight_decay,
-        hyper.beta1,
-        1 - hyper.beta1,
-        hyper.beta2,
-        1 - hyper.beta2,
-        float(step == 1),
-    )
+    found = hyper.coefficients(step)
+    return (*found, *(0.0,) * (NUM_COEFFICIENTS - len(found)), float(step == 1))
 
 
 def tables_of(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:

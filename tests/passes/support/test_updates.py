@@ -44,7 +44,7 @@ def with_room(request: Request) -> Planned:
     plan = planned_somewhere(*request).plan
     found, where, options = request
     device, host = plan.memory.device_budget_nbytes, plan.memory.host_budget_nbytes
-    widest = max((c.nbytes + c.os_nbytes for c in plan.layout.chunks), default=0)
+    widest = max((c.nbytes + plan.layout.os_nbytes_of(c) for c in plan.layout.chunks), default=0)
     return planned(found, target(device + 2 * widest, host, where.world_size, where.rank), options)
 
 
@@ -112,7 +112,7 @@ def test_a_host_too_small_is_eased_by_the_least_number_of_triples(request: Reque
     assert plan.memory.host_nbytes <= host
     staying = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE and c.home is Home.HOST]
     if staying:
-        assert plan.memory.host_nbytes + max(c.os_nbytes for c in staying) > host
+        assert plan.memory.host_nbytes + max(map(plan.layout.os_nbytes_of, staying)) > host
 
 
 def test_a_host_too_small_for_two_of_four_triples() -> None:

@@ -29,8 +29,9 @@ from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.devices.pinned_memory import touch
-from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update import PARALLEL_NUMEL, Piece
+from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
 MIB = 2**20
 BOTH = tuple(usable_cores()[:2])
@@ -211,14 +212,14 @@ class Updating:
         for tensor, draw in zip(self.tensors, (*draws[:3], draws[3].square()), strict=True):
             tensor.copy_(draw)
         self._device = device
-        self._update = device.make_update(Stream.CPU, self.tensors[0], self.tensors[1:], [Piece(0, 0, numel)])
+        self._update = device.make_update(Stream.CPU, ADAM, self.tensors[0], self.tensors[1:], [Piece(0, 0, numel)])
 
     @staticmethod
     def kinds() -> list[tuple[int, torch.dtype]]:
         return [(2, torch.bfloat16), *[(4, torch.float32)] * 3]
 
     def run(self) -> None:
-        hyper = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
+        hyper = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=True)
         inputs = StepInputs({0: hyper}, {0: 2}, 1)
         self._device.launch(Stream.CPU, "update", (), lambda: self._update.update(inputs))
         self._device.synchronize()

@@ -102,7 +102,7 @@ def test_values_and_states_are_written_from_anywhere(
         value = torch.ones(info.shape, dtype=dtype, device=source)
         memory.write_param(index, value)
         moments = torch.ones(info.shape, device=source)
-        memory.write_state(index, moments, moments, value.float())
+        memory.write_state(index, {"exp_avg": moments, "exp_avg_sq": moments}, value.float())
         memory.write_param(index, value)
 
 

@@ -23,7 +23,7 @@ from one_chunk import (
 from torch import Tensor, nn
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.optim.optimizer import AdamW
+from chunkc.runtime.optim.optimizers import AdamW
 
 
 def check_training(pair: tuple[type, type], adjust: Adjust | None = None) -> None:

@@ -22,8 +22,7 @@ from one_chunk import (
 )
 
 from chunkc.errors import ChunkcError
-from chunkc.runtime.optim.optimizer import AdamW
-from chunkc.runtime.optim.state_dict import TORCH_OPTIONS
+from chunkc.runtime.optim.optimizers import AdamW
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -49,7 +48,7 @@ def test_states_are_exchanged_with_torch(pair: tuple[type, type], direction: str
         for p, q in zip(second_model.parameters(), first_model.parameters(), strict=True):
             p.copy_(q)
     for piece, p in zip(runtime.pieces, managed_model.parameters(), strict=True):
-        runtime.triple[0][piece.start : piece.end] = p.detach().flatten()
+        runtime.lists["param32"][piece.start : piece.end] = p.detach().flatten()
     second.load_state_dict(torch.load(buffer))
     assert_same_states(second.state_dict(), first.state_dict())
     for step in range(10, 20):
@@ -66,7 +65,8 @@ def test_groups_carry_torch_options() -> None:
     model, _, plain = make_pair()
     ours, theirs = AdamW(model.parameters()).state_dict(), torch.optim.AdamW(plain.parameters()).state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
-    old = {"state": {}, "param_groups": [{k: v for k, v in ours["param_groups"][0].items() if k not in TORCH_OPTIONS}]}
+    kept = ("params", "lr", "betas", "eps", "weight_decay")
+    old = {"state": {}, "param_groups": [{k: ours["param_groups"][0][k] for k in kept}]}
     optimizer = AdamW(model.parameters(), lr=7.0)
     optimizer.load_state_dict(old)
     assert optimizer.state_dict() == ours
@@ -82,7 +82,7 @@ def test_sixteen_bit_state_carries_the_master_parameter() -> None:
     for i, p in enumerate(model.parameters()):
         assert all(state[i][name].dtype is torch.float32 for name in ("exp_avg", "exp_avg_sq", "master_param"))
         assert torch.equal(state[i]["master_param"].bfloat16(), p.detach())
-        assert torch.equal(state[i]["master_param"], runtime.view(i, 0))
+        assert torch.equal(state[i]["master_param"], runtime.view(i, "param32"))
     assert not torch.equal(state[0]["master_param"].bfloat16().float(), state[0]["master_param"])
     other = make_model(torch.bfloat16)
     other_runtime = OneChunk(other, torch.bfloat16)

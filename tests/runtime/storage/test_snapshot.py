@@ -96,11 +96,11 @@ def test_whole_parameters_are_read_as_they_were(dtype: str, on_device: bool) -> 
     before = [torch.randn(shape) for shape in shapes]
     values.load(StagingStore([v.clone() for v in before]))
     for index, value in enumerate(before):
-        values.write_moments(index, value + 1, value + 2)
+        values.write_states(index, {"exp_avg": value + 1, "exp_avg_sq": value + 2})
     reader = values.snapshot(1 << 20)
     for index, value in enumerate(before):
         values.write_param(index, value - 5, payload=True)
-        values.write_moments(index, value - 6, value - 7)
+        values.write_states(index, {"exp_avg": value - 6, "exp_avg_sq": value - 7})
     for index, value in enumerate(before):
         found = [reader.read(index, position) for position in range(3)]
         assert [len(flats) for flats in found] == [value.numel() > 0] * 3, "one run of elements, where there are any"

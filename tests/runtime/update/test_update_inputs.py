@@ -8,16 +8,18 @@ from fractions import Fraction
 import pytest
 import torch
 
+from chunkc.runtime.update.rules import AdamHyper, LionHyper, SgdHyper
 from chunkc.runtime.update.update_inputs import INACTIVE, ROW_NUMEL, Hyper, StepInputs, row_of, tables_of
 
-HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 
 
-def exact_row(hyper: Hyper, step: int) -> list[float]:
+def exact_row(hyper: AdamHyper, step: int) -> list[float]:
     """The definitions over rational numbers; the square root is the only thing rounded on the way."""
     lr, beta1, beta2 = Fraction(hyper.lr), Fraction(hyper.beta1), Fraction(hyper.beta2)
+    correction = Fraction(float(1 - beta2**step) ** 0.5)
     decay = 1 - lr * Fraction(hyper.weight_decay) if hyper.decoupled else Fraction(1)
-    row = [lr / (1 - beta1**step), Fraction(float(1 - beta2**step) ** 0.5), hyper.eps, decay]
+    row = [lr / (1 - beta1**step) * correction, Fraction(hyper.eps) * correction, decay]
     row += [0 if hyper.decoupled else hyper.weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, step == 1]
     return [float(value) for value in row]
 
@@ -38,7 +40,21 @@ def test_float32_arithmetic_would_lose_the_corrections_digits() -> None:
     one, beta2 = torch.tensor(1.0), torch.tensor(HYPER.beta2)
     rows, _ = tables_of(StepInputs({0: HYPER}, {0: 2}, 1))
     in_float32 = (one - beta2 * beta2).sqrt()
-    assert abs(float(rows[0, 1]) - float(in_float32)) > 2**-20 * float(rows[0, 1])
+    assert abs(float(rows[0, 1]) - HYPER.eps * float(in_float32)) > 2**-20 * float(rows[0, 1])
+
+
+@pytest.mark.parametrize(
+    ("hyper", "step", "wanted"),
+    [
+        (SgdHyper(0.5, 0.75, 0.25, 0.125, nesterov=False), 1, [0.5, 0.125, 0.75, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0]),
+        (SgdHyper(0.5, 0.75, 0.25, 0.125, nesterov=False), 2, [0.5, 0.125, 0.75, 0.75, 1.0, 0.0, 0.0, 0.0, 0.0]),
+        (SgdHyper(0.5, 0.75, 0.0, 0.0, nesterov=True), 9, [0.5, 0.0, 0.75, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]),
+        (SgdHyper(0.5, 0.0, 0.25, 0.0, nesterov=False), 2, [0.5, 0.0, 0.0, 0.75, 0.0, 0.0, 0.0, 0.0, 0.0]),
+        (LionHyper(0.5, 0.75, 0.875, 0.25), 3, [0.5, 0.875, 0.75, 0.25, 0.875, 0.125, 0.0, 0.0, 0.0]),
+    ],
+)
+def test_rows_of_other_rules(hyper: Hyper, step: int, wanted: list[float]) -> None:
+    assert tables_of(StepInputs({0: hyper}, {0: step}, 1))[0].tolist() == [wanted]
 
 
 def test_every_parameter_finds_its_row() -> None:

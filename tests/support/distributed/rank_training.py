@@ -82,7 +82,7 @@ def compiled(work: Work, hw: Hardware | str) -> nn.Module:
 def smallest(work: Work, batch: Batch) -> tuple[int, int]:
     """Device and host bytes of a rank that the error names when one byte is all there is."""
     model = compiled(work, machine_of(1, GIB, work.num_nodes))
-    _optimizer = chunkc.AdamW(model.parameters(), **work.options)  # clipping takes some memory
+    _optimizer = work.recipe.ours(model.parameters(), **work.options)  # clipping takes some memory
     try:
         model(**batch)
     except chunkc.BudgetError as error:
@@ -106,7 +106,7 @@ def train(work: Work) -> Done:
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     batches = parts_of(CASES[work.name], work.recipe, rank, num_ranks)
     model = compiled(work, hw_of(work, batches[0]))
-    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options, **work.options)
+    optimizer = work.recipe.ours(model.parameters(), **work.options)
     trained = run_loop(model, batches, optimizer, work.recipe)
     return Done(trained, chunkc.stats(model))
 
@@ -121,7 +121,7 @@ def train_in_micro_batches(work: Work) -> Trained:
         for part in micro_batches(batches, step, num * num_ranks)[rank * num : (rank + 1) * num]
     ]
     model = compiled(work, hw_of(work, own[0]))
-    optimizer = chunkc.AdamW(model.parameters(), **work.recipe.options, **work.options)
+    optimizer = work.recipe.ours(model.parameters(), **work.options)
     return train_in_parts(model, own, optimizer, work.recipe, num)[0]
 
 

@@ -9,16 +9,18 @@ import torch
 from kernel_reference import assert_near, bits, exact_update, expected_cast, num_ulp
 from torch import Tensor
 
+from chunkc.runtime.update.rules import ADAM, AdamHyper, UpdateRule
 from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
-from chunkc.triton_kernels.chunk_adam import chunk_adam_launch
+from chunkc.triton_kernels.chunk_update import chunk_update_launch
 from chunkc.triton_kernels.launch import Launch, make_tiles
 
 Check = Callable[[torch.device], None]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 SIZES = (1, 15, 16, 17, 127, 128, 129, 2048, 100003)
-HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 LISTS = ("param32", "exp_avg", "exp_avg_sq")
+"""Of Adam."""
 
 
 def values(numel: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -39,9 +41,10 @@ def place(sizes: Sequence[int], aligned: bool = False) -> tuple[int, list[tuple[
 class KernelChunk:
     """Lists in host memory as they were, and on the device as the kernel leaves them.
 
-    ``before`` and ``after`` map "grad", "payload" and the triple's names to lists; gaps hold NaN.
+    ``before`` and ``after`` map "grad", "payload" and the names of ``rule``'s lists to lists; gaps hold NaN.
     """
 
+    rule: UpdateRule
     pieces: list[tuple[int, int, int]]
     before: dict[str, Tensor]
     after: dict[str, Tensor]
@@ -64,19 +67,22 @@ class KernelChunk:
         overlay: bool = False,
         scale: float = 1.0,
         offset: int = 0,
+        rule: UpdateRule = ADAM,
     ) -> KernelChunk:
-        """Random contents; moments are NaN where a parameter is in its first step; lists start ``offset`` elements
+        """Random contents; states are NaN where a parameter is in its first step; lists start ``offset`` elements
         into their memory."""
         scale = float(torch.tensor(scale, dtype=torch.float32))
         numel, pieces = place(sizes, aligned)
-        dtypes = {"grad": grad, "payload": payload, **dict.fromkeys(LISTS, torch.float32)}
+        lists = [name for name, _ in rule.states.lists()]
+        dtypes = {"grad": grad, "payload": payload, **dict.fromkeys(lists, torch.float32)}
         before = {name: torch.full((numel,), torch.nan, dtype=dtype) for name, dtype in dtypes.items()}
         for start, end, param in pieces:
             size, first = end - start, inputs.steps.get(param) == 1
             before["param32"][start:end] = values(size, 10 * param, 0.02)
             before["grad"][start:end] = values(size, 10 * param + 1, 0.1 / scale).to(grad)
-            before["exp_avg"][start:end] = torch.nan if first else values(size, 10 * param + 2, 0.03)
-            before["exp_avg_sq"][start:end] = torch.nan if first else values(size, 10 * param + 3, 0.03).square()
+            for k, name in enumerate(rule.states.names):
+                state = values(size, 10 * param + 2 + k, 0.03)
+                before[name][start:end] = torch.nan if first else state.square() if k else state
         if overlay:
             before["payload"] = before["grad"]
         after = {name: _at_offset(data, offset, device) for name, data in before.items()}
@@ -84,12 +90,20 @@ class KernelChunk:
             after["payload"] = after["grad"]
         rows, row_of_param = tables_of(inputs)
         tables = (row_of_param.to(device), rows.to(device))
-        return cls(pieces, before, after, inputs, scale, device, tables, torch.tensor([scale, 0.0], device=device))
+        return cls(
+            rule, pieces, before, after, inputs, scale, device, tables, torch.tensor([scale, 0.0], device=device)
+        )
+
+    @property
+    def lists(self) -> list[str]:
+        """Names of param32 and the states."""
+        return [name for name, _ in self.rule.states.lists()]
 
     def launch(self, pieces: Sequence[tuple[int, int, int]] | None = None) -> Launch:
         tiles = make_tiles(self.pieces if pieces is None else pieces, self.device)
-        lists = (self.after[name] for name in ("grad", "payload", *LISTS))
-        return chunk_adam_launch(*lists, tiles, *self.tables, self.control)
+        states = [self.after[name] for name in self.lists]
+        grad, payload = self.after["grad"], self.after["payload"]
+        return chunk_update_launch(self.rule.name, states, grad, payload, tiles, *self.tables, self.control)
 
     def check(self, inputs: StepInputs | None = None) -> None:
         """Compare what the kernel left with the definition, for ``inputs`` if given instead of those it ran with."""
@@ -100,11 +114,12 @@ class KernelChunk:
             old = {name: data[start:end] for name, data in self.before.items()}
             new = {name: data[start:end] for name, data in found.items()}
             if param not in inputs.hypers or float(self.control[1]) != 0:
-                assert all(torch.equal(bits(new[name]), bits(old[name])) for name in LISTS), f"{param} has changed"
+                assert all(torch.equal(bits(new[name]), bits(old[name])) for name in self.lists), f"{param} has changed"
             else:
                 row = rows[int(row_of_param[param])]
-                exact = exact_update(*(old[n] for n in ("param32", "grad", "exp_avg", "exp_avg_sq")), row, self.scale)
-                for name in LISTS:
+                param32, *states = (old[name] for name in self.lists)
+                exact = exact_update(self.rule.name, param32, old["grad"], states, row, self.scale)
+                for name in self.lists:
                     assert_near(name, new[name], exact[name], ulps)
             cast = expected_cast(new["param32"], new["payload"].dtype, self.device)
             assert torch.equal(bits(new["payload"]), bits(cast)), f"param16 of {param} is not param32 rounded"
@@ -129,12 +144,17 @@ def _at_offset(data: Tensor, offset: int, device: torch.device) -> Tensor:
 
 
 def step_inputs(decoupled: bool = True, num_params: int = len(SIZES)) -> StepInputs:
-    """Three groups at steps 1, 7 and 10000, parameters 2 and 6 inactive, and a group without decay."""
+    """Three groups of Adam at steps 1, 7 and 10000, and one of them without decay; see `inputs_of`."""
     groups = (
         (replace(HYPER, decoupled=decoupled), 7),
         (replace(HYPER, lr=3e-4, beta1=0.8, beta2=0.95, weight_decay=0.01, decoupled=decoupled), 1),
         (replace(HYPER, lr=1e-2, eps=1e-6, weight_decay=0.0, decoupled=decoupled), 10_000),
     )
+    return inputs_of(groups, num_params)
+
+
+def inputs_of(groups: Sequence[tuple[Hyper, int]], num_params: int = len(SIZES)) -> StepInputs:
+    """Three groups, each with its step; parameters 2 and 6 inactive."""
     active = [param for param in range(num_params) if param not in (2, 6)]
     chosen = {param: groups[0 if param == num_params - 1 else param % 3] for param in active}
     return StepInputs(

@@ -1,4 +1,4 @@
-"""Adam in float64 from the kernel's own inputs, and how far float32 arithmetic may be from it.
+"""The rules in float64 from the kernel's own inputs, and how far float32 arithmetic may be from it.
 
 The hyperparameters are the rows that the kernel reads, rounded to float32. Two bounds are asked of every list:
 
@@ -14,6 +14,7 @@ The hyperparameters are the rows that the kernel reads, rounded to float32. Two 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 ROUNDING = 2.0**-24
-NUM_ROUNDINGS = {"param32": 16, "exp_avg": 5, "exp_avg_sq": 8}
+NUM_ROUNDINGS = {"param32": 16, "exp_avg": 5, "exp_avg_sq": 8, "momentum_buffer": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +44,87 @@ class Exact:
 
 
 def exact_update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, row: Tensor, scale: float
+    rule: str, param: Tensor, grad: Tensor, states: Sequence[Tensor], row: Tensor, scale: float
 ) -> dict[str, Exact]:
-    """The definition, element by element, from float32 or 16-bit inputs; ``row`` as in `chunk_adam.ROW_COLUMNS`."""
-    step_size, sqrt_correction, eps, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, is_first = row.double()
-    param, grad, exp_avg, exp_avg_sq = (t.double() for t in (param, grad, exp_avg, exp_avg_sq))
+    """The definition, element by element, from float32 or 16-bit inputs; ``row`` as `chunk_update.ROW_COLUMNS` says."""
+    *coefficients, is_first = row.double()
+    param, grad, *states = (t.double() for t in (param, grad, *states))
     if is_first:
-        exp_avg, exp_avg_sq = torch.zeros_like(param), torch.zeros_like(param)
-    scaled, penalty = grad * scale, l2 * param
-    exact_grad = torch.full_like(param, bool(l2 == 0) and math.frexp(scale)[0] == 0.5, dtype=torch.bool)
-    size = scaled.abs() + penalty.abs()
+        states = [torch.zeros_like(param) for _ in states]
+    is_power_of_two = math.frexp(scale)[0] == 0.5
+    return DEFINITIONS[rule](param, grad * scale, states, coefficients, is_power_of_two)
 
-    old, new = beta1 * exp_avg, one_minus_beta1 * (scaled + penalty)
-    largest = torch.maximum(old.abs(), new.abs())
-    moment = Exact(old + new, largest, old.abs() + one_minus_beta1 * size, exact_grad)
-    old, new = beta2 * exp_avg_sq, one_minus_beta2 * (scaled + penalty) ** 2
-    variance = Exact(old + new, torch.maximum(old, new), old + one_minus_beta2 * size**2, exact_grad)
-    factor = step_size / (variance.value.sqrt() / sqrt_correction + eps)
-    kept, update, update_size = decay * param, factor * moment.value, factor * moment.total
-    master = Exact(
+
+def _moment(kept: Tensor, new: Tensor, new_size: Tensor, is_exact: Tensor) -> Exact:
+    """The sum of what is kept of a state and of what is new; ``new_size`` is free of cancellation."""
+    return Exact(kept + new, torch.maximum(kept.abs(), new.abs()), kept.abs() + new_size, is_exact)
+
+
+def _master(kept: Tensor, update: Tensor, update_size: Tensor) -> Exact:
+    """The parameter less its update."""
+    return Exact(
         kept - update,
         torch.maximum(kept.abs(), update.abs()),
         kept.abs() + update_size,
         update_size <= kept.abs() / 4,
     )
+
+
+def _adam(
+    param: Tensor, scaled: Tensor, states: Sequence[Tensor], row: Sequence[Tensor], is_power_of_two: bool
+) -> dict[str, Exact]:
+    step_size, eps, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2 = row
+    penalty, is_exact = l2 * param, torch.full_like(param, bool(l2 == 0) and is_power_of_two, dtype=torch.bool)
+    size = scaled.abs() + penalty.abs()
+    moment = _moment(beta1 * states[0], one_minus_beta1 * (scaled + penalty), one_minus_beta1 * size, is_exact)
+    new = one_minus_beta2 * (scaled + penalty) ** 2
+    variance = _moment(beta2 * states[1], new, one_minus_beta2 * size**2, is_exact)
+    factor = step_size / (variance.value.sqrt() + eps)
+    master = _master(decay * param, factor * moment.value, factor * moment.total)
     return {"param32": master, "exp_avg": moment, "exp_avg_sq": variance}
+
+
+def _sgd(
+    param: Tensor, scaled: Tensor, states: Sequence[Tensor], row: Sequence[Tensor], is_power_of_two: bool
+) -> dict[str, Exact]:
+    lr, l2, *_ = row
+    return {"param32": _master(param, lr * (scaled + l2 * param), lr * (scaled.abs() + l2 * param.abs()))}
+
+
+def _sgd_momentum(
+    param: Tensor, scaled: Tensor, states: Sequence[Tensor], row: Sequence[Tensor], is_power_of_two: bool
+) -> dict[str, Exact]:
+    lr, l2, momentum, share, has_momentum, nesterov, *_ = row
+    if not has_momentum:
+        kept = Exact(states[0], states[0].abs(), states[0].abs(), torch.ones_like(param, dtype=torch.bool))
+        return {**_sgd(param, scaled, states, row, is_power_of_two), "momentum_buffer": kept}
+    grad, size = scaled + l2 * param, scaled.abs() + l2 * param.abs()
+    is_exact = torch.full_like(param, bool(l2 == 0) and is_power_of_two, dtype=torch.bool)
+    buffer = _moment(momentum * states[0], share * grad, share * size, is_exact)
+    direction, direction_size = buffer.value, buffer.total
+    if nesterov:
+        direction, direction_size = grad + momentum * direction, size + momentum * direction_size
+    return {"param32": _master(param, lr * direction, lr * direction_size), "momentum_buffer": buffer}
+
+
+def _lion(
+    param: Tensor, scaled: Tensor, states: Sequence[Tensor], row: Sequence[Tensor], is_power_of_two: bool
+) -> dict[str, Exact]:
+    """Where rounding may decide the sign of the direction, any of the two steps is right."""
+    lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, *_ = row
+    is_exact = torch.full_like(param, is_power_of_two, dtype=torch.bool)
+    moment = _moment(beta2 * states[0], one_minus_beta2 * scaled, one_minus_beta2 * scaled.abs(), is_exact)
+    old, new = beta1 * states[0], one_minus_beta1 * scaled
+    direction, is_unsure = old + new, (old + new).abs() <= 4 * ROUNDING * (old.abs() + new.abs())
+    is_unsure &= (old != 0) | (new != 0)
+    kept, update = decay * param, lr * direction.sign()
+    master = _master(kept, update, update.abs())
+    doubled = torch.where(is_unsure, 2 * lr / (16 * ROUNDING), 0.0)
+    total, is_regular = master.total + doubled, master.is_regular & ~is_unsure
+    return {"param32": Exact(master.value, master.largest, total, is_regular), "exp_avg": moment}
+
+
+DEFINITIONS = {"adam": _adam, "sgd": _sgd, "sgd_momentum": _sgd_momentum, "lion": _lion}
 
 
 def ulp(magnitude: Tensor) -> Tensor:

@@ -19,7 +19,8 @@ from chunkc.runtime.devices.cuda_api import CudaApi
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device, Update
-from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import UpdateRule
 from chunkc.runtime.update.update_inputs import StepInputs
 
 DOUBLE_GPU = PresentGpu(index=0, gpu="h200", memory_nbytes=140 * GIB, capability=(9, 0))
@@ -33,12 +34,18 @@ class HostArithmetic:
     """
 
     def __init__(
-        self, payload: torch.Tensor, triple: Sequence[torch.Tensor], pieces: Sequence[Piece], gradient: Any
+        self,
+        rule: UpdateRule,
+        payload: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        pieces: Sequence[Piece],
+        gradient: Any,
     ) -> None:
-        self._device = [payload, *triple] + ([] if gradient is None else [gradient])
+        self._device = [payload, *states] + ([] if gradient is None else [gradient])
         self._host = [tensor.to("cpu", copy=True) for tensor in self._device]
-        apart = None if gradient is None else self._host[4]
-        self._update = ChunkUpdate(*self._host[:4], pieces, gradient=apart)
+        self._num_written = 1 + len(states)
+        apart = None if gradient is None else self._host[-1]
+        self._update = ChunkUpdate(rule, self._host[0], self._host[1 : self._num_written], pieces, gradient=apart)
 
     def update(self, inputs: StepInputs) -> None:
         self._with_copies(lambda: self._update.update(inputs))
@@ -50,7 +57,7 @@ class HostArithmetic:
         for host, device in zip(self._host, self._device, strict=True):
             host.copy_(device)
         work()
-        for host, device in zip(self._host[:4], self._device, strict=False):
+        for host, device in zip(self._host[: self._num_written], self._device, strict=False):
             device.copy_(host)
 
 
@@ -60,14 +67,15 @@ class HostArithmeticDevice(CudaDevice):
     def make_update(
         self,
         stream: Stream,
+        rule: UpdateRule,
         payload: torch.Tensor,
-        triple: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
     ) -> Update:
         if stream is Stream.CPU:
-            return super().make_update(stream, payload, triple, pieces, gradient)
-        return HostArithmetic(payload, triple, pieces, gradient)
+            return super().make_update(stream, rule, payload, states, pieces, gradient)
+        return HostArithmetic(rule, payload, states, pieces, gradient)
 
 
 class Cuda:

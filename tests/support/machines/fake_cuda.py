@@ -17,6 +17,7 @@ from functools import partial
 import torch
 
 from chunkc.errors import HardwareError
+from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, Formula
 from chunkc.runtime.update.update_inputs import ROW_NUMEL
 
 GIB = 2**30
@@ -228,8 +229,9 @@ class TorchKernels:
         self.num_built += 1
         return partial(kernel, *tensors)
 
-    def chunk_adam(self, *tensors: torch.Tensor) -> Callable[[], None]:
-        return self._built(_chunk_adam, *tensors)
+    def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> Callable[[], None]:
+        self.num_built += 1
+        return partial(_chunk_update, FORMULAS[rule], states, *tensors)
 
     def restore(self, *tensors: torch.Tensor) -> Callable[[], None]:
         return self._built(_restore, *tensors)
@@ -243,22 +245,28 @@ class TorchKernels:
     make_norm_tiles = make_tiles
 
 
-def _chunk_adam(*tensors: torch.Tensor) -> None:
-    grad, payload, param32, exp_avg, exp_avg_sq, tiles, row_of_param, rows, control = tensors
+FORMULAS = {rule.name: rule.formula for rule in (ADAM, SGD, SGD_MOMENTUM, LION)}
+
+
+def _chunk_update(formula: Formula, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> None:
+    grad, payload, tiles, row_of_param, rows, control = tensors
     assert rows.shape[1] == ROW_NUMEL
     for start, end, param in tiles.tolist():
         span, row = slice(start, end), int(row_of_param[param])
-        p, m, v = param32[span], exp_avg[span], exp_avg_sq[span]
+        lists = [state[span] for state in states]
         if row >= 0 and not float(control[1]):
-            step_size, correction, eps, decay, l2, beta1, rest1, beta2, rest2, is_first = rows[row]
+            *coefficients, is_first = rows[row]
             if is_first:
-                m.zero_()
-                v.zero_()
-            g = grad[span].float() * control[0] + l2 * p
-            m.copy_(beta1 * m + rest1 * g)
-            v.copy_(beta2 * v + rest2 * g * g)
-            p.copy_(decay * p - step_size * m / (v.sqrt() / correction + eps))
-        payload[span] = p.to(payload.dtype)
+                for state in lists[1:]:
+                    state.zero_()
+            new = formula(grad[span].float() * control[0], lists[0], lists[1:], coefficients, _sqrt)
+            for state, value in zip(lists, new, strict=True):
+                state.copy_(value)
+        payload[span] = lists[0].to(payload.dtype)
+
+
+def _sqrt(values: torch.Tensor) -> torch.Tensor:
+    return values.double().sqrt().float()  # rounded to nearest, as torch's in float32 need not be
 
 
 def _restore(param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> None:

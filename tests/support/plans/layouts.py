@@ -6,6 +6,7 @@ import torch
 
 from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.state_spec import ADAM_STATES
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.storage.parameter_io import ChunkValues
@@ -30,7 +31,7 @@ def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = Fa
         chunk, offset = (chunk + offset // CHUNK_NUMEL, offset % CHUNK_NUMEL) if num_chunks > 1 else (chunk, offset)
     home = Home.DEVICE if on_device else Home.HOST
     chunks = tuple(Chunk(i, ChunkList.TRAINED, dtype, CHUNK_NUMEL, CHUNK_NUMEL, home, home) for i in range(chunk + 1))
-    sizes = [c.nbytes for c in chunks] + [c.os_nbytes for c in chunks] if on_device else []
+    sizes = [c.nbytes for c in chunks] + [c.numel * ADAM_STATES.nbytes_per_element for c in chunks] if on_device else []
     slots = tuple(Slot(i, sum(sizes[:i]), n) for i, n in enumerate(sizes))
     groups = tuple(Group(i, i, 1) for i in range(len(chunks)))
     return Layout(infos, tuple(places), chunks, groups, CHUNK_NUMEL, slots, sum(sizes))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from chunkc.errors import BudgetError
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 from chunkc.ir.verify import verify
 from chunkc.passes import Draft, Planned, PlanOptions, Target, assemble, make_plan
 
@@ -142,6 +143,10 @@ def requests(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     return found, where, PlanOptions(**chosen)
 
 
+STATES = [ADAM_STATES, ADAM_STATES, StateSpec(("exp_avg",), ("float32",)), StateSpec((), ())]
+"""Of optimizers; in fp32 the last takes as many bytes as the parameters."""
+
+
 @st.composite
 def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     """Any request, with any number of resident triples and any share of streamed ones."""
@@ -150,7 +155,8 @@ def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     num = draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     keeps = draw(st.booleans())
-    wishes = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes: dict[str, Any] = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, **wishes)
 
 
@@ -163,7 +169,8 @@ def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     micro_batches = draw(st.integers(2, 5))
     keeps = draw(st.booleans())
-    wishes = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes: dict[str, Any] = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, accumulate=micro_batches, **wishes)
 
 

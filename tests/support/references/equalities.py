@@ -31,9 +31,9 @@ ERROR_RATIO = 1.5
 SIXTEEN_BITS = replace(SEMANTICS, num_steps=10)
 
 
-def check_semantics(runner: PlanRunner, wanted: Trained, setup: Setup) -> None:
+def check_semantics(runner: PlanRunner, wanted: Trained, setup: Setup, recipe: Recipe = SEMANTICS) -> None:
     """Acceptance (b): a run that moves bytes equals ``wanted``, that of eager PyTorch, buffers included."""
-    found = runner.train(setup, SEMANTICS)
+    found = runner.train(setup, recipe)
     assert runner.stats()["h2d_nbytes"] > 0, "everything fits, nothing is shown"
     assert_same_semantics(found, wanted)
     if wanted.buffers:
@@ -41,7 +41,9 @@ def check_semantics(runner: PlanRunner, wanted: Trained, setup: Setup) -> None:
         assert_close_elements(found.buffers, wanted.buffers, 1e-5 * largest(wanted.buffers), "buffers")
 
 
-def check_sixteen_bits(runner: PlanRunner, plain_of: GetPlain, plain_16_of: GetPlain) -> None:
+def check_sixteen_bits(
+    runner: PlanRunner, plain_of: GetPlain, plain_16_of: GetPlain, wish: Recipe = SIXTEEN_BITS
+) -> None:
     """Acceptance (c) at the smallest budget.
 
     Errors are means over several orders of the batches: after ten steps of Adam the largest error of one run is
@@ -50,7 +52,7 @@ def check_sixteen_bits(runner: PlanRunner, plain_of: GetPlain, plain_16_of: GetP
     """
     setup, errors = smallest(runner), []
     for first_batch in range(NUM_BATCHES):
-        recipe = replace(SIXTEEN_BITS, first_batch=first_batch)
+        recipe = replace(wish, first_batch=first_batch)
         exact, plain = plain_of(runner.case.name, recipe), plain_16_of(runner.case.name, recipe)
         found = runner.train(setup, recipe)
         assert all(g.dtype is torch.bfloat16 for g in found.gradients.values())

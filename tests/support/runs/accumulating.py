@@ -75,7 +75,7 @@ def train_runner(runner: PlanRunner, setup: Setup, recipe: Recipe) -> tuple[Trai
 def train_large(case: Case, recipe: Recipe, num: int) -> Trained:
     """Eager PyTorch in fp32 with one batch of all samples a step; measures the largest update."""
     model, batches = case.build(), case.batches()
-    optimizer = torch.optim.AdamW(model.parameters(), **recipe.options)
+    optimizer = recipe.plain(model.parameters())
     found = Trained()
     before = [p.detach().clone() for p in model.parameters()]
     for step in range(recipe.num_steps):

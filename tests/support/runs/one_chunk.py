@@ -9,24 +9,28 @@ import torch
 from torch import Tensor, nn
 
 from chunkc.distributed.process_group import Ranks
-from chunkc.runtime.optim.optimizer import Adam, AdamW, find_runtime
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.runtime.optim.optimizers import Adam, AdamW
+from chunkc.runtime.optim.state_dict import find_runtime
 from chunkc.runtime.storage.transaction import Transactions
-from chunkc.runtime.update.cpu_adam import ChunkUpdate, Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import AdamHyper, rule_of
+from chunkc.runtime.update.update_inputs import StepInputs
 
-Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
+Adjust = Callable[[AdamHyper, int], tuple[AdamHyper, int]]
 Optimizer = AdamW | Adam | torch.optim.Optimizer
 GAP = 5
 PAIRS = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam)]
 
 
 class OneChunk:
-    """An OptimizerRuntime whose updates wait until something looks, as those of a worker may."""
+    """The steps of a model whose updates wait until something looks, as those of a worker may."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32, adjust: Adjust | None = None) -> None:
         named = dict(model.named_parameters())
         self.names, self.params = list(named), list(named.values())
-        self.ranks, self.runtime, self.steps = Ranks(), self, self
+        self.ranks, self.has_optimizer = Ranks(), False
+        self.runtime = self.steps = self.parameters = self.clipping = self
         self.owners: dict[int, object] = {}
         self.transactions = Transactions(lambda: None, lambda work: work)
         self.adjust = adjust
@@ -38,17 +42,26 @@ class OneChunk:
             at += p.numel() + GAP
             p._chunkc_store, p._chunkc_index = self, index  # type: ignore[attr-defined]
         self.payload = torch.zeros(at, dtype=dtype)
-        self.triple = [torch.full((at,), float("nan")) for _ in range(3)]
+        self.lists = {"param32": torch.zeros(at)}
         for piece, p in zip(self.pieces, self.params, strict=True):
-            self.triple[0][piece.start : piece.end] = p.detach().float().flatten()
-        self.chunk = ChunkUpdate(self.payload, *self.triple, self.pieces)
-        self.pending: list[tuple[Mapping[int, Hyper], Mapping[int, int]]] = []
+            self.lists["param32"][piece.start : piece.end] = p.detach().float().flatten()
+        self.layout: Any = None
+        self.state_spec = ADAM_STATES
+        self.pending: list[tuple[Mapping[int, AdamHyper], Mapping[int, int]]] = []
 
-    def expect_optimizer(self) -> None:
-        pass
+    @property
+    def state_spec(self) -> StateSpec:
+        return self._state_spec
 
-    def expect_clipping(self) -> None:
-        pass
+    @state_spec.setter
+    def state_spec(self, spec: StateSpec) -> None:
+        """States of NaN where there were none of their name."""
+        if getattr(self, "_state_spec", None) == spec:
+            return
+        self._state_spec, old = spec, self.lists
+        master = old["param32"]
+        self.lists = {name: old.get(name, torch.full_like(master, torch.nan)) for name, _ in spec.lists()}
+        self.chunk = ChunkUpdate(rule_of(spec), self.payload, tuple(self.lists.values()), self.pieces)
 
     def name_of(self, index: int) -> str:
         return self.names[index]
@@ -66,7 +79,7 @@ class OneChunk:
         assert all(params[i] is self.params[i] for i in params)
         return frozenset(i for i, p in enumerate(self.params) if p.grad is not None)
 
-    def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+    def step(self, hypers: Mapping[int, AdamHyper], steps: Mapping[int, int]) -> None:
         self.drain()
         for piece, p in zip(self.pieces, self.params, strict=True):
             if p.grad is not None:
@@ -87,19 +100,18 @@ class OneChunk:
         for piece, p in zip(self.pieces, self.params, strict=True):
             p.copy_(self.payload[piece.start : piece.end].view(p.shape))
 
-    def view(self, param: int, which: int) -> Tensor:
+    def view(self, param: int, name: str) -> Tensor:
         piece = self.pieces[param]
-        return self.triple[which][piece.start : piece.end].view(self.params[param].shape)
+        return self.lists[name][piece.start : piece.end].view(self.params[param].shape)
 
     def read_state(self, param: int, names: Sequence[str] = ("exp_avg", "exp_avg_sq", "param32")) -> tuple[Tensor, ...]:
         self.drain()
-        return tuple(self.view(param, ("param32", "exp_avg", "exp_avg_sq").index(name)).clone() for name in names)
+        return tuple(self.view(param, name).clone() for name in names)
 
-    def write_state(self, param: int, exp_avg: Tensor, exp_avg_sq: Tensor, param32: Tensor | None) -> None:
+    def write_state(self, param: int, states: Mapping[str, Tensor], param32: Tensor | None) -> None:
         self.drain()
-        for which, value in enumerate((param32, exp_avg, exp_avg_sq)):
-            if value is not None:
-                self.view(param, which).copy_(value)
+        for name, value in {**states, **({} if param32 is None else {"param32": param32})}.items():
+            self.view(param, name).copy_(value)
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -32,6 +32,7 @@ from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.model.model import ModelRuntime
+from chunkc.runtime.update.rules import OPTIMIZERS
 
 BIG_NBYTES = 1 << 30
 POISON = DebugSettings(poison=True)
@@ -114,6 +115,7 @@ class PlanRunner:
         micro_batches = setup.options.accumulate
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device, micro_batches)
         runtime.params = runtime.parameters.params = runtime.gradients._params = params
+        runtime.parameters.state_spec = setup.options.state_spec
         for p in params:
             p._chunkc_store = runtime.parameters
         with torch.no_grad():
@@ -135,8 +137,9 @@ class PlanRunner:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
         after_step: AfterStep | None = None,
     ) -> Trained:
-        """Train from the initial values with ``chunkc.AdamW`` (or ``make_optimizer(model)``)."""
-        self.reset(setup)
+        """Train from the initial values with the recipe's optimizer (or ``make_optimizer(model)``)."""
+        states = OPTIMIZERS[recipe.optimizer]
+        self.reset(replace(setup, options=replace(setup.options, state_spec=states)))
         return self.run_steps(recipe, after_step, make_optimizer)
 
     def run_steps(
@@ -146,7 +149,7 @@ class PlanRunner:
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     ) -> Trained:
         """Train from where the model stands."""
-        make = make_optimizer or (lambda model: chunkc.AdamW(model.parameters(), **recipe.options))
+        make = make_optimizer or (lambda model: recipe.ours(model.parameters()))
         found = train(self.model, self.batches, make(self.model), recipe, after_step)
         found.params = {
             info.name: self.compiled.runtime.parameters.read_exact(i) for i, info in enumerate(self.plan.layout.params)

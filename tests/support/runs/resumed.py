@@ -44,7 +44,7 @@ class Dropping(Tower):
 class Run:
     """A training run with two parameter groups and a scheduler; ``seed`` is that of its initialisation.
 
-    ``frozen`` are names of parameters that are not trained.
+    ``frozen`` are names of parameters that are not trained; ``make`` makes the optimizer of its groups.
 
     Attributes:
         num_parts: micro-batches of a step.
@@ -56,6 +56,7 @@ class Run:
         torch.manual_seed(seed)
         self.num_parts = options.get("accumulate", 1)
         handed_over, frozen = options.pop("handed_over", torch.float32), options.pop("frozen", ())
+        make = options.pop("make", lambda groups: chunkc.AdamW(groups, lr=1e-3))
         model = Dropping().to(handed_over)
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
@@ -66,8 +67,11 @@ class Run:
         weights = [p for p in self.model.parameters() if p.dim() > 1]
         others = [p for p in self.model.parameters() if p.dim() <= 1]
         groups = [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]
-        self.optimizer = chunkc.AdamW(groups, lr=1e-3)
-        self.scheduler = OneCycleLR(self.optimizer, max_lr=[1e-2, 2e-2], total_steps=2 * NUM_STEPS)
+        self.optimizer = make(groups)
+        cycles = bool(self.optimizer.defaults.get("momentum", True))
+        self.scheduler = OneCycleLR(
+            self.optimizer, max_lr=[1e-2, 2e-2], total_steps=2 * NUM_STEPS, cycle_momentum=cycles
+        )
 
     def train(self, first: int, last: int) -> list[float]:
         """Steps ``first`` to ``last`` of all their micro-batches; the generator of masks is set before step 0."""

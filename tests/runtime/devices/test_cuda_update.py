@@ -8,14 +8,15 @@ import pytest
 import torch
 from fake_cuda import FakeCuda, TorchKernels
 
-from chunkc.runtime.devices.cuda_adam import GpuUpdate, StepTables
 from chunkc.runtime.devices.cuda_norm import GpuNorm, NormScratch
-from chunkc.runtime.update.cpu_adam import Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.devices.cuda_update import GpuUpdate, StepTables
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
 CPU = torch.device("cpu")
 NUMEL = 48
-SLOW, FAST = (Hyper(lr, 0.9, 0.999, 1e-8, 0.0, decoupled=True) for lr in (1e-3, 1e-1))
+SLOW, FAST = (AdamHyper(lr, 0.9, 0.999, 1e-8, 0.0, decoupled=True) for lr in (1e-3, 1e-1))
 
 
 def made(kernels: TorchKernels, tables: StepTables) -> tuple[GpuUpdate, torch.Tensor]:
@@ -23,10 +24,10 @@ def made(kernels: TorchKernels, tables: StepTables) -> tuple[GpuUpdate, torch.Te
     payload, gradient = torch.ones(NUMEL), torch.ones(NUMEL)
     triple = [torch.ones(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)]
     pieces = [Piece(0, 0, 16), Piece(1, 16, NUMEL)]
-    return GpuUpdate(kernels, tables, payload, triple, pieces, gradient), payload
+    return GpuUpdate(kernels, tables, ADAM, payload, triple, pieces, gradient), payload
 
 
-def inputs(hypers: Sequence[Hyper], step: int, control: torch.Tensor | None = None) -> StepInputs:
+def inputs(hypers: Sequence[AdamHyper], step: int, control: torch.Tensor | None = None) -> StepInputs:
     active = dict(enumerate(hypers))
     return StepInputs(active, dict.fromkeys(active, step), len(hypers), control=control)
 

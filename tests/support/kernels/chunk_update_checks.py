@@ -7,17 +7,58 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from kernel_chunks import DTYPES, HYPER, LISTS, SIZES, Check, KernelChunk, step_inputs, values
+from kernel_chunks import DTYPES, HYPER, LISTS, SIZES, Check, KernelChunk, inputs_of, step_inputs, values
 from kernel_reference import bits
 from torch import Tensor
 
+from chunkc.runtime.update.rules import LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
 from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
 from chunkc.triton_kernels.cast import restore
-from chunkc.triton_kernels.chunk_adam import chunk_adam, chunk_adam_launch
+from chunkc.triton_kernels.chunk_update import ROW_COLUMNS, chunk_update_launch
 from chunkc.triton_kernels.grad_norm import MAX_RELATIVE_ERROR, grad_norm
 from chunkc.triton_kernels.launch import BLOCK, MAX_NUMEL, make_tiles
+
+OTHER_RULES: dict[str, tuple[UpdateRule, list[tuple[Hyper, int]]]] = {
+    "sgd": (
+        SGD,
+        [
+            (SgdHyper(0.1, 0.0, 0.0, 0.1, nesterov=False), 7),
+            (SgdHyper(3e-3, 0.0, 0.5, 0.01, nesterov=False), 1),
+            (SgdHyper(1e-2, 0.0, 0.0, 0.0, nesterov=False), 9),
+        ],
+    ),
+    "sgd_momentum": (
+        SGD_MOMENTUM,
+        [
+            (SgdHyper(0.1, 0.9, 0.25, 0.1, nesterov=False), 7),
+            (SgdHyper(3e-3, 0.8, 0.5, 0.01, nesterov=False), 1),
+            (SgdHyper(1e-2, 0.0, 0.0, 0.0, nesterov=False), 9),
+        ],
+    ),
+    "nesterov": (
+        SGD_MOMENTUM,
+        [
+            (SgdHyper(0.1, 0.9, 0.0, 0.1, nesterov=True), 7),
+            (SgdHyper(3e-3, 0.8, 0.0, 0.01, nesterov=True), 1),
+            (SgdHyper(1e-2, 0.7, 0.0, 0.0, nesterov=True), 9),
+        ],
+    ),
+    "lion": (
+        LION,
+        [
+            (LionHyper(1e-3, 0.9, 0.99, 0.1), 7),
+            (LionHyper(3e-4, 0.8, 0.95, 0.01), 1),
+            (LionHyper(1e-2, 0.9, 0.99, 0.0), 9),
+        ],
+    ),
+}
+OTHER_MUTATIONS: list[Callable[[Any, int], tuple[Any, int]]] = [
+    lambda hyper, step: (replace(hyper, lr=hyper.lr * 0.95), step),
+    lambda hyper, step: (replace(hyper, weight_decay=0.0), step),
+]
 
 FEW = (1, 17, 33, 40, 2100, 257, 9, 700)
 
@@ -28,6 +69,33 @@ def update(grad: torch.dtype, payload: torch.dtype, decoupled: bool, is_long: bo
     chunk = KernelChunk.make(device, step_inputs(decoupled, len(sizes)), grad, payload, sizes, scale=scale)
     chunk.launch().run()
     chunk.check()
+
+
+def other_rule(name: str, grad: torch.dtype, payload: torch.dtype, device: torch.device) -> None:
+    """Elements of all sizes at odd places; in one memory where the dtypes agree."""
+    rule, groups = OTHER_RULES[name]
+    inputs, is_overlay = inputs_of(groups), grad is payload
+    chunk = KernelChunk.make(device, inputs, grad, payload, SIZES[:-1], overlay=is_overlay, scale=1 / 3, rule=rule)
+    chunk.launch().run()
+    chunk.check()
+    chunk.control[1] = 1.0
+    chunk.before.update({list_name: data.cpu().clone() for list_name, data in chunk.after.items()})
+    chunk.launch().run()
+    chunk.check()
+
+
+def other_rule_rejected(name: str, device: torch.device) -> None:
+    """A kernel with another learning rate, decay or count of steps fails the comparison."""
+    rule, groups = OTHER_RULES[name]
+    for mutate in OTHER_MUTATIONS:
+        wrong = inputs_of([mutate(hyper, step) for hyper, step in groups], len(FEW))
+        if wrong == inputs_of(groups, len(FEW)):
+            continue
+        chunk = KernelChunk.make(device, inputs_of(groups, len(FEW)), torch.float16, torch.float16, FEW, rule=rule)
+        tables = tables_of(wrong)
+        chunk.tables = (tables[1].to(device), tables[0].to(device))
+        chunk.launch().run()
+        _must_fail(chunk)
 
 
 def overlay(dtype: torch.dtype, aligned: bool, device: torch.device) -> None:
@@ -59,7 +127,7 @@ def no_row_at_all(device: torch.device) -> None:
     """Every parameter inactive, and a table without rows: nothing of it is read."""
     inputs = StepInputs({}, {}, len(FEW))
     chunk = KernelChunk.make(device, inputs, torch.float16, torch.float16, FEW, overlay=True)
-    chunk.tables = (chunk.tables[0], torch.empty(0, 10, device=device))
+    chunk.tables = (chunk.tables[0], torch.empty(0, ROW_COLUMNS, device=device))
     chunk.launch().run()
     chunk.check()
 
@@ -91,7 +159,8 @@ def no_elements(device: torch.device) -> None:
     control = torch.tensor([1.0, 0.0], device=device)
     for numel in (0, 40):
         lists = [torch.full((numel,), torch.nan, device=device) for _ in range(5)]
-        chunk_adam(*lists, make_tiles([(7, 7, 0)], device), row_of_param, rows, control)
+        tables = (make_tiles([(7, 7, 0)], device), row_of_param, rows, control)
+        chunk_update_launch("adam", lists[2:], *lists[:2], *tables).run()
         assert all(bool(data.isnan().all()) for data in lists)
 
 
@@ -132,7 +201,8 @@ def offsets_beyond_32_bits(make: Callable[[str, torch.dtype], Tensor], device: t
         for data, source in zip(lists, sources, strict=True):
             data[end - used :] = source.to(device)
         tiles = make_tiles([(end - used, end, 0)], device)
-        chunk_adam(lists[0], *lists, tiles, row_of_param, rows, control)
+        tables = (tiles, row_of_param, rows, control)
+        chunk_update_launch("adam", lists[1:], lists[0], lists[0], *tables).run()
         restore(lists[1], lists[0], tiles)
         out = torch.zeros(2, device=device)
         grad_norm(lists[1], tiles, out)
@@ -179,7 +249,7 @@ def _two_steps(device: torch.device, decoupled: bool, cuts: list[int]) -> list[T
             for (a, b), (c, d) in zip(pairwise(cuts), ranges, strict=True):
                 data[c:d] = source[a:b].to(device)
         control = torch.tensor([1 / 3, 0.0], device=device)
-        chunk_adam_launch(grad, payload, *lists, tiles, row_of_param, rows, control).run()
+        chunk_update_launch("adam", lists, grad, payload, tiles, row_of_param, rows, control).run()
     return [torch.cat([data[a:b] for a, b in ranges]).cpu() for data in (*lists, payload)]
 
 
@@ -192,7 +262,7 @@ def _spread(cuts: list[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _each(inputs: StepInputs, hyper: Callable[[Hyper], Hyper], step: Callable[[int], int] = int) -> StepInputs:
+def _each(inputs: StepInputs, hyper: Callable[[AdamHyper], AdamHyper], step: Callable[[int], int] = int) -> StepInputs:
     hypers = {param: hyper(old) for param, old in inputs.hypers.items()}
     return StepInputs(hypers, {param: step(old) for param, old in inputs.steps.items()}, inputs.num_params)
 
@@ -251,6 +321,12 @@ CHECKS: dict[str, Check] = {
         for j, payload in enumerate(DTYPES)
         for decoupled in (True, False)
     },
+    **{
+        f"other_rule[{name}-{grad}-{payload}]": partial(other_rule, name, DTYPES[grad], DTYPES[payload])
+        for name in OTHER_RULES
+        for grad, payload in (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("fp32", "bf16"), ("bf16", "fp32"))
+    },
+    **{f"other_rule_rejected[{name}]": partial(other_rule_rejected, name) for name in OTHER_RULES},
     **{
         f"overlay[{name}-{aligned}]": partial(overlay, DTYPES[name], aligned)
         for name in DTYPES

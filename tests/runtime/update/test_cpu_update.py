@@ -12,15 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from chunkc.runtime.update import cpu_adam as adam
-from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, ChunkUpdate, Piece
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update import cpu_update as module
+from chunkc.runtime.update.cpu_update import PARALLEL_NUMEL, ChunkUpdate, Piece
+from chunkc.runtime.update.rules import ADAM, AdamHyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
-HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
+HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 SENTINEL = 12345.0
 MEDIUM_NUMEL = 4096
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Adjust = Callable[[Hyper, int], tuple[Hyper, int]]
+Adjust = Callable[[AdamHyper, int], tuple[AdamHyper, int]]
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,7 @@ class Chunk:
         payload = torch.full((numel,), SENTINEL, dtype=dtype)
         gradient = None if overlay else payload.clone()
         triple = [torch.full((numel,), SENTINEL) for _ in range(3)]
-        return cls(payload, *triple, pieces, ChunkUpdate(payload, *triple, pieces, gradient=gradient), gradient)
+        return cls(payload, *triple, pieces, ChunkUpdate(ADAM, payload, triple, pieces, gradient=gradient), gradient)
 
     def put(self, target: Tensor, data: Mapping[int, Tensor]) -> None:
         taken = dict.fromkeys(data, 0)
@@ -63,7 +64,7 @@ class Chunk:
     def take(self, source: Tensor, param: int) -> Tensor:
         return torch.cat([source[p.start : p.end] for p in self.pieces if p.param == param])
 
-    def step(self, gradients: Mapping[int, Tensor], hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
+    def step(self, gradients: Mapping[int, Tensor], hypers: Mapping[int, AdamHyper], steps: Mapping[int, int]) -> None:
         self.put(self.payload if self.gradient is None else self.gradient, gradients)
         self.update.update(StepInputs(hypers, steps, num_params=len(gradients)))
 
@@ -83,8 +84,10 @@ def pack(sizes: list[int], gap: int) -> tuple[int, list[Piece]]:
     return at + 5, pieces
 
 
-def float64_step(p: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: Hyper, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's definition in float64; see the docstring of chunkc.runtime.update.cpu_adam."""
+def float64_step(
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, hyper: AdamHyper, step: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam's definition in float64; see the docstring of chunkc.runtime.update.cpu_update."""
     p, g, m, v = p.double(), g.double(), m.double(), v.double()
     if hyper.decoupled:
         p = p * (1 - hyper.lr * hyper.weight_decay)
@@ -172,7 +175,7 @@ def test_comparison_with_torch_detects(mutation: str, decoupled: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("step", [1, 2, 1000])
-def test_one_step_against_float64(hyper: Hyper, dtype: torch.dtype, step: int) -> None:
+def test_one_step_against_float64(hyper: AdamHyper, dtype: torch.dtype, step: int) -> None:
     numel = MEDIUM_NUMEL + 1003
     chunk = Chunk.make(numel, [Piece(0, 0, numel)], dtype)
     p, g = values(numel, 1), values(numel, 2).to(dtype)
@@ -259,7 +262,7 @@ def one_parameter(cuts: list[int], dtype: torch.dtype, num_threads: int, active:
         for source, t in zip(whole, tensors, strict=True):
             t[before : before + end - start] = source[start:end]
         piece = Piece(0, before, before + end - start)
-        chunks.append((tensors, piece, ChunkUpdate(*tensors, [piece])))
+        chunks.append((tensors, piece, ChunkUpdate(ADAM, tensors[0], tensors[1:], [piece])))
     for step in (2, 3, 4):
         gradient = values(numel, 10 + step).to(dtype)
         for (start, end), (tensors, piece, update) in zip(pairwise(cuts), chunks, strict=True):
@@ -307,7 +310,7 @@ def test_comparison_of_bits_detects_partial_vectors(monkeypatch: pytest.MonkeyPa
     cuts = [*range(0, 7001, 7)]
     expected, found = one_parameter([0, 7000], torch.float32, 1), one_parameter(cuts, torch.float32, 1)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    monkeypatch.setattr(adam, "host_kernel", lambda *dtypes, is_parallel: library_kernel)
+    monkeypatch.setattr(module, "host_kernel", lambda *made_for, is_parallel: library_kernel)
     whole, partial = one_parameter([0, 7000], torch.float32, 1), one_parameter(cuts, torch.float32, 1)
     assert not torch.equal(whole[3], partial[3])
 
@@ -342,10 +345,10 @@ def test_payload_that_is_param32_gives_the_same_bits(dtype: torch.dtype) -> None
     numel = 2 * PARALLEL_NUMEL + 777
     g, p, m, v = values(numel, 1).to(dtype), values(numel, 2), values(numel, 3), values(numel, 4).square()
     apart = [p.clone(), m.clone(), v.clone()]
-    ChunkUpdate(torch.zeros(numel), *apart, [Piece(0, 3, numel - 5)], gradient=g).update(
+    ChunkUpdate(ADAM, torch.zeros(numel), apart, [Piece(0, 3, numel - 5)], gradient=g).update(
         StepInputs({0: HYPER}, {0: 3}, 1)
     )
-    update = ChunkUpdate(p, p, m, v, [Piece(0, 3, numel - 5)], gradient=g)
+    update = ChunkUpdate(ADAM, p, (p, m, v), [Piece(0, 3, numel - 5)], gradient=g)
     update.update(StepInputs({0: HYPER}, {0: 3}, 1))
     assert all(torch.equal(a, b) for a, b in zip(apart, (p, m, v), strict=True))
     update.restore()
@@ -355,16 +358,16 @@ def test_payload_that_is_param32_gives_the_same_bits(dtype: torch.dtype) -> None
 def test_bad_input_is_refused_and_changes_nothing() -> None:
     f32, f16 = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="same number of elements"):
-        ChunkUpdate(f16, f32, f32, torch.zeros(9), [])
+        ChunkUpdate(ADAM, f16, (f32, f32, torch.zeros(9)), [])
     with pytest.raises(ValueError, match="float32"):
-        ChunkUpdate(f16, f32, f16, f32, [])
+        ChunkUpdate(ADAM, f16, (f32, f16, f32), [])
     with pytest.raises(ValueError, match="floating point"):
-        ChunkUpdate(torch.zeros(8, dtype=torch.int32), f32, f32, f32, [])
+        ChunkUpdate(ADAM, torch.zeros(8, dtype=torch.int32), (f32, f32, f32), [])
     with pytest.raises(ValueError, match="memory of its own"):
-        ChunkUpdate(f32, f32, torch.zeros(8), torch.zeros(8), [])
+        ChunkUpdate(ADAM, f32, (f32, torch.zeros(8), torch.zeros(8)), [])
     for pieces in ([Piece(0, 0, 5), Piece(1, 4, 8)], [Piece(0, 4, 9)], [Piece(0, 5, 4)]):
         with pytest.raises(ValueError, match="overlaps another piece or leaves"):
-            ChunkUpdate(f16, f32, f32, f32, pieces)
+            ChunkUpdate(ADAM, f16, (f32, f32, f32), pieces)
     chunk = Chunk.make(8, [Piece(0, 0, 4), Piece(1, 4, 8)])
     with pytest.raises(ValueError, match="start at 1"):
         chunk.update.update(StepInputs({0: HYPER, 1: HYPER}, {0: 1, 1: 0}, 2))

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from chunkc.runtime.devices.cuda_api import ChunkKernels, KernelLaunch
-from chunkc.runtime.update.cpu_adam import Piece
+from chunkc.runtime.update.cpu_update import Piece
+from chunkc.runtime.update.rules import UpdateRule
 from chunkc.runtime.update.update_inputs import ROW_NUMEL, StepInputs, tables_of
 
 Upload = Callable[[torch.Tensor, torch.Tensor], None]
@@ -70,12 +71,12 @@ class StepTables:
 
 
 class GpuUpdate:
-    """Adam on one chunk in device memory; made once per chunk and used every step.
+    """A rule on one chunk in device memory; made once per chunk and used every step.
 
     Args:
         kernels: what launches.
         tables: shared by all updates of the device.
-        payload, triple, pieces, gradient: as `chunkc.runtime.devices.protocol.Device.make_update`.
+        rule, payload, states, pieces, gradient: as `chunkc.runtime.devices.protocol.Device.make_update`.
 
     Raises:
         ValueError: when a piece leaves the chunk or overlaps another; what else the tensors must be, kernels check.
@@ -85,8 +86,9 @@ class GpuUpdate:
         self,
         kernels: ChunkKernels,
         tables: StepTables,
+        rule: UpdateRule,
         payload: torch.Tensor,
-        triple: Sequence[torch.Tensor],
+        states: Sequence[torch.Tensor],
         pieces: Sequence[Piece],
         gradient: torch.Tensor | None = None,
     ) -> None:
@@ -96,8 +98,9 @@ class GpuUpdate:
         if beyond:
             raise ValueError(f"{beyond[0]} leaves the chunk of {payload.numel()} elements")
         tiles = kernels.make_tiles([(p.start, p.end, p.param) for p in pieces], payload.device)
-        self._chunk = (payload if gradient is None else gradient, payload, *triple, tiles)
-        self._restore = kernels.restore(triple[0], payload, tiles)
+        self._lists = (payload if gradient is None else gradient, payload, tiles)
+        self._rule, self._states = rule.name, tuple(states)
+        self._restore = kernels.restore(states[0], payload, tiles)
         self._update: KernelLaunch | None = None
         self._over: tuple[torch.Tensor, ...] = ()
 
@@ -106,7 +109,8 @@ class GpuUpdate:
         """Update the active parameters and write param16 of all."""
         tables = self._tables.of(inputs)
         if self._update is None or any(a is not b for a, b in zip(tables, self._over, strict=True)):
-            self._update, self._over = self._kernels.chunk_adam(*self._chunk, *tables), tables
+            self._update = self._kernels.chunk_update(self._rule, self._states, *self._lists, *tables)
+            self._over = tables
         self._update()
 
     @torch.no_grad()

@@ -18,13 +18,22 @@ from torch._dynamo.utils import counters
 
 import chunkc
 from chunkc._torch_compat.inductor import inductor_loop
-from chunkc.runtime.update import cpu_adam_kernel as module
-from chunkc.runtime.update.cpu_adam import PARALLEL_NUMEL, ChunkUpdate, Piece
-from chunkc.runtime.update.cpu_adam_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update import cpu_update_kernel as module
+from chunkc.runtime.update.cpu_update import PARALLEL_NUMEL, ChunkUpdate, Piece
+from chunkc.runtime.update.cpu_update_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
 from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
-HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=False)
+HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=False)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+RULES: list[tuple[UpdateRule, Hyper]] = [
+    (ADAM, HYPER),
+    (SGD, SgdHyper(1e-2, 0.0, 0.0, 0.1, nesterov=False)),
+    (SGD_MOMENTUM, SgdHyper(1e-2, 0.9, 0.1, 0.1, nesterov=False)),
+    (SGD_MOMENTUM, SgdHyper(1e-2, 0.9, 0.0, 0.1, nesterov=True)),
+    (SGD_MOMENTUM, SgdHyper(1e-2, 0.0, 0.0, 0.1, nesterov=False)),
+    (LION, LionHyper(1e-2, 0.9, 0.99, 0.1)),
+]
 DTYPES = [(BF16, BF16), (F16, F16), (F32, F32), (F32, None), (BF16, None), (F32, BF16)]
 
 
@@ -35,29 +44,34 @@ def keep_num_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def chunk(numel: int, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> list[Tensor]:
+def chunk(
+    numel: int, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, rule: UpdateRule = ADAM
+) -> list[Tensor]:
     """Random tensors as a kernel takes them; the gradient lies in the payload where the dtypes agree."""
     generator = torch.Generator().manual_seed(numel)
-    draws = [torch.randn(numel, generator=generator) for _ in range(4)]
-    tensors = [draws[0].to(gradient_dtype), draws[1], draws[2], draws[3].square()]
+    draws = [torch.randn(numel, generator=generator) for _ in range(2 + len(rule.states.names))]
+    tensors = [draws[0].to(gradient_dtype), *draws[1:3], *(draw.square() for draw in draws[3:])]
     if payload_dtype is not None:
         tensors.append(tensors[0] if payload_dtype is gradient_dtype else torch.zeros(numel, dtype=payload_dtype))
     return tensors
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize(("rule", "hyper"), RULES, ids=[rule.name for rule, _ in RULES])
 @pytest.mark.parametrize("dtypes", DTYPES)
-def test_every_range_has_the_bits_of_eager(dtypes: tuple[torch.dtype, torch.dtype | None], is_parallel: bool) -> None:
+def test_every_range_has_the_bits_of_eager(
+    dtypes: tuple[torch.dtype, torch.dtype | None], rule: UpdateRule, hyper: Hyper, is_parallel: bool
+) -> None:
     """Odd starts and lengths, so vectors and rests, by one thread and by several; nothing beside the range changes."""
-    kernel = host_kernel(*dtypes, is_parallel=is_parallel)
-    assert kernel is not module._run_eagerly
-    coefficients = coefficients_of(HYPER, 3, grad_scale=0.3)
+    kernel = host_kernel(rule, *dtypes, is_parallel=is_parallel)
+    assert isinstance(kernel, module._Loop)
+    coefficients = coefficients_of(hyper, 3, grad_scale=0.3)
     for start, end in [(0, 1), (1, 70), (3, 1003), (5, PARALLEL_NUMEL + 38), *((7, 7 + n) for n in range(1, 66))]:
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
-            found, wanted = chunk(end + 9, *dtypes), chunk(end + 9, *dtypes)
+            found, wanted = (chunk(end + 9, *dtypes, rule) for _ in range(2))
             kernel(found, start, end, coefficients)
-            module._run_eagerly(wanted, start, end, coefficients)
+            module._Eager(rule)(wanted, start, end, coefficients)
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -82,8 +96,8 @@ def test_a_loop_with_other_results_is_not_used(
 
     monkeypatch.setattr(module, "inductor_loop", confused)
     module._log_once.cache_clear()
-    kernel = host_kernel.__wrapped__(F32, None, is_parallel=False)
-    assert kernel is module._run_eagerly
+    kernel = host_kernel.__wrapped__(ADAM, F32, None, is_parallel=False)
+    assert isinstance(kernel, module._Eager)
     assert "gives other results" in caplog.text
 
 
@@ -115,10 +129,10 @@ def test_python_runs_meanwhile() -> None:
     other in some tries, so they take turns, and it must be seen more often."""
     numel = 1 << 23
     tensors, coefficients = chunk(numel, BF16, BF16), coefficients_of(HYPER, 3)
-    kernel = host_kernel(BF16, BF16, is_parallel=False)
+    kernel = host_kernel(ADAM, BF16, BF16, is_parallel=False)
     assert isinstance(kernel, module._Loop)
-    library, symbol, order = inductor_loop(module._outputs_anew(BF16), examples(BF16), is_parallel=False)
-    holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order)
+    library, symbol, order = inductor_loop(module._outputs_anew(ADAM, BF16), examples(BF16), is_parallel=False)
+    holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order, 3)
     num_seen = {kernel: 0, holding: 0}
     for loop in (kernel, holding) * NUM_TRIES:
         num_seen[loop] += bool(seen_while(lambda loop=loop: loop(tensors, 0, numel, coefficients)))
@@ -134,13 +148,13 @@ def test_threads_are_pytorchs_and_stay_as_they_were() -> None:
     """A new worker opens its regions with the number that was set, and nobody's number changes."""
     torch.set_num_threads(3)
     found: list[int] = []
-    library = inductor_loop(module._outputs_anew(BF16), examples(BF16), is_parallel=True)[0]
+    library = inductor_loop(module._outputs_anew(ADAM, BF16), examples(BF16), is_parallel=True)[0]
     openmp = ctypes.CDLL(library)
     numel = PARALLEL_NUMEL * 2
     payload, *triple = chunk(numel, BF16, None)
 
     def work() -> None:
-        update = ChunkUpdate(payload, *triple, [Piece(0, 0, numel)])
+        update = ChunkUpdate(ADAM, payload, triple, [Piece(0, 0, numel)])
         update.update(StepInputs({0: HYPER}, {0: 2}, 1))
         found.extend((openmp.omp_get_max_threads(), torch.get_num_threads()))
 
@@ -155,14 +169,14 @@ def test_threads_are_pytorchs_and_stay_as_they_were() -> None:
 
 def test_dynamo_counts_nothing() -> None:
     before = {name: dict(counters[name]) for name in ("stats", "frames", "graph_break")}
-    assert host_kernel.__wrapped__(F16, F16, is_parallel=False) is not module._run_eagerly
+    assert isinstance(host_kernel.__wrapped__(ADAM, F16, F16, is_parallel=False), module._Loop)
     assert before == {name: dict(counters[name]) for name in before}
 
 
 @torch.inference_mode()
 def test_a_kernel_can_be_made_in_inference_mode_and_under_another_default_device() -> None:
     with torch.device("meta"):
-        assert host_kernel.__wrapped__(BF16, None, is_parallel=False) is not module._run_eagerly
+        assert isinstance(host_kernel.__wrapped__(ADAM, BF16, None, is_parallel=False), module._Loop)
 
 
 def train() -> str:
@@ -192,8 +206,10 @@ def test_without_a_compiler_the_same_bits_are_trained_eagerly(tmp_path: Path) ->
 
 
 def test_the_comparison_of_bits_sees_a_skipped_element() -> None:
-    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
-        module._run_eagerly(tensors, start, end - 1, coefficients)
+    eager = module._Eager(ADAM)
 
-    assert module._has_the_bits_of_eager(module._run_eagerly, BF16, BF16)
-    assert not module._has_the_bits_of_eager(short, BF16, BF16)
+    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+        eager(tensors, start, end - 1, coefficients)
+
+    assert module._agree(eager, eager, BF16, BF16)
+    assert not module._agree(short, eager, BF16, BF16)

@@ -1,10 +1,10 @@
-"""The host update: Adam and AdamW on one chunk, in one pass over its memory.
+"""The host update: a rule on one chunk, in one pass over its memory.
 
-`cpu_adam_kernel` holds the arithmetic. Here a chunk's pieces become ranges that share hyperparameters and
-step count, each one call of the kernel. Parameters without a gradient only get their param16 again.
+`cpu_update_kernel` holds the loop. Here a chunk's pieces become ranges that share hyperparameters and step count, each
+one call of the kernel. Parameters without a gradient only get their param16 again.
 
-Step ``t = 1`` starts from zero moments, whatever the memory of m and v held, so that a new optimizer over the same
-model starts afresh and the moments need no initialisation.
+Step ``t = 1`` starts from states of zero, whatever their memory held, so that a new optimizer over the same model
+starts afresh and the states need no initialisation.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from chunkc.runtime.update.cpu_adam_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.cpu_update_kernel import coefficients_of, host_kernel
+from chunkc.runtime.update.rules import UpdateRule
 from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 PARALLEL_NUMEL = 32 * 1024
@@ -49,12 +50,13 @@ class _Run:
 
 
 class ChunkUpdate:
-    """Adam on one chunk; made once per chunk and used every step.
+    """A rule on one chunk; made once per chunk and used every step.
 
     Args:
+        rule: the formula of an element.
         payload: the chunk in compute dtype. Holds grad16 before the update unless ``gradient`` is given, and param16
             after it. In fp32 it may be ``param32`` itself beside a ``gradient``: param16 and param32 are one then.
-        param32, exp_avg, exp_avg_sq: the OS triple in float32.
+        states: param32 and the rule's states, in float32.
         pieces: the parameters' elements in the chunk. What lies between them is neither read nor written.
         gradient: the gradient chunk, where the overlay is not legal. It is only read.
 
@@ -66,28 +68,27 @@ class ChunkUpdate:
 
     def __init__(
         self,
+        rule: UpdateRule,
         payload: Tensor,
-        param32: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
+        states: Sequence[Tensor],
         pieces: Sequence[Piece],
         *,
         gradient: Tensor | None = None,
     ) -> None:
         self._payload = payload
-        self._triple = (param32, exp_avg, exp_avg_sq)
+        self._states = tuple(states)
         gradient_chunk = payload if gradient is None else gradient
-        self._is_cast = payload.data_ptr() != param32.data_ptr() or payload.numel() == 0
-        self._tensors = (gradient_chunk, *self._triple, *((payload,) if self._is_cast else ()))
+        self._is_cast = payload.data_ptr() != self._states[0].data_ptr() or payload.numel() == 0
+        self._tensors = (gradient_chunk, *self._states, *((payload,) if self._is_cast else ()))
         self._pieces = tuple(sorted((p for p in pieces if p.start != p.end), key=lambda p: p.start))
-        _check_tensors(payload, gradient_chunk, self._triple)
+        _check_tensors(payload, gradient_chunk, self._states)
         _check_pieces(self._pieces, payload.numel())
         if not self._is_cast and gradient is None:
             raise ValueError("where the payload is param32, the gradient has memory of its own")
         dtypes = gradient_chunk.dtype, payload.dtype if self._is_cast else None
-        self._kernel = host_kernel(*dtypes, is_parallel=False)
+        self._kernel = host_kernel(rule, *dtypes, is_parallel=False)
         is_large = payload.numel() >= PARALLEL_NUMEL
-        self._large_kernel = host_kernel(*dtypes, is_parallel=True) if is_large else self._kernel
+        self._large_kernel = host_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
@@ -111,7 +112,7 @@ class ChunkUpdate:
                 self._cast(run.start, run.end)
                 continue
             if run.group.step == 1:
-                self._clear_moments(run.start, run.end)
+                self._clear_states(run.start, run.end)
             is_large = num_threads > 1 and run.end - run.start >= PARALLEL_NUMEL
             kernel = self._large_kernel if is_large else self._kernel
             kernel(self._tensors, run.start, run.end, coefficients[run.group])
@@ -141,22 +142,22 @@ class ChunkUpdate:
 
     def _cast(self, start: int, end: int) -> None:
         if self._is_cast:
-            self._payload[start:end].copy_(self._triple[0][start:end])
+            self._payload[start:end].copy_(self._states[0][start:end])
 
-    def _clear_moments(self, start: int, end: int) -> None:
-        for moment in self._triple[1:]:
-            moment[start:end].zero_()
+    def _clear_states(self, start: int, end: int) -> None:
+        for state in self._states[1:]:
+            state[start:end].zero_()
 
 
-def _check_tensors(payload: Tensor, gradient: Tensor, triple: tuple[Tensor, Tensor, Tensor]) -> None:
-    for tensor in (payload, gradient, *triple):
+def _check_tensors(payload: Tensor, gradient: Tensor, states: Sequence[Tensor]) -> None:
+    for tensor in (payload, gradient, *states):
         if tensor.dim() != 1 or tensor.numel() != payload.numel() or not tensor.is_contiguous():
             raise ValueError(
                 "a chunk's tensors are contiguous, have one dimension and the same number of elements; "
                 f"found shape {tuple(tensor.shape)} beside {tuple(payload.shape)}"
             )
-    if any(tensor.dtype is not torch.float32 for tensor in triple):
-        raise ValueError(f"an OS triple is float32, found {[str(tensor.dtype) for tensor in triple]}")
+    if any(tensor.dtype is not torch.float32 for tensor in states):
+        raise ValueError(f"optimizer states are float32, found {[str(tensor.dtype) for tensor in states]}")
     if not (payload.is_floating_point() and gradient.is_floating_point()):
         raise ValueError(f"payload and gradient are floating point, found {payload.dtype} and {gradient.dtype}")
 

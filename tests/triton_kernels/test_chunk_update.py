@@ -1,4 +1,4 @@
-"""The checks of chunk_adam by Triton's interpreter; tests/gpu/test_kernels_gpu.py runs the same on a GPU."""
+"""The checks of chunk_update by Triton's interpreter; tests/gpu/test_kernels_gpu.py runs the same on a GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from interpreted import checks_of, run_interpreted
 
 @pytest.fixture(scope="module")
 def faults() -> dict[str, str]:
-    return run_interpreted("chunk_adam_checks")
+    return run_interpreted("chunk_update_checks")
 
 
-@pytest.mark.parametrize("name", checks_of("chunk_adam_checks"))
+@pytest.mark.parametrize("name", checks_of("chunk_update_checks"))
 def test_interpreted(name: str, faults: dict[str, str]) -> None:
     assert not faults[name], faults[name]

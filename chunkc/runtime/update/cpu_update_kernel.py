@@ -1,0 +1,180 @@
+"""The loop of the host update: a rule's formula, compiled to one loop over the chunk's memory.
+
+`chunkc.runtime.update.rules` has the formulas in PyTorch. Inductor compiles one to C++, and the update calls that loop
+by ctypes on the memory itself: no tensors are made, memory is passed over once, and the GIL is free meanwhile
+(Inductor's own Python wrapper keeps it). Dynamo takes no part. Two things are not as one would first write them:
+
+* The function returns new values, and the loop is given the same memory for inputs and outputs. Each output is computed
+  from the inputs and not from other outputs (the compiler finds what they share): Inductor vectorises a loop by the
+  vector length of 16-bit values only where every one of its parts reads or writes some. Otherwise half a vector of
+  them is stored under a mask, and where the gradient lies in the payload the next load waits for that store, which
+  halves the speed.
+* Short ranges take a second loop without a parallel region.
+
+**An element's result depends neither on where it lies nor on the number of threads**: every operation is rounded as
+IEEE 754 says (contraction to fused multiply-adds is off), in full vectors, in the masked rest and in the function run
+eagerly. A loop is used only after it gave the bits of the formula in place; without a C++ compiler the update runs
+the formula itself over tiles, at a fraction of the speed, to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from chunkc._torch_compat.inductor import LoopUnavailable, inductor_loop
+from chunkc.runtime.update.rules import Sqrt, UpdateRule
+from chunkc.runtime.update.update_inputs import NUM_COEFFICIENTS, Hyper, row_of
+
+EAGER_TILE_NUMEL = 64 * 1024
+"""Elements that are updated at a time without a compiled loop: the temporaries stay in a core's cache."""
+
+logger = logging.getLogger("chunkc")
+
+
+class Kernel(Protocol):
+    """Updates elements [start, end) of a chunk in place.
+
+    ``tensors`` are gradient, param32, states and, where param32 itself is not the payload, the payload, which may be
+    the gradient: host memory, contiguous, one dimension, the same number of elements, the dtypes that the kernel was
+    made for.
+    """
+
+    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None: ...
+
+
+def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
+    """Compute what a kernel takes, float32: the gradient's factor and the rule's coefficients.
+
+    Raises:
+        ValueError: when the step count is below 1.
+    """
+    return torch.tensor((grad_scale, *row_of(hyper, step)[:NUM_COEFFICIENTS]), dtype=torch.float32, device="cpu")
+
+
+@cache
+def host_kernel(
+    rule: UpdateRule, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool
+) -> Kernel:
+    """The kernel for these dtypes, on the calling thread alone or on as many as PyTorch gives it there.
+
+    The first call takes about a second, and some more where Inductor's cache on disk does not hold the loop. Without a
+    compiler, or where the loop is not what was asked for, one line of the log says so and the kernel is eager.
+    """
+    num_lists = 1 + len(rule.states.names)
+    examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
+    examples = [examples[0].to(gradient_dtype), *examples[1:], _arbitrary_coefficients()]
+    eager = _Eager(rule)
+    try:
+        library, symbol, order = inductor_loop(_outputs_anew(rule, payload_dtype), examples, is_parallel=is_parallel)
+    except LoopUnavailable as error:
+        _log_once(f"the host update runs eagerly, which takes several times as long: {error}")
+        return eager
+    kernel = _Loop(getattr(ctypes.CDLL(library), symbol), order, num_lists)
+    if not _agree(kernel, eager, gradient_dtype, payload_dtype):
+        _log_once("the host update runs eagerly: the loop that Inductor compiled gives other results on this processor")
+        return eager
+    return kernel
+
+
+def _new_lists(
+    rule: UpdateRule, gradient: Tensor, param32: Tensor, states: Sequence[Tensor], coefficients: Tensor, sqrt: Sqrt
+) -> tuple[Tensor, ...]:
+    """New param32 and states."""
+    grad_scale, *row = coefficients.unbind(0)
+    return rule.formula(gradient.float() * grad_scale, param32, states, row, sqrt)
+
+
+def _outputs_anew(rule: UpdateRule, payload_dtype: torch.dtype | None) -> Callable[..., tuple[Tensor, ...]]:
+    """Return a function for the new lists and the payload, each by its own computation.
+
+    The compiled loop computes what they share once.
+    """
+
+    def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
+        gradient, param32, *states, coefficients = inputs
+
+        def new(position: int) -> Tensor:
+            return _new_lists(rule, gradient, param32, states, coefficients, torch.sqrt)[position]
+
+        lists = tuple(new(i) for i in range(1 + len(states)))
+        return lists if payload_dtype is None else (*lists, new(0).to(payload_dtype))
+
+    return outputs
+
+
+class _Loop:
+    """A compiled loop, called on addresses. ctypes releases the GIL meanwhile."""
+
+    def __init__(self, function: Callable[..., None], order: Sequence[tuple[str, int]], num_lists: int) -> None:
+        self._function = function
+        function.restype = None  # type: ignore[attr-defined]
+        function.argtypes = [  # type: ignore[attr-defined]
+            ctypes.c_int64 if kind == "numel" else ctypes.c_void_p for kind, _ in order
+        ]
+        places = {"input": (*range(1 + num_lists), -2), "output": tuple(range(1, 2 + num_lists)), "numel": (-1,)}
+        self._order = tuple(places[kind][index] for kind, index in order)
+
+    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+        values = [t.data_ptr() + start * t.element_size() for t in tensors]
+        values += (coefficients.data_ptr(), end - start)
+        self._function(*[values[i] for i in self._order])
+
+
+def _rounded_sqrt(values: Tensor) -> Tensor:
+    """Return the root rounded to nearest.
+
+    Eager PyTorch may take MKL's root, which can be off by one unit in the last place. The root of a float32 is never so
+    close to the middle between two float32 that float64's error could matter.
+    """
+    return values.double().sqrt().float()
+
+
+@dataclass(frozen=True, slots=True)
+class _Eager:
+    """The formula of a rule, run by PyTorch over tiles."""
+
+    rule: UpdateRule
+
+    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+        num_lists = 1 + len(self.rule.states.names)
+        for first in range(start, end, EAGER_TILE_NUMEL):
+            gradient, *lists = (t[first : min(first + EAGER_TILE_NUMEL, end)] for t in tensors)
+            new = _new_lists(self.rule, gradient, lists[0], lists[1:num_lists], coefficients, _rounded_sqrt)
+            for output, value in zip(lists, (*new, new[0]), strict=False):
+                output.copy_(value)
+
+
+def _agree(kernel: Kernel, eager: _Eager, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> bool:
+    """Whether both kernels make the same of vectors and a rest between elements that neither may touch."""
+    num_lists, coefficients = 1 + len(eager.rule.states.names), _arbitrary_coefficients()
+    found, wanted = (_random_chunk(num_lists, gradient_dtype, payload_dtype) for _ in range(2))
+    kernel(found, 3, 1006, coefficients)
+    eager(wanted, 3, 1006, coefficients)
+    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def _arbitrary_coefficients() -> Tensor:
+    return torch.linspace(0.1, 0.9, 1 + NUM_COEFFICIENTS, dtype=torch.float32, device="cpu")
+
+
+def _random_chunk(num_lists: int, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None) -> list[Tensor]:
+    """Lists of 1009 elements; the gradient lies in the payload where their dtypes allow it."""
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    draws = [torch.randn(1009, generator=generator, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
+    chunk = [draws[0].to(gradient_dtype), draws[1], *(draw.square() for draw in draws[2:])]
+    if payload_dtype is not None:
+        chunk.append(chunk[0] if payload_dtype is gradient_dtype else torch.zeros_like(draws[0], dtype=payload_dtype))
+    return chunk
+
+
+@cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
