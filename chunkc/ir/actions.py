@@ -16,9 +16,9 @@ program with that role; where none has run yet, it is satisfied.
     norm c12 @compute                       add its sum of squares and finiteness
     sum @comm                               add up over all ranks what their norms found
     decide @compute                         clip coefficient, overflow, loss scale
-    update c12 @cpu / @compute              Adam on a chunk; writes param16
+    update c12 @cpu / @compute              the optimizer on a chunk; writes param16
     restore c12 @cpu / @compute             param16 from param32
-    load os7 -> d9 @h2d / store os7 <- d9 @d2h       OS triple to the device, back to its home
+    load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
     keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
 
