@@ -128,7 +128,7 @@ class Action:
 
     Attributes:
         op: its kind.
-        target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), or empty.
+        target: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``fwd.17`` (segment), or empty.
         stream: the queue that carries it out.
         slot: the arena slot that it fills or frees (fetch, open, load, evict, drop, store).
         source: for ``stash`` and ``add``, the segment whose gradients land.
@@ -154,7 +154,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        """Number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``."""
+        """Number in the target: chunk of ``c12`` or ``os7``, segment of ``fwd.17``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 One layout per model, fixed, shared by all its programs. A chunk is a fixed number of elements of one dtype. The lists
 param16, param32 and the optimizer's states share one mapping, so a parameter has the same (chunk, offset) in all:
 ``c7`` names the payload (param16, or grad16 where it overlays it) and ``os7`` the OS of the same chunk: param32 and
-states, by default Adam's (an OS triple).
+states, with Adam an OS triple.
 
 A tensor larger than a chunk spans consecutive chunks without a gap. Wherever an operator reads it, its chunks stand in
 slots that follow each other without a gap too, so that the tensor is contiguous on the device.
@@ -36,7 +36,7 @@ class ChunkList(StrEnum):
 
 
 class Home(StrEnum):
-    """Place of a payload or triple that no action has moved: host memory, or always its device slot."""
+    """Place of a payload or of states that no action has moved: host memory, or always its device slot."""
 
     HOST = "host"
     DEVICE = "device"

@@ -153,7 +153,7 @@ def _check_state(layout: Layout, state: State, place: str) -> None:
         here = f"{place}[{position}]"
         found = _RESIDENT.fullmatch(target)
         if found is None:
-            raise FormatError(f"must be a chunk (c3) or a triple (os3), found {target!r:.60}", here)
+            raise FormatError(f"must be a chunk (c3) or an optimizer state (os3), found {target!r:.60}", here)
         _index(int(found[2]), layout.chunks, "chunk", here)
         _index(slot, layout.slots, "slot", here)
         if found[1] == "os" and layout.chunks[int(found[2])].os_home is None:

@@ -1,6 +1,6 @@
 """Device bytes through one iteration by holder: exact steps, in milliseconds or in plan order.
 
-What stands in slots follows from the actions: a payload or a triple holds its bytes from the start of the copy that
+What stands in slots follows from the actions: a payload or a state holds its bytes from the start of the copy that
 brings it to the end of what takes it away. A chunk holds gradients from its first stash until its update is done.
 Remote chunks of gathered groups are buffers. The rest of the arena is allocated and not in use.
 

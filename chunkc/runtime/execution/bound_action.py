@@ -94,5 +94,5 @@ class AnnouncedUpdate:
         self.inner.update(inputs)
 
     def restore(self) -> None:
-        """Triples stay as they are."""
+        """Optimizer states stay as they are."""
         self.inner.restore()
