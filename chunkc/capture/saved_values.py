@@ -1,4 +1,4 @@
-"""Values that the forward makes and backward reads: which operator makes each, its bytes, who reads it.
+"""Values that the forward makes and backward reads: their makers, bytes and readers.
 
 Views share a storage, which belongs to the operator that made it; who reads a view reads the storage. Inputs and
 parameters are nobody's saved values.
@@ -22,7 +22,7 @@ _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 
 class Saved(NamedTuple):
-    """Of one forward operator: bytes of its results that backward reads, and the backward operators that read them."""
+    """Bytes of one forward operator's results that backward reads, and their readers' positions."""
 
     nbytes: int
     read_by: tuple[int, ...]
@@ -49,7 +49,7 @@ def find_saved(forward: CapturedGraph, backward: CapturedGraph) -> dict[int, Sav
 
 
 def source_line(node: Node) -> str:
-    """The innermost line outside of torch that called the operator: ``model.py:31``; empty where it is not known."""
+    """Innermost line outside of torch that called the operator, ``model.py:31``; empty where unknown."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     outside = [(file, line) for file, line in frames if not _TORCH.search(file)]
     return f"{PurePath(outside[-1][0]).name}:{outside[-1][1]}" if outside else ""

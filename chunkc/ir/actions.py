@@ -16,9 +16,9 @@ program with that role; where none has run yet, it is satisfied.
     norm c12 @compute                       add its sum of squares and finiteness
     sum @comm                               add up over all ranks what their norms found
     decide @compute                         clip coefficient, overflow, loss scale
-    update c12 @cpu / @compute              Adam on a chunk; writes param16
+    update c12 @cpu / @compute              the optimizer on a chunk; writes param16
     restore c12 @cpu / @compute             param16 from param32
-    load os7 -> d9 @h2d / store os7 <- d9 @d2h       OS triple to the device, back to its home
+    load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
     keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
 
@@ -123,7 +123,7 @@ class Action:
 
     Attributes:
         op: its kind.
-        target: ``c12`` (chunk), ``os7`` (OS triple), ``g4`` (group), ``fwd.17`` (segment), or empty.
+        target: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``fwd.17`` (segment), or empty.
         stream: the queue that carries it out.
         slot: the arena slot that it fills or frees (fetch, open, load, evict, drop, store).
         source: for ``stash`` and ``add``, the segment whose gradients land.
@@ -149,7 +149,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        """Number in the target: chunk of ``c12``, triple of ``os7``, segment of ``fwd.17``."""
+        """Number in the target: chunk of ``c12`` or ``os7``, segment of ``fwd.17``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:

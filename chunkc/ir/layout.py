@@ -2,8 +2,8 @@
 
 One layout per model, fixed, shared by all its programs. The lists param16, param32 and the optimizer's states share one
 mapping: ``c7`` names the payload (param16, or grad16 where it overlays it), ``os7`` the OS of the same chunk: param32
-and states, by default Adam's (an OS triple). A tensor larger than a chunk spans chunks without a gap, and so do their
-slots wherever an operator reads it.
+and states, with Adam an OS triple. A tensor larger than a chunk spans chunks without a gap, and so do their slots
+wherever an operator reads it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ChunkList(StrEnum):
 
 
 class Home(StrEnum):
-    """Place of a payload or triple that no action has moved: host memory, or its device slot."""
+    """Place of a payload or of states that no action has moved: host memory, or its device slot."""
 
     HOST = "host"
     DEVICE = "device"

@@ -87,7 +87,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Where payloads and triples stand between two programs.
+    """Where payloads and optimizer states stand between two programs.
 
     ``resident`` pairs a target (``c3``, ``os3``) with the slot it occupies. ``phase`` says what the payloads of trained
     chunks hold: ``cold`` and ``saved`` param16 (``saved``: activations wait for backward), ``graded`` grad16, unless

@@ -155,7 +155,7 @@ def _check_state(layout: Layout, state: State, place: str) -> None:
         here = f"{place}[{position}]"
         match = _RESIDENT.fullmatch(target)
         if match is None:
-            raise FormatError(f"must be a chunk (c3) or a triple (os3), found {target!r:.60}", here)
+            raise FormatError(f"must be a chunk (c3) or an optimizer state (os3), found {target!r:.60}", here)
         _index(int(match[2]), layout.chunks, "chunk", here)
         _index(slot, layout.slots, "slot", here)
         if match[1] == "os" and layout.chunks[int(match[2])].os_home is None:

@@ -178,7 +178,7 @@ class Schedule:
         )
 
     def digest(self) -> str:
-        """Twelve hexadecimal digits over all that planning depends on: equal for equal schedules, on every machine."""
+        """Twelve hexadecimal digits over all that planning depends on, equal on every machine."""
         data = self.to_json()
         for operator in (*data["forward"]["operators"], *data["backward"]["operators"]):
             for name in ("source", "saved_nbytes", "read_by"):
@@ -189,7 +189,7 @@ class Schedule:
 def largest_saved(
     values: Sequence[SavedValue], graph: GraphKind, first_op: int, end_op: int, limit: int = 3
 ) -> list[tuple[str, int, int]]:
-    """Lines of the user whose saved values take most while a segment runs: ``(source, values, bytes of all)``.
+    """Lines of the user whose saved values take most while a segment runs: ``(source, count, bytes)``.
 
     The segment has the operators ``first_op:end_op`` of ``graph``. A value of unknown source goes by its own name.
     """

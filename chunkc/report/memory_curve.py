@@ -1,6 +1,6 @@
 """Device bytes through one iteration by holder: exact steps, in milliseconds or in plan order.
 
-A payload or a triple holds its bytes from the start of the copy that brings it to the end of what takes it away. A
+A payload or a state holds its bytes from the start of the copy that brings it to the end of what takes it away. A
 chunk holds gradients from its first stash until its update is done. The rest of the arena is allocated and not in use.
 Non-model bytes are the plan's peak for a segment, held from its start until the next one starts.
 

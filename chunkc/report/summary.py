@@ -150,11 +150,11 @@ def _copied(plan: Plan, actions: Sequence[Action]) -> int:
 def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
     owned = plan.layout.owned()
     payloads = [c.index for c in owned if c.home is Home.DEVICE]
-    triples = [c.index for c in owned if c.os_home is Home.DEVICE]
-    names = " ".join(part for part in (ranges("c", payloads), ranges("os", triples)) if part)
-    counts = f"{plural(len(payloads), 'chunk')}, {plural(len(triples), 'state')}"
+    states = [c.index for c in owned if c.os_home is Home.DEVICE]
+    names = " ".join(part for part in (ranges("c", payloads), ranges("os", states)) if part)
+    counts = f"{plural(len(payloads), 'chunk')}, {plural(len(states), 'state')}"
     yield f"residents (never moved): {counts}{': ' if names else ''}{names}"
-    always = {*(f"c{c}" for c in payloads), *(f"os{c}" for c in triples)}
+    always = {*(f"c{c}" for c in payloads), *(f"os{c}" for c in states)}
     kept = [target for target, _ in plan.cold.resident if target not in always]
     if kept:
         yield f"also on the device when a step begins: {' '.join(kept)}"

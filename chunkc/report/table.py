@@ -247,11 +247,11 @@ def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
         moved += f", {unit.named(plan.moved_nbytes(Stream.COMM))} from other ranks"
     yield f"moved per {repeated(plan)}: {moved}"
     resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
-    triples = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
-    if not resident and not triples:
+    states = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
+    if not resident and not states:
         yield "always on the device: nothing"
         return
     yield (
         f"always on the device: {plural(len(resident), 'chunk')} ({unit.named(sum(c.nbytes for c in resident))}), "
-        f"{plural(len(triples), 'optimizer state')} ({unit.named(sum(map(plan.layout.os_nbytes_of, triples)))})"
+        f"{plural(len(states), 'optimizer state')} ({unit.named(sum(map(plan.layout.os_nbytes_of, states)))})"
     )

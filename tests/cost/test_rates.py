@@ -15,6 +15,7 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import assumed, host_of
 from chunkc.hardware.catalogue import gpus, machines, read_catalogue
+from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 
 TOML = (Path(__file__).parents[2] / "chunkc" / "hardware" / "hardware.toml").read_text(encoding="utf-8")
 
@@ -43,6 +44,17 @@ def test_every_assumption_has_its_reason_above_or_beside_it() -> None:
         elif not line:
             explained = False
     assert set(read_catalogue()["host"]) == set(gpus())
+
+
+def test_updates_of_other_states_are_as_fast_by_bytes() -> None:
+    rates, table, lion = (
+        cost_rates(Hardware.parse("v100-240g")),
+        {"float16": 1.0},
+        StateSpec(("exp_avg",), ("float32",)),
+    )
+    assert (update_nbytes("float16", lion), update_nbytes("float32", StateSpec((), ()))) == (20, 16)
+    assert rates.update_gparam_per_s(table, "float16", ADAM_STATES) == 1.0
+    assert rates.update_gparam_per_s(table, "float16", lion) == pytest.approx(28 / 20)
 
 
 def test_figures_of_a_v100_by_hand() -> None:

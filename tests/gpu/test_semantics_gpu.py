@@ -24,6 +24,7 @@ from chunkc.runtime.devices.debug_settings import DebugSettings
 pytestmark = pytest.mark.gpu
 SLOW = pytest.mark.slow
 SCHEDULED = replace(SEMANTICS, num_steps=8)
+SGD = replace(SEMANTICS, optimizer="sgd", lr=0.05)
 DROPOUT = replace(SEMANTICS, num_steps=8, seed=11)
 MODELS = ("odd", "gpt2", "llama", "t5", "vit", "resnet")
 OTHERS = [pytest.param(name, marks=SLOW) for name in ("bert", "albert")]
@@ -51,6 +52,15 @@ def test_updates_on_the_device_are_torchs(
     found = runner.train(Setup(PlanOptions(os_home="device")), SEMANTICS)
     assert runner.stats()["h2d_nbytes"] == 0
     assert_same_semantics(found, plain_of(name, SEMANTICS), plain_64_of(name, SEMANTICS))
+
+
+@pytest.mark.parametrize("os_home", ["device", "host"])
+def test_sgd_is_torchs(os_home: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
+    runner = runner_of("odd")
+    setup = smallest(runner) if os_home == "host" else Setup(PlanOptions(os_home="device"))
+    found = runner.train(setup, SGD)
+    assert (runner.stats()["h2d_nbytes"] > 0) == (os_home == "host")
+    assert_same_semantics(found, plain_of("odd", SGD))
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:

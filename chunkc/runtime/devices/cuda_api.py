@@ -28,7 +28,7 @@ class ChunkKernels(Protocol):
     def make_norm_tiles(self, pieces: Sequence[tuple[int, int, int]], device: torch.device) -> torch.Tensor: ...
 
     def chunk_update(self, rule: str, states: tuple[torch.Tensor, ...], *tensors: torch.Tensor) -> KernelLaunch:
-        """Update one chunk by a rule: param32 and states; gradient, payload, tiles, row_of_param, rows, control."""
+        """Update one chunk by a rule; ``tensors``: gradient, payload, tiles, row_of_param, rows, control."""
 
     def restore(self, param32: torch.Tensor, payload: torch.Tensor, tiles: torch.Tensor) -> KernelLaunch: ...
 

@@ -112,5 +112,5 @@ class AnnouncedUpdate:
         self.inner.update(inputs)
 
     def restore(self) -> None:
-        """Triples stay as they are."""
+        """Optimizer states stay as they are."""
         self.inner.restore()

@@ -1,1 +1,1 @@
-"""The optimizer that users hold, its state dict, and the gradient scaler."""
+"""The optimizers that users hold, their state dict, and the gradient scaler."""

@@ -125,7 +125,7 @@ class SnapshotReader:
         self._taken: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def read(self, index: int, position: int = 0) -> tuple[torch.Tensor, ...]:
-        """Runs of parameter ``index`` (position 0), or its state of a position from 1 on, as it was: 1-D, on the host.
+        """Runs of parameter ``index`` (position 0) or its state (from 1 on) as it was: 1-D, on the host.
 
         Raises KeyError when parameters are read in another order than that of their chunks.
         """

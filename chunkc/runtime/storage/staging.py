@@ -26,7 +26,7 @@ _MAPPED_NBYTES: Final = 2**16
 
 @dataclass(slots=True)
 class StagedState:
-    """Optimizer states by name, loaded before there were chunks; ``param32`` only where finer than the parameter."""
+    """Optimizer states loaded before there were chunks; ``param32`` only where finer than the parameter."""
 
     lists: dict[str, torch.Tensor]
     param32: torch.Tensor | None

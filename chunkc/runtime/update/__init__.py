@@ -1,1 +1,1 @@
-"""The arithmetic of a step on the host: Adam on chunks, its inputs, loss scales, norms."""
+"""Update rules, their arithmetic on the host, inputs of a step, loss scales and norms."""

@@ -10,9 +10,9 @@ from fake_cuda import FakeCuda, TorchKernels
 
 from chunkc.runtime.devices.cuda_norm import GpuNorm, NormScratch
 from chunkc.runtime.devices.cuda_update import GpuUpdate, StepTables
-from chunkc.runtime.update.cpu_update import Piece
-from chunkc.runtime.update.rules import ADAM, AdamHyper
-from chunkc.runtime.update.update_inputs import StepInputs
+from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
+from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
+from chunkc.runtime.update.update_inputs import Hyper, StepInputs
 
 CPU = torch.device("cpu")
 NUMEL = 48
@@ -27,7 +27,7 @@ def made(kernels: TorchKernels, tables: StepTables) -> tuple[GpuUpdate, torch.Te
     return GpuUpdate(kernels, tables, ADAM, payload, triple, pieces, gradient), payload
 
 
-def inputs(hypers: Sequence[AdamHyper], step: int, control: torch.Tensor | None = None) -> StepInputs:
+def inputs(hypers: Sequence[Hyper], step: int, control: torch.Tensor | None = None) -> StepInputs:
     active = dict(enumerate(hypers))
     return StepInputs(active, dict.fromkeys(active, step), len(hypers), control=control)
 
@@ -47,6 +47,32 @@ def test_launches_are_made_ready_once_for_all_steps() -> None:
     for update in updates:
         update.restore()
     assert kernels.num_built == num_built
+
+
+@pytest.mark.parametrize(
+    ("rule", "hyper"),
+    [
+        (SGD, SgdHyper(0.1, 0.0, 0.0, 0.1, nesterov=False)),
+        (SGD_MOMENTUM, SgdHyper(0.1, 0.9, 0.5, 0.1, nesterov=False)),
+        (LION, LionHyper(0.1, 0.9, 0.99, 0.1)),
+    ],
+)
+def test_every_rule_gives_the_bits_of_the_host(rule: UpdateRule, hyper: Hyper) -> None:
+    """Over a first step, which begins from states of zero, and two more."""
+    tables, pieces = StepTables(FakeCuda().upload, CPU), [Piece(0, 0, 16), Piece(1, 16, NUMEL)]
+    draws = torch.randn(4, NUMEL, generator=torch.Generator().manual_seed(0))
+    lists = [[draws[0].clone(), *(torch.full((NUMEL,), torch.nan) for _ in rule.states.names)] for _ in range(2)]
+    payloads = [torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(2)]
+    gradients = draws[1].clone()
+    on_gpu = GpuUpdate(TorchKernels(), tables, rule, payloads[0], lists[0], pieces, gradients)
+    on_host = ChunkUpdate(rule, payloads[1], lists[1], pieces, gradient=gradients)
+    for step in (1, 2, 3):
+        gradients.copy_(draws[step])
+        of_step = inputs([hyper, hyper], step)
+        on_gpu.update(of_step)
+        on_host.update(of_step)
+    assert all(torch.equal(a, b) for a, b in zip((*lists[0], payloads[0]), (*lists[1], payloads[1]), strict=True))
+    assert not torch.equal(lists[0][0], draws[0])
 
 
 def test_a_step_of_fewer_rows_reads_its_own() -> None:
