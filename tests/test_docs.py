@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
 
 import chunkc
+from chunkc.ir.actions import Op, Stream
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.verify.states import TensorState
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -43,6 +47,32 @@ def test_links_lead_somewhere_and_python_is_python(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
     for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
         ast.parse(block)
+
+
+def test_the_glossary_leads_to_code() -> None:
+    """Its last column names modules, classes and members that there are; all actions, streams and states are in it."""
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    names = re.findall(r"\| `(chunkc\.[\w.]+)` \|$", text, re.MULTILINE)
+    assert len(names) > 60
+    for name in names:
+        pkgutil.resolve_name(name)
+    members = (*Op, *Stream, *ChunkList, *TensorState)
+    assert [member for member in members if not re.search(rf"\b({member.name}|{member})\b", text)] == []
+
+
+def test_files_that_pages_name_exist() -> None:
+    """In backticks, from the root of the checkout."""
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`((?:chunkc|passes|tests|triton_kernels)/[\w./]*)`", page.read_text("utf-8"))
+    }
+    assert len(named) > 30 and sorted(name for name in named if not (ROOT / name).exists()) == []
+
+
+def test_every_page_is_in_the_index() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert [page.name for page in PAGES if page.name != "index.md" and f"({page.name})" not in text] == []
 
 
 def test_names_of_the_package_in_python_blocks_exist() -> None:

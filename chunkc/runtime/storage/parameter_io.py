@@ -125,7 +125,7 @@ class ChunkValues:
             raise ChunkcError(f"the plan has room for {spec}, and none for {', '.join(unknown)} of another optimizer")
 
     def write_own(self, index: int, value: Flats, states: Mapping[str, Flats], *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and given states: 1-D tensors, one for each run of parts."""
+        """Replace this rank's elements of a parameter and given states: a 1-D tensor for each run of parts."""
         self._before_write(index)
         is_trained = self.is_trained(index)
         for position, run in enumerate(self._store.own_runs(index)):
