@@ -12,6 +12,7 @@ MAX_LINES = 400
 MAX_FIRST_LINE = 100
 MAX_MODULES = 20
 MAX_ROOT_MODULES = 8
+MAX_FLOORS = 11
 
 
 def test_every_folder_is_packaged() -> None:
@@ -42,7 +43,10 @@ def test_rooms_are_small_and_know_each_other_in_one_direction() -> None:
     """A module of a folder inside another may be read by both, so those two count as one."""
     outer = {room: room.rpartition(".")[0] for room in rooms()}
     graph = {room: {o for o in others if outer[o] != room and outer[room] != o} for room, others in rooms().items()}
-    TopologicalSorter(graph).prepare()
+    floors: dict[str, int] = {}
+    for room in TopologicalSorter(graph).static_order():
+        floors[room] = 1 + max((floors[other] for other in graph[room]), default=0)
+    assert max(floors.values()) <= MAX_FLOORS, sorted(floors.items(), key=lambda item: item[1])
     sizes = {room: sum(m.rpartition(".")[0] == room for m in MODULES) for room in graph}
     assert {room: size for room, size in sizes.items() if size > MAX_MODULES} == {}
     assert sum(path.suffix == ".py" for path in (ROOT / "chunkc").iterdir()) <= MAX_ROOT_MODULES
