@@ -18,11 +18,7 @@ logger = logging.getLogger("chunkc")
 
 
 class ForeignUpdates:
-    """Reads and writes of one model's parameters since their gradients landed, by index.
-
-    Attributes:
-        num_steps: how often gradients went without a step after parameters had been updated from them.
-    """
+    """Reads and writes of one model's parameters since their gradients landed, by index."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -32,11 +28,9 @@ class ForeignUpdates:
         self._updated: set[int] = set()
 
     def read(self, index: int) -> None:
-        """The parameter was read while its gradient waited."""
         self._read.add(index)
 
     def read_gradient(self, index: int) -> None:
-        """The gradient that waits was read."""
         self._graded.add(index)
 
     def written(self, index: int) -> bool:
@@ -47,10 +41,8 @@ class ForeignUpdates:
         return is_update
 
     def end_gradients(self, discarded: Collection[int], names: Callable[[Sequence[int]], str]) -> bool:
-        """Gradients were stepped, or begin anew; tell whether something else has stepped ``discarded`` ones.
-
-        Those are parameters whose gradients went without a step. The first such step is logged, with their ``names``.
-        """
+        """Gradients were stepped, or begin anew; tell whether something else has stepped those ``discarded``
+        without a step."""
         updated = sorted(self._updated.intersection(discarded))
         self._read.clear()
         self._graded.clear()

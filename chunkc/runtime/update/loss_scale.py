@@ -20,18 +20,8 @@ SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 class LossScale:
-    """One scale on one device.
-
-    Args:
-        device: where it stands.
-        init_scale: the scale at first.
-        growth_factor, backoff_factor, growth_interval: as torch.amp's, and its defaults.
-        is_dynamic: whether ``update`` changes anything.
-
-    Attributes:
-        scale: float32 [].
-        growth_tracker: int32 [], steps in a row without overflow.
-    """
+    """One scale on one device: ``scale``, float32 [], and ``growth_tracker``, int32 [], steps in a row
+    without overflow. Other arguments are torch.amp's; where not ``is_dynamic``, ``update`` changes nothing."""
 
     def __init__(
         self,
@@ -56,7 +46,7 @@ class LossScale:
 
     @torch.no_grad()
     def update(self, found: torch.Tensor) -> None:
-        """A step has ended; ``found`` (float32 [], on the device) is not 0 where it overflowed."""
+        """Follow one step; ``found`` (float32 [], on the device) is not 0 where it overflowed."""
         if not self.is_dynamic:
             return
         overflowed, count = found != 0, self.growth_tracker + 1
@@ -78,7 +68,6 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or torch.amp.GradScaler's."""
         self.scale.fill_(state["scale"])
         self.growth_factor = state["growth_factor"]
         self.backoff_factor = state["backoff_factor"]
@@ -87,11 +76,9 @@ class LossScale:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` times ``factor``, multiplied in float32 and rounded once to the dtype of ``value``.
+    """Return ``value`` times ``factor`` (float32 []), multiplied in float32 and rounded once.
 
-    ``factor`` is float32 [], on the device of ``value``. On a GPU torch rounds an operand without dimensions to the
-    dtype of the other one first: in fp16 a factor of 2^16 is infinite then, and makes NaN of zeros. On the host it does
-    not, and an operand with dimensions is copied there.
+    torch rounds an operand without dimensions first, on a GPU: in fp16 a factor of 2^16 is infinite then.
     """
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
@@ -104,17 +91,13 @@ def multiply(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """In one kernel, whose operands both have dimensions."""
     row = value if value.dim() else value.reshape(1)
     target = torch.empty_like(row) if out is None else out if out.dim() else out.reshape(1)
     return torch.mul(row, factor.reshape(1), out=target).reshape(value.shape)
 
 
 def scale_tangents(names: Sequence[str], args: list[Any], scale: torch.Tensor) -> None:
-    """Multiply the tangents among the inputs of a backward graph by ``scale``, in their dtype.
-
-    The products replace the tangents.
-    """
+    """Replace the tangents among the inputs of a backward graph by their products with ``scale``."""
     for position, name in enumerate(names):
         value = args[position]
         if name.startswith("tangents") and isinstance(value, torch.Tensor) and value.is_floating_point():
