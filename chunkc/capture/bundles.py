@@ -19,10 +19,7 @@ from chunkc.capture.partition import param_cone, sink_cone
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An operator as an indivisible bundle: ``nodes`` in execution order.
-
-    ``main`` computes; ``reads`` are parameter placeholders.
-    """
+    """``nodes`` in execution order, of which ``main`` computes; ``reads`` are parameter placeholders."""
 
     nodes: tuple[Node, ...]
     main: Node
@@ -31,11 +28,7 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """One graph in the form that lowering needs: views and casts of parameters before their consumers.
-
-    ``bundles`` are its operators, as in the schedule; ``params`` and ``gradients`` are parameter indexes by the names
-    of placeholders and, for backward, of the nodes that make gradients.
-    """
+    """One graph in the form that lowering needs, its operators, and parameter indexes by node name."""
 
     module: GraphModule
     bundles: tuple[Bundle, ...]
@@ -52,7 +45,6 @@ class CapturedGraph:
         return CapturedGraph(module, bundles, {n.name: params[n.name] for n in present}, gradients)
 
     def param_inputs(self) -> list[Node]:
-        """Placeholders of parameters."""
         return [n for n in self.module.graph.find_nodes(op="placeholder") if n.name in self.params]
 
     def other_inputs(self) -> list[Node]:

@@ -26,10 +26,8 @@ from chunkc._torch_compat.core import is_compiled_node, keep_undefined, pytree
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """One tangent, at ``position`` among inputs of the backward graph; ``stride`` in elements.
-
-    ``reached``: positions, among the outputs of that graph, of the gradients that depend on it.
-    """
+    """Tangent at ``position`` of backward's inputs; ``reached`` are positions of gradients depending on
+    it."""
 
     position: int
     shape: tuple[int, ...]
@@ -51,11 +49,7 @@ class Tangents:
     params: tuple[int | None, ...] = ()
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Put zeros in place of undefined tangents among ``args``, the inputs of the backward graph.
-
-        Returns:
-            Positions of the outputs that depend on the others, or on no tangent.
-        """
+        """Put zeros for undefined tangents into ``args``; return the outputs that depend on others or none."""
         defined, undefined = set[int](), set[int]()
         for tangent in self.tangents:
             if args[tangent.position] is None:
@@ -66,7 +60,6 @@ class Tangents:
         return frozenset(range(len(self.params))) - (undefined - defined)
 
     def params_of(self, positions: Iterable[int]) -> frozenset[int]:
-        """Parameters whose gradients stand at ``positions``."""
         return frozenset(p for i in positions if (p := self.params[i]) is not None)
 
 
@@ -113,10 +106,7 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """Find the node of a compiled graph behind the values, and views, that the graph returned or changed.
-
-    None where autograd does not reach it. ``given``: nodes that made the inputs of the graph.
-    """
+    """Find the node of a compiled graph, not one of ``given``, that autograd reaches from ``values``."""
     todo = deque(_nodes(values))
     seen = set(given)
     while todo:

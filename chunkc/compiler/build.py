@@ -53,11 +53,9 @@ MAX_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for one plan.
+    """A request for one plan, by budgets of one rank.
 
     Attributes:
-        target: hardware and budgets in bytes of one rank.
-        passes: the pipeline, or None for the default one.
         layout: the model's layout once there is one, which is kept. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
@@ -75,10 +73,7 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take.
-
-    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor.
-    """
+    """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take."""
 
     planned: Planned
     passes: Sequence[Pass] | None
@@ -101,10 +96,8 @@ class CompiledPlan:
         explain(ReportedPlan.of(self.plan), self.plan.stages, code)
 
     def measuring(self) -> Plan | None:
-        """The same with programs that measure gradients as they land, verified; the graphs serve it as well.
-
-        None where the plan measures them already, or the budget leaves no room for what norms take.
-        """
+        """The same, verified, with programs that measure gradients as they land; None if there already or
+        without room. The graphs serve it as well."""
         if self.plan.tracks_grad_norm:
             return None
         plan = plan_with_norms(measuring_plan(self.planned, self.passes))
@@ -122,12 +115,8 @@ class CompiledPlan:
 
 
 def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -> CompiledPlan:
-    """Plan ``captured``, check the plan, and compile its segments.
-
-    Raises:
-        ChunkcError: when the layout has no room for what the graphs train or read.
-        BudgetError: when the budgets do not suffice; the ones that it names do.
-    """
+    """Plan ``captured``, check the plan, and compile its segments; ChunkcError when the layout lacks room
+    for what the graphs train or read, BudgetError naming budgets that suffice."""
     if request.layout is not None:
         check_layout(captured.schedule, request.layout)
     search = _Search(captured, request, compiler)
@@ -146,11 +135,7 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
 
 
 def check_layout(schedule: Schedule, layout: Layout) -> None:
-    """Check that parameters which ``schedule`` trains or uses stand where ``layout`` lets them.
-
-    Raises:
-        ChunkcError: naming those that were frozen, or used nowhere, when the layout was made.
-    """
+    """Check that ``layout`` has parameters where ``schedule`` needs them; ChunkcError names the others."""
     trained, used = schedule.trained_params(), schedule.used_params()
     frozen, unused = list[str](), list[str]()
     for place in layout.placements:
@@ -306,12 +291,9 @@ class _Search:
         return self.attempt(planned) if _moved_nbytes(planned.plan) < moved_nbytes else None
 
     def _least(self, refusal: BudgetError | None) -> tuple[CompiledPlan, Schedule]:
-        """Return the plan that needs least device memory of those tried, and the schedule corrected by them.
+        """Return the plan that needs least device memory of those tried, and the schedule corrected by it.
 
-        The budget has no say in which plans are tried, so what the error names works when it is given.
-
-        Raises:
-            BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.
+        BudgetError, with a device budget that works, when the target has less, or as ``refusal`` for host memory.
         """
         schedule = self.captured.schedule
         try:

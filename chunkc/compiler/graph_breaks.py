@@ -107,11 +107,7 @@ class BrokenForwards:
             )
 
     def plan_recorded(self) -> None:
-        """Plan all graphs that have run; the model's parameters move into chunks.
-
-        Raises:
-            BudgetError: when they do not fit; nothing has changed then.
-        """
+        """Plan all graphs that have run, as chunks; BudgetError when they do not fit changes nothing."""
         session, runtime = self._session, self._session.runtime
         if not self._recorded or runtime.executor is not None:
             return
@@ -132,8 +128,7 @@ def _trainable(captured: Captured) -> list[int]:
 def build_together(captures: Sequence[Captured], request: PlanRequest, compiler: SegmentCompiler) -> list[CompiledPlan]:
     """Plans of several graphs of one forward over one layout, which is made from all of them.
 
-    ``captures`` are in the order in which they run forward, each as it is beside the others. Every parameter with
-    ``trainable`` gets an optimizer state, since gradients may also come from eager operators between the graphs.
+    ``captures`` come as they run, each beside the others. Every ``trainable`` parameter gets an optimizer state.
     """
     schedule, cuts = join([c.schedule for c in captures], _trainable(captures[0]))
     options = replace(request.options, cuts=cuts)

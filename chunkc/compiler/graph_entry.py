@@ -32,7 +32,6 @@ class RuntimeReference:
         self._runtime_of: Callable[[], ModelRuntime | None] = lambda: None
 
     def refer_to(self, runtime: ModelRuntime) -> None:
-        """Run by ``runtime`` from now on."""
         self._runtime_of = weakref.ref(runtime)
 
     def runtime(self) -> ModelRuntime:
@@ -66,7 +65,6 @@ class GraphEntry(RuntimeReference):
         self._tangents = captured.tangents
 
     def plan_by(self, built: CompiledPlan) -> None:
-        """Run as ``built`` says from now on."""
         self._built, self._plan, self._graphs = built, built.plan, built.graphs
 
     def ran(self) -> bool:
@@ -110,10 +108,7 @@ class GraphEntry(RuntimeReference):
         return [output if i in positions else None for i, output in enumerate(outputs)]
 
     def _check_own(self, runtime: ModelRuntime, args: list[Any]) -> None:
-        """Check that compiled code runs on the parameters of the model that it was compiled for.
-
-        Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class.
-        """
+        """Check that code runs on its own model: past its limit Dynamo runs any whose guards hold."""
         for position, index in self._params:
             if args[position] is not inner_of(runtime.params[index]):
                 name = runtime.parameters.name_of(index)

@@ -23,11 +23,7 @@ from chunkc.errors import ChunkcError
 
 
 def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> frozenset[nn.Parameter]:
-    """The parameters one of whose names matches a pattern (``*``, ``?`` and ``[...]``, as in file names).
-
-    Raises:
-        ChunkcError: when ``patterns`` is a single string, or one of them matches no name.
-    """
+    """The parameters that match by name (as file names do); ChunkcError for one string or an idle pattern."""
     if isinstance(patterns, str):
         raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
     names = [(name, param) for param, own in params.items() for name in own]
@@ -39,10 +35,8 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
 
 
 class _Cast:
-    """A hook of one module that casts its arguments or its results to ``dtype``; None leaves them.
-
-    None in a copy of the model (``copy.deepcopy``, pickle): all its parameters have the dtypes of before.
-    """
+    """A hook of one module that casts its arguments or its results to ``dtype``; None, as in a copy of the
+    model, leaves them."""
 
     def __init__(self, dtype: torch.dtype | None, *, of_results: bool) -> None:
         self.dtype = dtype
@@ -118,12 +112,8 @@ class Fp32Modules:
 
 
 def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype | None) -> Fp32Modules:
-    """Return the parameters that match ``patterns``, and the modules that own them.
-
-    Raises:
-        ChunkcError: when a pattern matches nothing, a module has kept parameters and others, or the others have several
-            dtypes.
-    """
+    """Return the parameters that match ``patterns``, and the modules that own them; ChunkcError when a
+    pattern is idle, a module has others too, or those have several dtypes."""
     kept, ignored = _kept(unique_params(model), patterns), own_dtype_params(model)
     others = {p.dtype for p in model.parameters() if p not in kept and p not in ignored} if dtype is None else {dtype}
     if kept and len(others) > 1:
@@ -135,11 +125,7 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype |
 
 
 def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules that own parameters of ``kept``, and none but these and ``ignored``.
-
-    Raises:
-        ChunkcError: when such a module has other parameters too, of its own or of modules inside it.
-    """
+    """Return the outermost modules that own ``kept``; ChunkcError when one has others than ``ignored``."""
     owners: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -73,19 +73,11 @@ def plan_ahead(
     in_fp32: Fp32Modules | None = None,
     is_for_gpu: bool = False,
 ) -> Plan:
-    """Return the verified plan of one iteration of ``model``.
+    """Return the verified plan of one iteration of ``model``; fp32 is computed in ``dtype`` (None: as it is).
 
-    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
-    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
-
-    Args:
-        dtype: what fp32 parameters are computed in, or None to leave all as they are.
-        in_fp32: the parameters that stay in fp32.
-        is_for_gpu: whether the target is a GPU, where attention with dropout is one kernel.
-
-    Raises:
-        BudgetError: when the model does not fit ``target``.
-        CaptureError: when its forward is no single graph that can be trained.
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound; ``compile`` may then plan
+    fewer moves, and fit where this does not. ``is_for_gpu``: attention with dropout is one kernel there. BudgetError when
+    the model does not fit ``target``, CaptureError when its forward is no single graph that can be trained.
     """
     choose = budget_chooser(PlanRequest(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)
@@ -101,11 +93,7 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """Return the verified plan of one iteration that was captured in ``stages``, the first of the plan's.
-
-    Raises:
-        BudgetError: when it does not fit ``target``.
-    """
+    """Return the verified plan of an iteration captured in ``stages``; BudgetError when it does not fit."""
     num_ops = sum(len(g.operators) for g in schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
@@ -137,11 +125,8 @@ def capture_ahead(
     *,
     is_for_gpu: bool = False,
 ) -> Captured:
-    """Capture one iteration of ``model``, which stays as it is; arguments as for `plan_ahead`.
-
-    Raises:
-        CaptureError: when its forward is no single graph that can be trained.
-    """
+    """Capture one iteration of ``model``, which stays as it is; arguments and CaptureError as of
+    `plan_ahead`."""
 
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
         if is_for_gpu:
@@ -199,10 +184,7 @@ class _Fakes:
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a fake of ``value`` with the same strides; the same tensor has the same fake.
-
-        Fakes of views of one storage are views of one storage.
-        """
+        """Return the one fake of ``value``, with its strides; fakes share storage as their tensors do."""
         if id(value) not in self._made:
             storage = value.untyped_storage()
             if storage._cdata not in self._storages:

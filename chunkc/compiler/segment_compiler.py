@@ -61,10 +61,7 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
 
 
 class SegmentCompiler:
-    """Compiles the segments of one model, equal segments once, of graphs traced by ``tracing``.
-
-    ``fuses``: whether compiled segments take other bytes than their operators one by one (``footprints``).
-    """
+    """Compiles segments, equal ones once; ``fuses``: their bytes are not those of their operators."""
 
     def __init__(
         self,
@@ -91,7 +88,6 @@ class SegmentCompiler:
 
     @property
     def num_compiles(self) -> int:
-        """Distinct segments compiled so far."""
         return len(self._compiled)
 
     def compile(self, graph: LoweredGraph) -> list[SegmentCallable]:

@@ -39,15 +39,9 @@ class NotUnderstoodError(Exception):
 
 
 def source_footprint(source: str, constants: Mapping[str, torch.Tensor], examples: Sequence[Any]) -> Footprint:
-    """The footprint of calling the compiled graph whose generated module is ``source``.
+    """The footprint of calling ``call`` of the generated module ``source``, on ``examples``, real or fake.
 
-    Args:
-        source: Python code of the module; its function (or method) ``call`` takes the list of inputs.
-        constants: tensors that the module holds by name, alive whether it runs or not.
-        examples: the inputs, or fake ones.
-
-    Raises:
-        NotUnderstoodError: naming the statement.
+    ``constants`` are the module's tensors by name, always alive. NotUnderstoodError names the statement.
     """
     module = ast.parse(source)
     call = _call_of(module)
@@ -224,10 +218,7 @@ class _Walk:
 
 
 def _check(function: str, args: Sequence[Any]) -> None:
-    """Check the sizes and strides that the code asserts of one tensor or (torch 2.15) of several.
-
-    Alignment is not checked here.
-    """
+    """Check sizes and strides, but no alignment, that the code asserts of tensors (torch 2.15: several)."""
     if function == "assert_size_stride":
         groups = [args[:3]]
     elif function == "assert_size_stride_grouped":

@@ -108,8 +108,7 @@ def refuse_broken(phase: ModelPhase) -> None:
 
 
 def refuse_scaling_parts(own_scale: LossScale | None) -> None:
-    """Refuse, by ChunkcError, built-in loss scaling of a forward with several graphs: a tangent may be
-    scaled already there."""
+    """Refuse, by ChunkcError, built-in loss scaling where several graphs may scale one tangent twice."""
     if own_scale is not None:
         raise ChunkcError(
             "built-in loss scaling needs a forward of one graph, but this one breaks into several (the log says "

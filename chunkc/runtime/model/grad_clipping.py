@@ -80,8 +80,7 @@ class GradClipping:
         return norm
 
     def unscale(self, inverse: torch.Tensor, scaler: Lines) -> torch.Tensor | None:
-        """Multiply all gradients by ``inverse``; return 1 where one is not finite, so that the step is
-        skipped, else 0, None without gradients. All ranks scale alike, by ``scaler``."""
+        """Multiply all gradients by ``inverse``; 1 where one is not finite, else 0, None without any."""
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "

@@ -51,8 +51,8 @@ class Accounting:
         self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
 
     def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
-        """A forward gave ``outputs``, which the user may hold when the next one begins; after the first one of
-        a graph the host makes its backward, whose memory is not the device's."""
+        """A forward gave ``outputs``, which the user may hold when the next begins; after the first of a
+        graph, host memory that torch takes to make its backward does not count."""
         self.measured_peak_nbytes = self._peak_nbytes(layout)
         inputs = {address for is_alive, address in self._inputs if is_alive()}  # saved for backward, they come back
         self._outputs = [(alive, nbytes) for alive, nbytes, address in _storages(outputs) if address not in inputs]

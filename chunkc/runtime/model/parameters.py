@@ -222,7 +222,7 @@ class Parameters:
         return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """This rank's chunks as they are now, until ``end_snapshot``, copied aside up to a bound."""
+        """This rank's chunks as they are now, until ``end_snapshot``; None without chunks."""
         self.drain()
         if self._values is None:
             return None

@@ -154,7 +154,7 @@ class ProgramState:
         self.gradients.retract()
 
     def reduce_gradients(self) -> bool:
-        """Reduce what micro-batches have left, on all ranks; return whether there was any."""
+        """Reduce what micro-batches have left, on all ranks, else RankError; whether there was any."""
         if self.phase is not ModelPhase.UNREDUCED:
             return False
         executor = self.running

@@ -126,8 +126,8 @@ class GradScaler:
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale to the steps since the last call, or set it to ``new_scale``; ChunkcError where
-        there was neither a step, an `unscale_` nor a ``new_scale``."""
+        """Adapt the scale to the steps since the last call, or set it to ``new_scale``; ChunkcError without a
+        step, an `unscale_` and a ``new_scale``."""
         if not self._enabled:
             return
         if new_scale is not None:

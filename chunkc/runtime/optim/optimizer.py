@@ -1,16 +1,13 @@
 """The common base of chunkc's optimizers: torch's interface, run by the compiled model's step program.
 
-The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
-states stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
-have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
-workers while the caller goes on. Counts and values change in one transaction (`chunkc.runtime.storage.transaction`): an
-exception in ``step()``, a KeyboardInterrupt for example, leaves the step undone or all of it taken.
+The optimizer holds parameter groups and step counts; parameters, gradients and states stay in the model's chunks.
+``step()`` snapshots the hyperparameters, advances the counts of the parameters that have a gradient (torch skips the
+others) and launches the step program; updates run on workers while the caller goes on. Counts and values change in one
+transaction (`chunkc.runtime.storage.transaction`): an exception leaves the step undone or all of it taken.
 
 States exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
 starts from states of zero, and the optimizer before it is refused from then on. The first plan of a model makes room
-for the states of the optimizer that was made last before it, or that ``compile(optimizer=)`` names; an optimizer that
-keeps others is refused. ``optimizer.state`` shows the states one by one (`chunkc.runtime.optim.state_mapping`),
-``state_dict()`` copies them all, both in torch's layout.
+for the states of the optimizer that was made last before it, or that ``compile(optimizer=)`` names.
 """
 
 from __future__ import annotations
@@ -147,7 +144,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """Take over groups, states and step counts of ``state_dict()``, here or of torch's optimizer.
 
         Raises:
-            ChunkcError: for a state that does not fit, is of a parameter not trained, or asks for an unsupported option;
+            ChunkcError: for a state that does not fit, is of an untrained parameter, or asks for an unsupported option;
                 ValueError, as torch, when the groups differ. Nothing has changed then.
         """
         self.runtime.transactions.run(partial(self._load, state_dict))
@@ -176,8 +173,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     @property
     def step_counts(self) -> dict[int, int]:
-        """Steps so far of every stepped parameter, by index; ChunkcError when another optimizer has taken one
-        over."""
+        """Steps of every stepped parameter, by index; ChunkcError when another optimizer took one over."""
         return dict(self._counts.current())
 
     @property  # type: ignore[override]
@@ -263,7 +259,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._hyper(group)
 
     def declare(self, groups: Groups) -> UpdateRule:
-        """Let the first plan make room for the states of ``groups``; ChunkcError where a later one has none."""
+        """Let the first plan make room for the states of ``groups``; ChunkcError where it has none."""
         return self._declare(self.runtime, groups)
 
     def _declare(self, runtime: OptimizerSteps, groups: Groups) -> UpdateRule:

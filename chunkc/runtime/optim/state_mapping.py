@@ -3,13 +3,10 @@
     state[param]["step"]          float32 [], known at once
     state[param]["exp_avg"]       float32, gathered when an operator reads it, as the rule's others and ``master_param``
 
-Nothing is stored here. A mapping reads what the model holds when it is asked, and its tensors are managed as parameters
-are: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value refuse writes. A
-copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry; ``state[param]`` of one is
-an empty mapping, as torch's, which takes a whole state or none.
-
-A first step starts from states of zero. So a state whose step count is 0 is the same as no state, and a count of 0
-beside states that are not zero is refused.
+Nothing is stored here: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value
+refuse writes. A copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry;
+``state[param]`` of one is an empty mapping, which takes a whole state or none. A first step starts from states of zero,
+so a state whose step count is 0 is no state, and a count of 0 beside other states is refused.
 """
 
 from __future__ import annotations
@@ -130,7 +127,6 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return found
 
     def popitem(self) -> tuple[nn.Parameter, Snapshot]:
-        """Forget the last parameter's state and return it in plain tensors."""
         params = list(self)
         if not params:
             raise KeyError("no parameter was ever stepped")

@@ -1,11 +1,8 @@
 """The step counts of one optimizer's parameters, and whose their states are.
 
-States exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
-refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
-stepped either.
-
-Counts and the outcome that they depend on change in one assignment, so that an exception leaves the counts before it or
-those after it.
+States belong to the optimizer that began last to step a parameter. A step that may be skipped counts until its outcome
+is asked for, as torch's scaler would not have stepped either. Counts and that outcome change in one assignment, so that
+an exception leaves the counts before it or those after it.
 """
 
 from __future__ import annotations

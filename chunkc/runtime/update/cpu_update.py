@@ -1,10 +1,7 @@
-"""The host update: a rule on one chunk, in one pass over its memory.
+"""The host update: a rule on one chunk, in one pass over its memory, by the loop of `cpu_update_kernel`.
 
-`cpu_update_kernel` holds the loop. Here a chunk's pieces become ranges that share hyperparameters and step count, each
-one call of the kernel. Parameters without a gradient only get their param16 again.
-
-Step ``t = 1`` starts from states of zero, whatever their memory held, so that a new optimizer over the same model
-starts afresh and the states need no initialisation.
+A chunk's pieces become ranges that share hyperparameters and step count, each one call of the kernel. Step ``t = 1``
+starts from states of zero, whatever their memory held, so that the states need no initialisation.
 """
 
 from __future__ import annotations
@@ -83,7 +80,8 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
-        """Update the active parameters as the step's decision says, and write param16 of all."""
+        """Update the active parameters as the step's decision says, and write param16 of all; ValueError when
+        a step count is below 1, before anything has changed."""
         factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
         if is_skipped:
             self.restore()

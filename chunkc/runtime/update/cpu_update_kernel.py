@@ -1,15 +1,11 @@
 """The loop of the host update: a rule's formula, compiled to one loop over the chunk's memory.
 
-`chunkc.runtime.update.rules` has the formulas in PyTorch. Inductor compiles one to C++, and the update calls that loop
-by ctypes on the memory itself: no tensors are made, memory is passed over once, and the GIL is free meanwhile
-(Inductor's own Python wrapper keeps it). Dynamo takes no part. Two things are not as one would first write them:
-
-* The function returns new values, and the loop is given the same memory for inputs and outputs. Each output is computed
-  from the inputs and not from other outputs (the compiler finds what they share): Inductor vectorises a loop by the
-  vector length of 16-bit values only where every one of its parts reads or writes some. Otherwise half a vector of
-  them is stored under a mask, and where the gradient lies in the payload the next load waits for that store, which
-  halves the speed.
-* Short ranges take a second loop without a parallel region.
+Inductor compiles the PyTorch formula of `chunkc.runtime.update.rules` to C++, and the update calls that loop by ctypes
+on the memory itself: no tensors are made, memory is passed over once, and the GIL is free meanwhile. The function
+returns new values, each computed from the inputs alone, and the loop is given the same memory for inputs and outputs:
+Inductor vectorises by the vector length of 16-bit values only where every part of a loop reads or writes some. Half
+vectors are stored under a mask, for which the next load of an overlaid gradient waits, at half the speed. Short ranges
+take a second loop without a parallel region.
 
 **An element's result depends neither on where it lies nor on the number of threads**: every operation is rounded as
 IEEE 754 says (contraction to fused multiply-adds is off), in full vectors, in the masked rest and in the function run
@@ -40,8 +36,8 @@ logger = logging.getLogger("chunkc")
 
 
 class Kernel(Protocol):
-    """Updates elements [start, end) of a chunk in place: of gradient, param32, states and, where not
-    param32 itself, the payload."""
+    """Updates [start, end) of gradient, param32, states and payload, in place: 1-D, contiguous, on the
+    host."""
 
     def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None: ...
 

@@ -1,11 +1,9 @@
 """Loss scales, which keep small fp16 gradients representable, and their rules of growth and backoff.
 
 The rules are those of ``torch.amp.GradScaler`` (dynamic loss scaling, Micikevicius et al., "Mixed precision training",
-ICLR 2018, section 3.2): after ``growth_interval`` steps in a row without an infinite or NaN gradient the scale is
-multiplied by ``growth_factor``, after a step with one, which changes nothing else, by ``backoff_factor``. Scale and
-count stay on the device, so that neither a backward, which multiplies its tangents by the scale, nor a step, which
-divides gradients by it, waits for the host. After some 140 overflows more than growths torch's scale has no finite
-inverse any more, and its next step makes every parameter NaN; the scale here stops before that.
+ICLR 2018, section 3.2). Scale and count stay on the device, so that neither a backward, which multiplies its tangents
+by the scale, nor a step, which divides gradients by it, waits for the host. After some 140 overflows more than growths
+torch's scale has no finite inverse, and its next step makes every parameter NaN; the scale here stops before that.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 class LossScale:
-    """One scale on one device: ``scale``, float32 [], and ``growth_tracker``, int32 [], steps in a row
-    without overflow. Other arguments are torch.amp's; where not ``is_dynamic``, ``update`` changes nothing."""
+    """One scale: ``scale``, float32 [], and ``growth_tracker``, int32 [], steps in a row without overflow."""
 
     def __init__(
         self,

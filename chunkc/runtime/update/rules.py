@@ -41,8 +41,7 @@ Formula = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor], Sqrt], t
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """An element-wise optimizer: ``states`` beside param32, ``formula`` on the host, ``name`` also on a
-    GPU; ``counts_steps`` where coefficients depend on more than a step's being the first."""
+    """An element-wise optimizer; ``counts_steps`` where coefficients depend on more than the first step."""
 
     name: str
     title: str

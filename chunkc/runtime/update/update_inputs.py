@@ -1,10 +1,7 @@
 """Inputs of one ``step()``'s updates: hyperparameters and step counts by parameter, also as tables.
 
-``step()`` snapshots them once; every update of the step, on whichever stream, gets the same object, so that a device
-may keep what it made of it (an upload) until it sees another.
-
-The tables are what a kernel reads, one row for each pair of hyperparameters and step count in use. They are computed in
-float64 and rounded to float32 once, so that ``1 - beta2^t`` keeps its digits at large t.
+Every update of the step gets the same object, so that a device may keep what it made of it (an upload). A kernel reads
+tables, one row for each pair of hyperparameters and step count in use, computed in float64 and rounded to float32 once.
 """
 
 from __future__ import annotations
@@ -61,8 +58,7 @@ class StepInputs:
 def step_lines(
     hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
 ) -> list[str]:
-    """List all that ranks must have alike in a step, also of ``assigned`` gradients, which no backward
-    made."""
+    """List what ranks must have alike in a step; ``assigned`` gradients were made by no backward."""
     return [
         f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
         for i, hyper in hypers.items()
