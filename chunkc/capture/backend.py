@@ -56,7 +56,10 @@ class TracingOptions:
 
 
 class ModelTensors:
-    """Tensors that the graphs of one model take, by id: parameters' ``index``, and ``casts`` of inputs."""
+    """Tensors that the graphs of one model take, told apart by identity.
+
+    ``index`` is of parameters by id; ``casts`` are ids of inputs that are copies in compute dtype of the caller's.
+    """
 
     def __init__(self, model: nn.Module, params: Iterable[torch.Tensor], infos: Sequence[ParamInfo]) -> None:
         self.infos = infos

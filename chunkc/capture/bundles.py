@@ -28,7 +28,11 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """One graph in the form that lowering needs, its operators, and parameter indexes by node name."""
+    """One graph in the form that lowering needs: views and casts of parameters before their consumers.
+
+    ``bundles`` are its operators, as in the schedule; ``params`` and ``gradients`` are parameter indexes by the names
+    of placeholders and, for backward, of the nodes that make gradients.
+    """
 
     module: GraphModule
     bundles: tuple[Bundle, ...]

@@ -116,8 +116,9 @@ def may_recompute(joint: GraphModule) -> bool:
 def recompute_layers(graph: Graph, cone: Collection[Node], keep: float) -> None:
     """Have backward compute the inside of layers again: of a layer only what others read is saved.
 
-    So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016). A layer is the
-    outermost module whose path ends in a number; a share ``keep``, spread evenly, keeps its activations.
+    So does activation checkpointing (Chen et al., "Training deep nets with sublinear memory cost", 2016). A layer is
+    the outermost module whose path ends in a number. A share ``keep``, spread evenly, keep their activations. ``cone``,
+    of views and casts of parameters, is never saved.
     """
     layer_of = _forward_layers(graph, cone)
     layers = [layer for layer in dict.fromkeys(layer_of.values()) if layer]
@@ -161,8 +162,11 @@ def save_borders(graph: Graph, cone: Collection[Node]) -> None:
 
 
 def save_result(node: Node, cone: Collection[Node]) -> None:
-    """Save ``node`` at the operator that makes its memory, with all results that backward needs: the
-    partitioner ignores such a request for a view or for one of several results."""
+    """Save ``node`` at the operator that makes its memory.
+
+    The partitioner ignores such a request for a view, and for one of several results of an operator: all of these are
+    saved that backward needs.
+    """
     made = node
     while is_view(made) or made.target is operator.getitem:
         made = made.all_input_nodes[0]

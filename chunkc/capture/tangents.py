@@ -26,8 +26,10 @@ from chunkc._torch_compat.core import is_compiled_node, keep_undefined, pytree
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """Tangent at ``position`` of backward's inputs; ``reached`` are positions of gradients depending on
-    it."""
+    """One tangent, at ``position`` among inputs of the backward graph; ``stride`` in elements.
+
+    ``reached``: positions, among the outputs of that graph, of the gradients that depend on it.
+    """
 
     position: int
     shape: tuple[int, ...]

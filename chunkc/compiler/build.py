@@ -73,7 +73,10 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
-    """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take."""
+    """A plan whose segments are compiled. Where the compiler fuses, its memory is what they take.
+
+    ``lowered`` are the segments by graph kind, ``graphs`` the same, ready for the executor.
+    """
 
     planned: Planned
     passes: Sequence[Pass] | None
@@ -96,8 +99,10 @@ class CompiledPlan:
         explain(ReportedPlan.of(self.plan), self.plan.stages, code)
 
     def measuring(self) -> Plan | None:
-        """The same, verified, with programs that measure gradients as they land; None if there already or
-        without room. The graphs serve it as well."""
+        """The same with programs that measure gradients as they land, verified; the graphs serve it as well.
+
+        None where the plan measures them already, or the budget leaves no room for what norms take.
+        """
         if self.plan.tracks_grad_norm:
             return None
         plan = plan_with_norms(measuring_plan(self.planned, self.passes))
@@ -115,8 +120,12 @@ class CompiledPlan:
 
 
 def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -> CompiledPlan:
-    """Plan ``captured``, check the plan, and compile its segments; ChunkcError when the layout lacks room
-    for what the graphs train or read, BudgetError naming budgets that suffice."""
+    """Plan ``captured``, check the plan, and compile its segments.
+
+    Raises:
+        ChunkcError: when the layout has no room for what the graphs train or read.
+        BudgetError: when the budgets do not suffice; the ones that it names do.
+    """
     if request.layout is not None:
         check_layout(captured.schedule, request.layout)
     search = _Search(captured, request, compiler)

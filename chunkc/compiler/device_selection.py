@@ -82,8 +82,11 @@ def device_for(
 ) -> tuple[Hardware, SharedDevice]:
     """The machine that ``hw`` names and the device to run on; see the module docstring.
 
-    HardwareError for an unknown machine, one with another number of GPUs than the job has ranks, or one whose GPU has
-    more memory than the one here.
+    ``find_gpu`` finds this rank's GPU, or None; ``make_api`` makes CUDA on a GPU by its index.
+
+    Raises:
+        HardwareError: for an unknown machine, one with another number of GPUs than the job has ranks, or one whose GPU
+            has more memory than the one here.
     """
     machine = Hardware.of(hw).for_job()
     known = _shared.get(id(hw))
@@ -137,8 +140,9 @@ def _cuda(machine: Hardware, gpu: PresentGpu, make_api: MakeApi) -> SharedCuda:
 def at_hand(machine: Hardware, device: SharedDevice, cores: HostCores | None, ranks: Ranks) -> Hardware:
     """Return ``machine`` with the cores and the PCIe link of this one, if its GPU is the one here.
 
-    The call is collective; all ranks get the least of any. What `chunkc calibrate` measured stays. ``cores`` are this
-    rank's; None: all that the process may use.
+    The call is collective, and all ranks get the least of any: other rates would make other plans. What `chunkc
+    calibrate` measured stays. A log line says what is assumed. ``cores`` are this rank's; None: all that the process
+    may use.
     """
     gpu = device.gpu if isinstance(device, SharedCuda) else None
     if gpu is None or machine.tflops is None or machine.rates is not None or not gpu.is_a(machine.gpu):
@@ -166,8 +170,14 @@ def count_libraries(device: SharedDevice) -> None:
 
 
 def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True, ranks_per_node: int = 1) -> None:
-    """Refuse, by HardwareError, a plan that this machine's free host memory cannot hold for all its ranks.
-    ``already_held_nbytes`` go into the chunks; ``is_host``: device memory counts too."""
+    """Refuse a plan that this machine's free host memory cannot hold, for all ranks of it together.
+
+    ``already_held_nbytes`` are the model's, which the chunks consume as they fill. ``is_host``: host memory stands for
+    the device too.
+
+    Raises:
+        HardwareError: with the numbers.
+    """
     device_nbytes = plan.memory.device_peak_nbytes if is_host else 0
     free = free_host_nbytes()
     if (device_nbytes + plan.memory.host_nbytes) * ranks_per_node - already_held_nbytes <= free:

@@ -128,7 +128,8 @@ def _trainable(captured: Captured) -> list[int]:
 def build_together(captures: Sequence[Captured], request: PlanRequest, compiler: SegmentCompiler) -> list[CompiledPlan]:
     """Plans of several graphs of one forward over one layout, which is made from all of them.
 
-    ``captures`` come as they run, each beside the others. Every ``trainable`` parameter gets an optimizer state.
+    ``captures`` are in the order in which they run forward, each as it is beside the others. Every parameter with
+    ``trainable`` gets an optimizer state, since gradients may also come from eager operators between the graphs.
     """
     schedule, cuts = join([c.schedule for c in captures], _trainable(captures[0]))
     options = replace(request.options, cuts=cuts)

@@ -108,7 +108,10 @@ class GraphEntry(RuntimeReference):
         return [output if i in positions else None for i, output in enumerate(outputs)]
 
     def _check_own(self, runtime: ModelRuntime, args: list[Any]) -> None:
-        """Check that code runs on its own model: past its limit Dynamo runs any whose guards hold."""
+        """Check that compiled code runs on the parameters of the model that it was compiled for.
+
+        Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class.
+        """
         for position, index in self._params:
             if args[position] is not inner_of(runtime.params[index]):
                 name = runtime.parameters.name_of(index)

@@ -35,8 +35,10 @@ def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> fro
 
 
 class _Cast:
-    """A hook of one module that casts its arguments or its results to ``dtype``; None, as in a copy of the
-    model, leaves them."""
+    """A hook of one module that casts its arguments or its results to ``dtype``; None leaves them.
+
+    None in a copy of the model (``copy.deepcopy``, pickle): all its parameters have the dtypes of before.
+    """
 
     def __init__(self, dtype: torch.dtype | None, *, of_results: bool) -> None:
         self.dtype = dtype
@@ -112,8 +114,12 @@ class Fp32Modules:
 
 
 def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype | None) -> Fp32Modules:
-    """Return the parameters that match ``patterns``, and the modules that own them; ChunkcError when a
-    pattern is idle, a module has others too, or those have several dtypes."""
+    """Return the parameters that match ``patterns``, and the modules that own them.
+
+    Raises:
+        ChunkcError: when a pattern matches nothing, a module has kept parameters and others, or the others have several
+            dtypes.
+    """
     kept, ignored = _kept(unique_params(model), patterns), own_dtype_params(model)
     others = {p.dtype for p in model.parameters() if p not in kept and p not in ignored} if dtype is None else {dtype}
     if kept and len(others) > 1:

@@ -73,11 +73,19 @@ def plan_ahead(
     in_fp32: Fp32Modules | None = None,
     is_for_gpu: bool = False,
 ) -> Plan:
-    """Return the verified plan of one iteration of ``model``; fp32 is computed in ``dtype`` (None: as it is).
+    """Return the verified plan of one iteration of ``model``.
 
-    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound; ``compile`` may then plan
-    fewer moves, and fit where this does not. ``is_for_gpu``: attention with dropout is one kernel there. BudgetError when
-    the model does not fit ``target``, CaptureError when its forward is no single graph that can be trained.
+    Nothing is compiled, so where ``backend`` fuses operators the non-model bytes are a bound: those of the operators
+    one by one. ``compile`` may then plan fewer moves, and fit where this does not.
+
+    Args:
+        dtype: what fp32 parameters are computed in, or None to leave all as they are.
+        in_fp32: the parameters that stay in fp32.
+        is_for_gpu: whether the target is a GPU, where attention with dropout is one kernel.
+
+    Raises:
+        BudgetError: when the model does not fit ``target``.
+        CaptureError: when its forward is no single graph that can be trained.
     """
     choose = budget_chooser(PlanRequest(target, options, passes))
     captured = capture_ahead(model, dtype, example_inputs, backend, choose, in_fp32, is_for_gpu=is_for_gpu)

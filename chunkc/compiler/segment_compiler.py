@@ -61,7 +61,10 @@ def footprint_of(segment: LoweredSegment, compiled: SegmentCallable) -> Footprin
 
 
 class SegmentCompiler:
-    """Compiles segments, equal ones once; ``fuses``: their bytes are not those of their operators."""
+    """Compiles the segments of one model, equal segments once, of graphs traced by ``tracing``.
+
+    ``fuses``: whether compiled segments take other bytes than their operators one by one (``footprints``).
+    """
 
     def __init__(
         self,

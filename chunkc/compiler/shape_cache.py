@@ -104,7 +104,10 @@ class _Reader:
         self.sizes.append((shape, tensor.stride()))
 
     def _overlaps(self, tensor: torch.Tensor, number: int) -> tuple[tuple[int, int], ...]:
-        """Return earlier tensors within the bytes of ``tensor``, and by how much it begins behind each."""
+        """Return the earlier tensors within the bytes of ``tensor``.
+
+        Each comes with the bytes by which ``tensor`` begins behind its start.
+        """
         storage, numel = storage_address(tensor), tensor.numel()
         if not storage or not numel:
             return ()
@@ -150,8 +153,11 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
 def entry_maker(
     model: nn.Module, compile_graph: Callable[..., Any], *, fullgraph: bool = True
 ) -> Callable[[], Callable[..., Any]]:
-    """Return what makes entries to ``model``'s forward, each over a code object of its own;
-    ``compile_graph``, a method, is held weakly, since compiled code keeps its backend alive."""
+    """Return a function that makes entries to ``model``'s forward, each over a code object of its own.
+
+    What was compiled for them goes when that function does. Dynamo keeps the backend until then, and compiled code
+    keeps that function alive through it; so ``compile_graph``, a method, is held weakly.
+    """
     releasable = ReleasableBackend(weakly(compile_graph))
 
     def make_run() -> Callable[..., Any]:
@@ -176,7 +182,10 @@ class Entry:
 
 
 class ShapeTable:
-    """Entries by signature, at most ``max_programs``; graphs of one call count once in ``num_programs``."""
+    """Entries by signature, no more programs than ``max_programs``; those made stay when that is lowered.
+
+    ``num_programs``: calls that made a program (the graphs of one call count once).
+    """
 
     def __init__(self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS) -> None:
         """``make_run`` makes the compiled function of one entry, over a code object of its own."""

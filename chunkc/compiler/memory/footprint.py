@@ -53,7 +53,8 @@ class Footprint:
 class Recorder:
     """Collects a footprint from names that are bound to values and let go of.
 
-    Storages are known by identity, so the recorder keeps every value, of fake tensors. ``constants`` are always alive.
+    A tensor's storage is known by identity, so every value must be kept alive until ``footprint`` is called; the
+    recorder keeps them. Fake tensors have no memory. ``constants`` are alive whether the segment runs or not.
     """
 
     inputs: Sequence[Any]
@@ -129,8 +130,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def graph_footprint(module: GraphModule) -> Footprint:
-    """The footprint of interpreting ``module`` node by node: an upper bound for code that fuses its nodes.
-    A value computed again is in the storage of an input of its node, or in a new one."""
+    """The footprint of interpreting ``module`` node by node: an upper bound for code that fuses its nodes."""
     values = _own_storages(module)
     nodes = list(module.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]

@@ -39,9 +39,15 @@ class NotUnderstoodError(Exception):
 
 
 def source_footprint(source: str, constants: Mapping[str, torch.Tensor], examples: Sequence[Any]) -> Footprint:
-    """The footprint of calling ``call`` of the generated module ``source``, on ``examples``, real or fake.
+    """The footprint of calling the compiled graph whose generated module is ``source``.
 
-    ``constants`` are the module's tensors by name, always alive. NotUnderstoodError names the statement.
+    Args:
+        source: Python code of the module; its function (or method) ``call`` takes the list of inputs.
+        constants: tensors that the module holds by name, alive whether it runs or not.
+        examples: the inputs, or fake ones.
+
+    Raises:
+        NotUnderstoodError: naming the statement.
     """
     module = ast.parse(source)
     call = _call_of(module)

@@ -21,8 +21,8 @@ from chunkc.runtime.execution.bound_action import Graph
 
 @dataclass(frozen=True, slots=True)
 class SegmentBytes:
-    """Non-model bytes: most alive while a segment runs, with its kernels', and at exit, before gradients
-    land."""
+    """Non-model bytes while a segment runs, without and with its kernels' own, and at exit, before
+    gradients land."""
 
     live_nbytes: int
     peak_nbytes: int
@@ -121,7 +121,14 @@ def iteration_bytes(
     graphs: Mapping[GraphKind, Graph],
     footprints: Mapping[GraphKind, Sequence[Footprint]],
 ) -> tuple[SegmentBytes, ...]:
-    """The non-model bytes of every segment, forward's first, by graphs and footprints of both kinds."""
+    """The non-model bytes of every segment, forward's first.
+
+    Args:
+        captured: the iteration; its backward graph may have no operators.
+        segments: the plan's, which say where gradients land.
+        graphs: both graphs in segments, by ``forward`` and ``backward``.
+        footprints: of their segments.
+    """
     heap = _Heap()
     heap.new(_constants_nbytes(captured) + captured.concurrent_nbytes)
     names = _placeholders(captured.forward, heap, {})

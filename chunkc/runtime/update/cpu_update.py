@@ -1,7 +1,7 @@
-"""The host update: a rule on one chunk, in one pass over its memory, by the loop of `cpu_update_kernel`.
+"""The host update: a rule on one chunk, in one pass over its memory.
 
-A chunk's pieces become ranges that share hyperparameters and step count, each one call of the kernel. Step ``t = 1``
-starts from states of zero, whatever their memory held, so that the states need no initialisation.
+A chunk's pieces become ranges that share hyperparameters and step count, each one call of `cpu_update_kernel`'s loop.
+Step ``t = 1`` starts from states of zero, whatever their memory held, so that the states need no initialisation.
 """
 
 from __future__ import annotations

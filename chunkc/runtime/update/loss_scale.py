@@ -38,7 +38,7 @@ class LossScale:
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
 
     def inverse(self) -> torch.Tensor:
-        """Return the factor that gradients are multiplied by, float32 [], computed in float64 as torch does."""
+        """Return the factor of gradients, float32 [], computed in float64 as torch does."""
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
@@ -73,10 +73,8 @@ class LossScale:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` times ``factor`` (float32 []), multiplied in float32 and rounded once.
-
-    torch rounds an operand without dimensions first, on a GPU: in fp16 a factor of 2^16 is infinite then.
-    """
+    """Return ``value`` times ``factor`` (float32 []), in float32 and rounded once, not ``factor`` first as
+    on GPUs."""
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
     return _in_float32(value, factor, None)

@@ -52,7 +52,7 @@ class UpdateRule:
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """``decoupled``: the weight decay shrinks the parameter (AdamW); else it adds to the gradient (Adam)."""
+    """``decoupled``: the weight decay shrinks the parameter (AdamW); else it adds to the gradient."""
 
     lr: float
     beta1: float
@@ -85,8 +85,6 @@ def _adam(g: Tensor, p: Tensor, states: Sequence[Tensor], row: Sequence[Tensor],
 
 @dataclass(frozen=True, slots=True)
 class SgdHyper:
-    """With a momentum of 0 a buffer, where there is one, stays as it is."""
-
     lr: float
     momentum: float
     dampening: float

@@ -27,9 +27,7 @@ INACTIVE: Final = -1
 class Hyper(Protocol):
     """Hyperparameters of one parameter group as of the call of ``step()``; frozen, and compared by value."""
 
-    def coefficients(self, step: int) -> tuple[float, ...]:
-        """The rule's coefficients in the step of this number, 1 or more, in float64."""
-        ...
+    def coefficients(self, step: int) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
