@@ -48,7 +48,7 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class TracingOptions:
-    """How graphs are traced: passes over the joint graph, in place; ``fuses`` neighbours into one kernel."""
+    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel."""
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
@@ -191,6 +191,7 @@ class _GraphCapture:
         return build(forward, backward, *facts, fuses=self.tracing.fuses)
 
     def _params_by_name(self, graph: GraphModule) -> dict[str, int]:
+        """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""
         pairs = zip(graph.graph.find_nodes(op="placeholder"), self.params, strict=False)
         return {node.name: index for node, index in pairs if index is not None}
 

@@ -190,8 +190,7 @@ def module_path(node: Node) -> str:
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
-    """Check that no output but a placeholder shares memory with, or is a cast of, a parameter;
-    CaptureError names it."""
+    """Check that no output but a placeholder is memory or a cast of a parameter, else CaptureError."""
     placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
     storages = {_storage(p) for p in placeholders}

@@ -94,8 +94,7 @@ def _rows(
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
-    """Find where ``b[j:]`` repeats a block more than ``a[i:]``, the shortest that fits; None where none
-    does."""
+    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference."""
     same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
     i, j = i + same, j + same
     if len(b) - j == len(a) - i:

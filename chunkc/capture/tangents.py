@@ -51,7 +51,7 @@ class Tangents:
     params: tuple[int | None, ...] = ()
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Put zeros for undefined tangents into ``args``; return the outputs that depend on others or none."""
+        """Put zeros for undefined tangents in ``args``; positions of outputs that depend on others, or none."""
         defined, undefined = set[int](), set[int]()
         for tangent in self.tangents:
             if args[tangent.position] is None:
@@ -108,7 +108,7 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """Find the node of a compiled graph, not one of ``given``, that autograd reaches from ``values``."""
+    """Find the node of a compiled graph behind ``values``; None where autograd reaches but ``given`` ones."""
     todo = deque(_nodes(values))
     seen = set(given)
     while todo:

@@ -144,7 +144,7 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
 
 
 def check_layout(schedule: Schedule, layout: Layout) -> None:
-    """Check that ``layout`` has parameters where ``schedule`` needs them; ChunkcError names the others."""
+    """Check that ``layout`` trains and has what ``schedule`` does; ChunkcError names what is missing."""
     trained, used = schedule.trained_params(), schedule.used_params()
     frozen, unused = list[str](), list[str]()
     for place in layout.placements:

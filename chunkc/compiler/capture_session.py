@@ -37,8 +37,7 @@ logger = logging.getLogger("chunkc")
 
 @dataclass(slots=True)
 class Settings:
-    """The resolved settings of one ``compile``: ``in_fp32`` modules cast inputs, others to
-    ``cast_inputs``."""
+    """The resolved settings of one ``compile``; ``in_fp32`` modules cast the inputs that they take."""
 
     target: Target
     options: PlanOptions

@@ -107,7 +107,7 @@ class BrokenForwards:
             )
 
     def plan_recorded(self) -> None:
-        """Plan all graphs that have run, as chunks; BudgetError when they do not fit changes nothing."""
+        """Plan all graphs that have run, and move parameters into chunks; BudgetError changes nothing."""
         session, runtime = self._session, self._session.runtime
         if not self._recorded or runtime.executor is not None:
             return

@@ -23,7 +23,7 @@ from chunkc.errors import ChunkcError
 
 
 def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> frozenset[nn.Parameter]:
-    """The parameters that match by name (as file names do); ChunkcError for one string or an idle pattern."""
+    """The parameters that match ``patterns``, as file names do; ChunkcError for an idle one, or a string."""
     if isinstance(patterns, str):
         raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
     names = [(name, param) for param, own in params.items() for name in own]
@@ -131,7 +131,7 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype |
 
 
 def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules that own ``kept``; ChunkcError when one has others than ``ignored``."""
+    """Return the outermost modules that own ``kept``; ChunkcError when one has others but ``ignored``."""
     owners: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -133,8 +133,7 @@ def capture_ahead(
     *,
     is_for_gpu: bool = False,
 ) -> Captured:
-    """Capture one iteration of ``model``, which stays as it is; arguments and CaptureError as of
-    `plan_ahead`."""
+    """Capture one iteration of ``model``, which stays as it is; arguments and errors as of `plan_ahead`."""
 
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
         if is_for_gpu:

@@ -31,7 +31,7 @@ def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def check_plannable(model: nn.Module) -> None:
-    """Refuse what no plan can be made for, by TypeError for no module, else ChunkcError naming the parts."""
+    """Refuse what no plan can be made for: TypeError for no module, else ChunkcError naming the parts."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
     _refuse_modules(model)
@@ -153,7 +153,10 @@ def own_dtype_params(model: nn.Module) -> frozenset[nn.Parameter]:
 def param_infos(
     model: nn.Module, dtype: torch.dtype | None, kept_fp32: Collection[nn.Parameter] = ()
 ) -> list[ParamInfo]:
-    """Facts of every parameter by index, in compute dtype; ``kept_fp32`` in fp32, batch norm in its own."""
+    """Facts of every parameter by index, in compute dtype; those of ``kept_fp32`` in fp32.
+
+    Those of batch normalisation keep their dtype, for its kernels want them in that of the running statistics.
+    """
     kept = own_dtype_params(model)
     infos = []
     for param, names in unique_params(model).items():

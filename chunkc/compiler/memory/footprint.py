@@ -154,7 +154,7 @@ def graph_footprint(module: GraphModule) -> Footprint:
 
 
 def _own_storages(module: GraphModule) -> dict[Node, list[torch.Tensor]]:
-    """Make stand-ins for all values' tensors; one shares storage with those of inputs it shares with."""
+    """Make stand-ins for the tensors of all values, which share storage as these share memory."""
     made: dict[Node, list[torch.Tensor]] = {}
     for node in module.graph.nodes:
         known: dict[int, torch.Tensor] = {}

@@ -21,8 +21,7 @@ from chunkc.runtime.execution.bound_action import Graph
 
 @dataclass(frozen=True, slots=True)
 class SegmentBytes:
-    """Non-model bytes while a segment runs, without and with its kernels' own, and at exit, before
-    gradients land."""
+    """Non-model bytes alive while a segment runs, the peak with its kernels, and those alive at exit."""
 
     live_nbytes: int
     peak_nbytes: int

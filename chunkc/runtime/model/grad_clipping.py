@@ -125,6 +125,7 @@ class GradClipping:
         return present
 
     def _measured(self, present: frozenset[int]) -> GradNormTable | None:
+        """Norms of the gradients of ``present``; None unless the latest backward measured just those."""
         is_all = present == self._gradients.measured and all(self._gradients.is_handle(index) for index in present)
         return self._state.norm_table if is_all else None
 

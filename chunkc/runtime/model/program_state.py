@@ -102,7 +102,7 @@ class ProgramState:
             self.recover()
 
     def recover(self) -> None:
-        """Reach the cold state after an exception in a change; overlaid gradients are gone then."""
+        """After an exception: the cold state with the last step's parameters; overlaid gradients go."""
         self.device.check_usable()
         is_lost = self._at_stake is AtStake.GRADIENTS or self.phase is ModelPhase.UNREDUCED
         if is_lost or self.gradients.accumulate == 1:
@@ -154,7 +154,7 @@ class ProgramState:
         self.gradients.retract()
 
     def reduce_gradients(self) -> bool:
-        """Reduce what micro-batches have left, on all ranks, else RankError; whether there was any."""
+        """Reduce what micro-batches have left; return whether there was any. RankError when ranks differ."""
         if self.phase is not ModelPhase.UNREDUCED:
             return False
         executor = self.running

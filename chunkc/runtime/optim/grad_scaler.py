@@ -126,8 +126,11 @@ class GradScaler:
         return result
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapt the scale to the steps since the last call, or set it to ``new_scale``; ChunkcError without a
-        step, an `unscale_` and a ``new_scale``."""
+        """Adapt the scale to what the steps since the last call found, or set it to ``new_scale``.
+
+        Raises:
+            ChunkcError: when there was neither a step nor an `unscale_`, and no ``new_scale``.
+        """
         if not self._enabled:
             return
         if new_scale is not None:

@@ -196,7 +196,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._counts.replace(steps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give loaded groups the options that older states lack; torch calls this when it loads."""
+        """Give loaded groups the options that older states lack; torch calls this."""
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
         if state.get("state"):
             self.state = state["state"]

@@ -79,8 +79,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return ParamState(self._counts, index)
 
     def __setitem__(self, param: nn.Parameter, value: Mapping[str, Any]) -> None:
-        """Replace the whole state of ``param``; an empty one begins anew. ChunkcError for a state that does
-        not fit and for no parameter of the optimizer; nothing has changed then."""
+        """Replace the whole state of ``param``; an empty one begins anew. ChunkcError changes nothing."""
         self.update({param: value})
 
     def __delitem__(self, param: nn.Parameter) -> None:

@@ -107,6 +107,7 @@ class ChunkUpdate:
             self._cast(run.start, run.end)
 
     def _runs(self, inputs: StepInputs | None) -> Iterator[_Run]:
+        """Ranges of touching pieces to treat alike, ascending; all are inactive without inputs."""
         run: _Run | None = None
         for piece in self._pieces:
             hyper = None if inputs is None else inputs.hypers.get(piece.param)

@@ -36,8 +36,7 @@ logger = logging.getLogger("chunkc")
 
 
 class Kernel(Protocol):
-    """Updates [start, end) of gradient, param32, states and payload, in place: 1-D, contiguous, on the
-    host."""
+    """Updates [start, end) of gradient, param32, states and payload in place: host, 1-D, contiguous."""
 
     def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None: ...
 

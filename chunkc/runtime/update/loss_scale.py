@@ -73,8 +73,7 @@ class LossScale:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` times ``factor`` (float32 []), in float32 and rounded once, not ``factor`` first as
-    on GPUs."""
+    """Return ``value`` times ``factor`` (float32 []), in float32, rounded once to the dtype of ``value``."""
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
     return _in_float32(value, factor, None)
@@ -86,6 +85,7 @@ def multiply(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """On a GPU torch rounds an operand without dimensions first: 2^16 is infinite in fp16."""
     row = value if value.dim() else value.reshape(1)
     target = torch.empty_like(row) if out is None else out if out.dim() else out.reshape(1)
     return torch.mul(row, factor.reshape(1), out=target).reshape(value.shape)

@@ -56,7 +56,7 @@ class StepInputs:
 def step_lines(
     hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
 ) -> list[str]:
-    """List what ranks must have alike in a step; ``assigned`` gradients were made by no backward."""
+    """List what ranks must have alike in a step, a parameter a line; no backward made ``assigned`` ones."""
     return [
         f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
         for i, hyper in hypers.items()
