@@ -80,8 +80,7 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
-        """Update the active parameters as the step's decision says, and write param16 of all; ValueError when
-        a step count is below 1, before anything has changed."""
+        """Update active parameters as decided, and write param16 of all; ValueError below step 1."""
         factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
         if is_skipped:
             self.restore()

@@ -50,8 +50,7 @@ def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
 def host_kernel(
     rule: UpdateRule, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool
 ) -> Kernel:
-    """The kernel for these dtypes, on the calling thread alone or on as many as PyTorch gives it there;
-    eager, with one line of the log, without a compiler or where the compiled loop gives other bits."""
+    """The kernel for these dtypes; eager, with a line of the log, without a compiler or its exact bits."""
     num_lists = 1 + len(rule.states.names)
     examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
     examples = [examples[0].to(gradient_dtype), *examples[1:], _arbitrary_coefficients()]

@@ -48,7 +48,6 @@ class ForeignUpdates:
         return bool(updated)
 
     def tell(self, names: str) -> None:
-        """Say once that another optimizer steps the parameters called ``names``, and what to write instead."""
         if self._is_told:
             return
         self._is_told = True
