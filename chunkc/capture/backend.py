@@ -48,10 +48,7 @@ BudgetChooser = Callable[[Callable[[float], Schedule]], tuple[float, str]]
 
 @dataclass(frozen=True, slots=True)
 class TracingOptions:
-    """How graphs are traced for the compiler of their segments.
-
-    ``prepare_joint`` are passes over the joint graph, in place. ``fuses``: neighbouring operators will be one kernel.
-    """
+    """How graphs are traced; ``prepare_joint`` works in place, ``fuses``: neighbours will be one kernel."""
 
     decompositions: Mapping[Any, Any] | None = None
     prepare_joint: Callable[[GraphModule], None] | None = None
@@ -93,10 +90,8 @@ def capture_graph(
 ) -> tuple[Captured, Callable[..., Any]]:
     """Capture one Dynamo graph; return what was captured, and the code that stands in for the graph.
 
-    Args:
-        forward, backward: what compiled code calls for the two graphs; not before this function has returned.
-        choose: chooses the activation budget; None keeps what the partitioner keeps by itself.
-        evaluates: whether a graph may have nothing to train.
+    ``forward`` and ``backward`` are what compiled code calls, not before this function has returned. ``choose`` chooses
+    the activation budget; None keeps what the partitioner keeps. ``evaluates``: a graph may have nothing to train.
     """
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)
@@ -153,7 +148,6 @@ class _GraphCapture:
     _stage_began_s: float = field(default_factory=time.perf_counter)
 
     def take(self) -> Captured:
-        """Return the captured graphs, and let go of them."""
         captured, self._captured, self._backward = self._captured, None, None
         if captured is None:
             raise CaptureError("AOTAutograd compiled a graph without handing it over")
@@ -256,7 +250,6 @@ def _operator_names(module: GraphModule) -> list[str]:
 
 
 def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
-    """Make the error for a forward that changes one of ``inputs`` while others are over the same memory."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     uses = Counter(map(storage_address, tensors))
     shared = [str(tuple(t.shape)) for t in tensors if uses[storage_address(t)] > 1]

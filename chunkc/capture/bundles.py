@@ -19,10 +19,7 @@ from chunkc.capture.partition import param_cone, sink_cone
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """An operator as an indivisible bundle: ``nodes`` in execution order.
-
-    ``main`` computes; ``reads`` are parameter placeholders.
-    """
+    """``nodes`` in execution order, of which ``main`` computes; ``reads`` are parameter placeholders."""
 
     nodes: tuple[Node, ...]
     main: Node
@@ -52,7 +49,6 @@ class CapturedGraph:
         return CapturedGraph(module, bundles, {n.name: params[n.name] for n in present}, gradients)
 
     def param_inputs(self) -> list[Node]:
-        """Placeholders of parameters."""
         return [n for n in self.module.graph.find_nodes(op="placeholder") if n.name in self.params]
 
     def other_inputs(self) -> list[Node]:

@@ -34,10 +34,7 @@ def operator_flops(node: Node) -> int:
 
 
 def _attention_flops(node: Node, names: Sequence[str]) -> int:
-    """Count for queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v].
-
-    ``names`` are those of the operator's arguments.
-    """
+    """Count for queries [batch, heads, q, e], keys [batch, heads, k, e] and values [batch, heads, k, v]."""
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     query, key, value = (_shape(given[name]) for name in ("query", "key", "value"))
     batch, heads, num_queries, width = query

@@ -28,10 +28,8 @@ class Captured:
     """Both graphs of one iteration and their schedule. The backward graph of an evaluation is empty.
 
     Attributes:
-        held_at_start_nbytes: bytes of the inputs and buffers that are alive before forward begins: a meter that starts
-            there does not see them.
+        held_at_start_nbytes: bytes of inputs and buffers alive before forward, which a meter from there does not see.
         user_outputs: names of the forward's outputs that are not merely saved for backward.
-        tangents: the gradients that depend on each output; None for an evaluation.
         stages: the parts of capture, and how long each took.
         concurrent_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
@@ -49,7 +47,6 @@ class Captured:
 
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
-        """Both graphs by kind."""
         return {"forward": self.forward, "backward": self.backward}
 
 
@@ -76,12 +73,9 @@ def build(
 ) -> Captured:
     """Build the captured iteration of partitioned graphs, in place; an evaluation has no ``backward``.
 
-    Args:
-        names: parameter index by placeholder name, in both graphs.
-        input_params: for every input of the joint graph but tangents, the parameter that it is, or None.
-        num_user_outputs: how many of forward's outputs are not merely saved for backward; None: all.
-        reached: as `find_reached` of the joint graph; None for an evaluation.
-        fuses: as `TracingOptions`.
+    ``names`` are parameter indexes by placeholder name, in both graphs; ``input_params`` those of the joint graph's
+    inputs but tangents, or None; ``num_user_outputs`` of forward are not merely saved (None: all); ``reached`` is
+    `find_reached` of the joint graph, None for an evaluation.
     """
     fwd = CapturedGraph.of(forward, names, {})
     backward = backward or _empty_graph()
@@ -119,11 +113,8 @@ def _empty_graph() -> GraphModule:
 
 
 def separate_gradients(backward: GraphModule, gradients: Sequence[int | None]) -> None:
-    """Give every gradient of a parameter a node of its own, that computes and that nothing else needs.
-
-    Autograd may hand out a tangent itself, or one tensor as several gradients. Each such output becomes a clone, so
-    that a gradient can land in its chunk and leave.
-    """
+    """Give every gradient of a parameter, by a clone where needed, a node that computes and that nothing
+    else needs, so that it can land in its chunk and leave."""
     output = backward.graph.find_nodes(op="output")[0]
     entries = list(output.args[0])
     uses = Counter(n for n in entries if isinstance(n, Node))

@@ -37,12 +37,8 @@ def with_concurrent(schedule: Schedule, nbytes: int, also_trained: Sequence[int]
 def join(schedules: Sequence[Schedule], also_trained: Sequence[int]) -> tuple[Schedule, Cuts]:
     """Make one iteration of all graphs, and the operators at which a new graph begins.
 
-    A gradient to which several graphs contribute counts where the last of them runs; the others read the parameter,
-    since theirs lands in its chunk too.
-
-    Args:
-        schedules: in the order in which their forwards run, each as it is beside the others (`with_concurrent`).
-        also_trained: parameters that may get gradients from anywhere.
+    ``schedules`` come as forwards run, each `with_concurrent`. A gradient of several graphs counts where the last of
+    them runs; the others read the parameter. ``also_trained`` are parameters with gradients from anywhere.
     """
     forward: list[Operator] = []
     backward: list[Operator] = []

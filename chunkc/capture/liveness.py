@@ -101,7 +101,6 @@ class Timeline:
             self._touch((a for n in bundle.nodes for a in n.all_input_nodes), start + offset)
 
     def live_bytes(self) -> list[LiveBytes]:
-        """Of every operator, forward's first. Previous outputs count during forward."""
         births: dict[int, int] = defaultdict(int)
         deaths: dict[int, int] = defaultdict(int)
         tangents = [(key, _elements_nbytes(node)) for node in self._tangents for key, _ in self._storages(node)]

@@ -85,13 +85,8 @@ def partition(
 ) -> tuple[GraphModule, GraphModule]:
     """Return forward and backward graphs of ``joint``, whose placeholders ``params`` are parameters.
 
-    Args:
-        inputs: its example inputs.
-        keep: share of the layers whose activations are kept as the partitioner decides (`recompute_layers`).
-        options: of the partitioner.
-
-    Raises:
-        CaptureError: when the partitioner saved a view or a cast of a parameter all the same.
+    A share ``keep`` of the layers keeps the activations that the partitioner chooses (`recompute_layers`). CaptureError
+    when the partitioner saved a view or a cast of a parameter all the same.
     """
     cone = param_cone(joint.graph, params)
     for node in cone - set(params):
@@ -106,7 +101,6 @@ def partition(
 
 
 def copied(module: GraphModule) -> GraphModule:
-    """``module`` with a graph of its own: nodes with the same names and values."""
     graph = Graph()
     outputs = graph.graph_copy(module.graph, {})
     graph.output(outputs).meta = dict(module.graph.find_nodes(op="output")[0].meta)
@@ -151,11 +145,9 @@ def _forward_layers(graph: Graph, cone: Collection[Node]) -> dict[Node, str]:
 
 
 def save_borders(graph: Graph, cone: Collection[Node]) -> None:
-    """Save what a region that is computed again reads of another one, or of results computed from another.
+    """Save what a region that is computed again reads of results of another one, also indirectly.
 
-    Otherwise a region may be computed again from the one before it, and so on, when backward begins: the partitioner
-    saves only what one region reads of another directly. What depends on no region (embeddings, masks) is left to the
-    partitioner. ``cone``, of views and casts of parameters, is never saved.
+    Otherwise regions may be computed again one from the other when backward begins. ``cone`` is never saved.
     """
     downstream: set[Node] = set()
     for node in graph.nodes:
@@ -184,7 +176,6 @@ def save_result(node: Node, cone: Collection[Node]) -> None:
 
 
 def _with_results(node: Node) -> list[Node]:
-    """``node`` and, where it has several results, these."""
     nodes = [node]
     for made in nodes:
         nodes += [user for user in made.users if user.target is operator.getitem and user.args[0] is made]
@@ -199,11 +190,7 @@ def module_path(node: Node) -> str:
 
 
 def check_outputs(forward: GraphModule, param_names: Collection[str]) -> None:
-    """Check by storage identity that no output but a placeholder shares memory with a parameter.
-
-    Raises:
-        CaptureError: naming the output that does, or is a cast of a parameter.
-    """
+    """Check that no output but a placeholder is memory or a cast of a parameter, else CaptureError."""
     placeholders = {n for n in forward.graph.find_nodes(op="placeholder") if n.name in param_names}
     cone = param_cone(forward.graph, placeholders)
     storages = {_storage(p) for p in placeholders}

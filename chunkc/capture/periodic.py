@@ -49,12 +49,8 @@ def periodic_schedule(
 ) -> Schedule:
     """The schedule that a capture with ``num_layers`` layers, at least ``BASE``, would give.
 
-    Args:
-        shallow, deeper: captures of the same model, batch and options with ``BASE`` and with ``BASE + 1`` layers.
-        params: of the deep model, to be compared with what follows for them; None leaves that out.
-
-    Raises:
-        NotPeriodicError: when the captures do not agree on a rule, or ``params`` are others.
+    The captures have ``BASE`` and ``BASE + 1`` layers; ``params`` of the deep model are compared with what follows, if
+    given. NotPeriodicError when the captures do not agree on a rule, or ``params`` are others.
     """
     if num_layers < BASE:
         raise NotPeriodicError(f"{num_layers} layers are fewer than the {BASE} of the shallower capture")
@@ -98,11 +94,7 @@ def _rows(
 
 
 def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[_Insertion] | None:
-    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference.
-
-    Where the rows part, ``b`` must repeat what it had just before; the shortest block that lets everything behind it
-    match is taken.
-    """
+    """Find where ``b[j:]`` has a block more than ``a[i:]``; None where no blocks make the difference."""
     same = next((k for k, (x, y) in enumerate(zip(a[i:], b[j:], strict=False)) if x != y), min(len(a) - i, len(b) - j))
     i, j = i + same, j + same
     if len(b) - j == len(a) - i:
@@ -117,11 +109,7 @@ def _insertions(a: Sequence[_Form], b: Sequence[_Form], i: int, j: int) -> list[
 
 
 def _blocks(a: Sequence[_Line], b: Sequence[_Line], period: int, num_layers: int) -> tuple[int, list[_Line]]:
-    """Find where equal blocks begin in ``a`` and ``b``, and make those of ``num_layers`` layers.
-
-    ``b`` ends with the block that ``a`` lacks. Which rows of the outer layers follow the rule of the inner ones is not
-    known, so the search is from the end backwards.
-    """
+    """Find where equal blocks begin, from the end backwards, and make those of ``num_layers`` layers."""
     reason = "there are too few rows in front of them"
     for start in range(len(a) - (BASE - _NUM_OUTER) * period, -1, -1):
         few = [a[start + m * period :][:period] for m in range(BASE - _NUM_OUTER)]

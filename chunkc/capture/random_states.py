@@ -16,11 +16,8 @@ from chunkc._torch_compat.core import draws, replays_random_state, saves_random_
 
 
 def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:
-    """Run operators that draw nothing as they are, in both graphs of a partition, in place.
-
-    Others get the metadata of their results in backward too, where PyTorch leaves it out: their bytes count. States
-    stand in the same order among outputs of forward and inputs of backward.
-    """
+    """Run operators that draw nothing as they are, in both graphs of a partition, in place; others get the
+    metadata of their results in backward too, so that their bytes count."""
     states = [n for n in forward.graph.find_nodes(op="output")[0].args[0] if _is_state(n)]
     replays = [n for n in backward.graph.nodes if replays_random_state(n)]
     of_input = {n.args[0]: n for n in replays}
@@ -59,7 +56,6 @@ def _run_plainly(graph: Graph, state: Node, saving: Node, results: Sequence[Node
 
 
 def _replay_plainly(graph: Graph, received: Node, replaying: Node) -> None:
-    """The same in backward, whose input for the state goes."""
     op, args = replaying.args[1], tuple(replaying.args[2:])
     with graph.inserting_before(replaying):
         plain = graph.call_function(op, args, dict(replaying.kwargs))  # type: ignore[arg-type]

@@ -21,11 +21,8 @@ from chunkc._torch_compat.core import StorageKey, dynamo_value, storage_key
 
 
 def return_bases(module: GraphModule) -> int:
-    """Add each tensor that makes a Dynamo graph unfit for AOTAutograd to its outputs, and return how many.
-
-    Those are no outputs; two or more outputs are views of each, and autograd follows one of these. Parts of ``chunk``,
-    ``split`` and ``unbind`` are fit by themselves.
-    """
+    """Add tensors that two or more outputs are views of to a Dynamo graph's outputs; return how many.
+    Parts of ``chunk``, ``split`` and ``unbind`` are fit for AOTAutograd by themselves."""
     output = module.graph.find_nodes(op="output")[0]
     outputs: tuple[Any, ...] = tuple(output.args[0])
     sharing = defaultdict[StorageKey, list[Node]](list)

@@ -51,11 +51,7 @@ class Tangents:
     params: tuple[int | None, ...] = ()
 
     def fill(self, args: list[Any]) -> frozenset[int]:
-        """Put zeros in place of undefined tangents among ``args``, the inputs of the backward graph.
-
-        Returns:
-            Positions of the outputs that depend on the others, or on no tangent.
-        """
+        """Put zeros for undefined tangents in ``args``; positions of outputs that depend on others, or none."""
         defined, undefined = set[int](), set[int]()
         for tangent in self.tangents:
             if args[tangent.position] is None:
@@ -66,7 +62,6 @@ class Tangents:
         return frozenset(range(len(self.params))) - (undefined - defined)
 
     def params_of(self, positions: Iterable[int]) -> frozenset[int]:
-        """Parameters whose gradients stand at ``positions``."""
         return frozenset(p for i in positions if (p := self.params[i]) is not None)
 
 
@@ -113,10 +108,7 @@ def _nodes(values: Iterable[Any]) -> list[Node]:
 
 
 def _compiled_node(values: Iterable[Any], given: Collection[Node]) -> Node | None:
-    """Find the node of a compiled graph behind the values, and views, that the graph returned or changed.
-
-    None where autograd does not reach it. ``given``: nodes that made the inputs of the graph.
-    """
+    """Find the node of a compiled graph behind ``values``; None where autograd reaches but ``given`` ones."""
     todo = deque(_nodes(values))
     seen = set(given)
     while todo:

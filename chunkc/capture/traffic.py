@@ -115,7 +115,6 @@ def _reads(bundle: Bundle, sizes: Sizes) -> Iterator[tuple[Node, int]]:
 
 
 def _values(bundle: Bundle) -> list[Node]:
-    """Return the results of the operator, one by one."""
     position = bundle.nodes.index(bundle.main)
     return list(bundle.nodes[position + 1 :]) or [bundle.main]
 
@@ -128,7 +127,6 @@ def _base(node: Node) -> Node:
 
 
 def _escapes(value: Node, inside: set[Node]) -> bool:
-    """Whether something outside of the run needs ``value``, or a view of it."""
     todo = [value]
     while todo:
         for user in todo.pop().users:

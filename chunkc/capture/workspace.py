@@ -48,7 +48,6 @@ _CONTIGUOUS = frozenset(
 
 
 def workspace_nbytes(node: Node) -> int:
-    """Allowance in bytes for one operator of a graph."""
     packet = getattr(node.target, "overloadpacket", None)
     arguments = [n.meta.get("val") for n in node.args if isinstance(n, Node)]
     arguments += [n.meta.get("val") for n in node.all_input_nodes if n not in node.args]
@@ -56,13 +55,7 @@ def workspace_nbytes(node: Node) -> int:
 
 
 def kernel_workspace_nbytes(packet: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> int:
-    """Allowance in bytes for one call of an operator.
-
-    Args:
-        packet: the operator without its overload (``torch.ops.aten.mm``); None for anything else.
-        inputs: its tensors in order of its arguments.
-        outputs: its results, or what it writes into.
-    """
+    """Allowance in bytes for one call of an operator ``packet`` (``torch.ops.aten.mm``; None for others)."""
     tensors = [*inputs, *outputs]
     if packet is aten.convolution:
         return _CONVOLUTION_BASE_NBYTES + _convolution_nbytes(inputs[0], inputs[1], outputs[0])

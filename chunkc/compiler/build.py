@@ -53,11 +53,9 @@ MAX_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """A request for one plan.
+    """A request for one plan, by budgets of one rank.
 
     Attributes:
-        target: hardware and budgets in bytes of one rank.
-        passes: the pipeline, or None for the default one.
         layout: the model's layout once there is one, which is kept. An evaluation needs one.
         held_nbytes: bytes of host memory that the chunks take over from the model as they fill.
         is_host: whether host memory stands for the device.
@@ -146,11 +144,7 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
 
 
 def check_layout(schedule: Schedule, layout: Layout) -> None:
-    """Check that parameters which ``schedule`` trains or uses stand where ``layout`` lets them.
-
-    Raises:
-        ChunkcError: naming those that were frozen, or used nowhere, when the layout was made.
-    """
+    """Check that ``layout`` trains and has what ``schedule`` does; ChunkcError names what is missing."""
     trained, used = schedule.trained_params(), schedule.used_params()
     frozen, unused = list[str](), list[str]()
     for place in layout.placements:
@@ -306,12 +300,9 @@ class _Search:
         return self.attempt(planned) if _moved_nbytes(planned.plan) < moved_nbytes else None
 
     def _least(self, refusal: BudgetError | None) -> tuple[CompiledPlan, Schedule]:
-        """Return the plan that needs least device memory of those tried, and the schedule corrected by them.
+        """Return the plan that needs least device memory of those tried, and the schedule corrected by it.
 
-        The budget has no say in which plans are tried, so what the error names works when it is given.
-
-        Raises:
-            BudgetError: when the budget is less, or as ``refusal`` says where host memory is what misses.
+        BudgetError, with a device budget that works, when the target has less, or as ``refusal`` for host memory.
         """
         schedule = self.captured.schedule
         try:

@@ -37,10 +37,7 @@ logger = logging.getLogger("chunkc")
 
 @dataclass(slots=True)
 class Settings:
-    """The resolved settings of one call of ``compile``.
-
-    ``cast_inputs``: dtype that floating-point inputs are cast to. ``in_fp32``: modules that cast theirs.
-    """
+    """The resolved settings of one ``compile``; ``in_fp32`` modules cast the inputs that they take."""
 
     target: Target
     options: PlanOptions
@@ -58,7 +55,6 @@ class CaptureSession:
     Attributes:
         tensors: the model's; whoever casts inputs notes the copies there.
         shapes: training programs by the signature of a call.
-        planned: the plans of training, in order.
         started_s: when the call under way began to be captured.
     """
 
@@ -99,7 +95,6 @@ class CaptureSession:
         self.install(build(decided, request, self.settings.compiler), entry)
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
-        """Let ``entry`` run by a plan."""
         entry.plan_by(built)
         self.planned.append(built.planned)
         built.explain()
@@ -110,11 +105,7 @@ class CaptureSession:
         logger.info("captured %d operators%s in %.1f s", num_ops, kind, time.perf_counter() - self.started_s)
 
     def request(self) -> PlanRequest:
-        """Return the request for a plan made now, with the budgets that other models leave.
-
-        The layout is the model's once there is one. One that was made without norms may leave no room for them: then a
-        plan goes over to them later, or not.
-        """
+        """Return the request for a plan made now, with the budgets that other models leave."""
         settings, runtime = self.settings, self.runtime
         accounting, layout = runtime.accounting, runtime.layout
         if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):

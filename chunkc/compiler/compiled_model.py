@@ -30,10 +30,7 @@ from chunkc.runtime.model.model import ModelRuntime
 
 
 class CompiledModel:
-    """The implementation behind a compiled module's ``__call__``.
-
-    ``is_open``: whether the module holds plain parameters now (``full_params``): calls run the plain forward.
-    """
+    """Implements a compiled module's ``__call__``; ``is_open`` within ``full_params``: the plain forward."""
 
     def __init__(
         self, model: nn.Module, runtime: ModelRuntime, settings: Settings, planner: Planner = CaptureSession.plan
@@ -47,12 +44,10 @@ class CompiledModel:
 
     @property
     def runtime(self) -> ModelRuntime:
-        """The runtime that calls run by."""
         return self.session.runtime
 
     @property
     def settings(self) -> Settings:
-        """The settings of ``compile``."""
         return self.session.settings
 
     def enter(self) -> None:

@@ -23,11 +23,7 @@ MAX_LEVEL = 5
 
 
 def debug_level() -> int:
-    """The rung that the environment asks for now; 0 when the variable is unset or empty.
-
-    Raises:
-        ChunkcError: the value is no whole number from 0 to 5.
-    """
+    """The rung of the environment, 0 when unset or empty; ChunkcError for no whole number from 0 to 5."""
     value = os.environ.get(VARIABLE, "").strip()
     if not value:
         return 0
@@ -38,13 +34,7 @@ def debug_level() -> int:
 
 
 def explain(plan: Plan, stages: Sequence[StageRecord], code: Mapping[str, str]) -> None:
-    """Log what the environment's rung asks for; nothing on rung 0 and on ranks other than 0.
-
-    ``stages`` say what each pass did, in order. ``code`` is generated code by the name of its segment.
-
-    Raises:
-        ChunkcError: as `debug_level`.
-    """
+    """Log what the rung asks for, on rank 0; ``code`` is by segment name. ChunkcError as of `debug_level`."""
     level = debug_level()
     if level == 0 or plan.layout.rank != 0:
         return

@@ -66,7 +66,6 @@ class Evaluator:
         self._last: Signature | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's forward without gradients."""
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"
@@ -160,7 +159,6 @@ class _Entry(RuntimeReference):
     """The functions behind compiled code of one graph without gradients."""
 
     def attach(self, runtime: ModelRuntime, built: CompiledPlan, held_nbytes: int) -> None:
-        """Run as ``built`` says; ``held_nbytes`` are alive before the program begins."""
         self.refer_to(runtime)
         self._built, self._held_nbytes = built, held_nbytes
 

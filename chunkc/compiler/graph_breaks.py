@@ -107,11 +107,7 @@ class BrokenForwards:
             )
 
     def plan_recorded(self) -> None:
-        """Plan all graphs that have run; the model's parameters move into chunks.
-
-        Raises:
-            BudgetError: when they do not fit; nothing has changed then.
-        """
+        """Plan all graphs that have run, and move parameters into chunks; BudgetError changes nothing."""
         session, runtime = self._session, self._session.runtime
         if not self._recorded or runtime.executor is not None:
             return

@@ -32,7 +32,6 @@ class RuntimeReference:
         self._runtime_of: Callable[[], ModelRuntime | None] = lambda: None
 
     def refer_to(self, runtime: ModelRuntime) -> None:
-        """Run by ``runtime`` from now on."""
         self._runtime_of = weakref.ref(runtime)
 
     def runtime(self) -> ModelRuntime:
@@ -66,7 +65,6 @@ class GraphEntry(RuntimeReference):
         self._tangents = captured.tangents
 
     def plan_by(self, built: CompiledPlan) -> None:
-        """Run as ``built`` says from now on."""
         self._built, self._plan, self._graphs = built, built.plan, built.graphs
 
     def ran(self) -> bool:

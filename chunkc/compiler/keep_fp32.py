@@ -23,11 +23,7 @@ from chunkc.errors import ChunkcError
 
 
 def _kept(params: dict[nn.Parameter, list[str]], patterns: Sequence[str]) -> frozenset[nn.Parameter]:
-    """The parameters one of whose names matches a pattern (``*``, ``?`` and ``[...]``, as in file names).
-
-    Raises:
-        ChunkcError: when ``patterns`` is a single string, or one of them matches no name.
-    """
+    """The parameters that match ``patterns``, as file names do; ChunkcError for an idle one, or a string."""
     if isinstance(patterns, str):
         raise ChunkcError(f"keep_fp32={patterns!r}: give a sequence of patterns, for example ({patterns!r},)")
     names = [(name, param) for param, own in params.items() for name in own]
@@ -135,11 +131,7 @@ def fp32_modules(model: nn.Module, patterns: Sequence[str], dtype: torch.dtype |
 
 
 def _owners_of(model: nn.Module, kept: frozenset[nn.Parameter], ignored: frozenset[nn.Parameter]) -> list[nn.Module]:
-    """Return the outermost modules that own parameters of ``kept``, and none but these and ``ignored``.
-
-    Raises:
-        ChunkcError: when such a module has other parameters too, of its own or of modules inside it.
-    """
+    """Return the outermost modules that own ``kept``; ChunkcError when one has others but ``ignored``."""
     owners: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for name, module in model.named_modules():

@@ -101,11 +101,7 @@ def plan_schedule(
     backend: Backend,
     passes: Sequence[Pass] | None = None,
 ) -> Plan:
-    """Return the verified plan of one iteration that was captured in ``stages``, the first of the plan's.
-
-    Raises:
-        BudgetError: when it does not fit ``target``.
-    """
+    """Return the verified plan of an iteration captured in ``stages``; BudgetError when it does not fit."""
     num_ops = sum(len(g.operators) for g in schedule.graphs)
     logger.info("captured %d operators in %.1f s", num_ops, sum(s.elapsed_ms for s in stages) / 1e3)
     captured_at = time.perf_counter()
@@ -137,11 +133,7 @@ def capture_ahead(
     *,
     is_for_gpu: bool = False,
 ) -> Captured:
-    """Capture one iteration of ``model``, which stays as it is; arguments as for `plan_ahead`.
-
-    Raises:
-        CaptureError: when its forward is no single graph that can be trained.
-    """
+    """Capture one iteration of ``model``, which stays as it is; arguments and errors as of `plan_ahead`."""
 
     def compile_graph(module: GraphModule, graph_inputs: Sequence[Any]) -> Callable[..., Any]:
         if is_for_gpu:
@@ -199,10 +191,7 @@ class _Fakes:
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
     def of(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a fake of ``value`` with the same strides; the same tensor has the same fake.
-
-        Fakes of views of one storage are views of one storage.
-        """
+        """Return the one fake of ``value``, with its strides; fakes share storage as their tensors do."""
         if id(value) not in self._made:
             storage = value.untyped_storage()
             if storage._cdata not in self._storages:

@@ -91,7 +91,6 @@ class SegmentCompiler:
 
     @property
     def num_compiles(self) -> int:
-        """Distinct segments compiled so far."""
         return len(self._compiled)
 
     def compile(self, graph: LoweredGraph) -> list[SegmentCallable]:

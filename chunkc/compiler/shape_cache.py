@@ -41,8 +41,7 @@ R = TypeVar("R")
 class Signature:
     """The facts of a call that tell it apart; ``key`` is equal for calls that may share a program.
 
-    ``shapes`` are of all tensors in order, ``frame`` is the key without shapes and strides. ``is_plain``: all arguments
-    are tensors, numbers, strings, None, or containers of these.
+    ``frame`` is the key without shapes and strides; ``is_plain``: arguments are tensors, constants, or nests of these.
     """
 
     key: Hashable

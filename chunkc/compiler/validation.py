@@ -31,11 +31,7 @@ def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def check_plannable(model: nn.Module) -> None:
-    """Refuse what no plan can be made for.
-
-    Raises:
-        TypeError, ChunkcError: for what is no module; naming the modules or parameters that break a rule.
-    """
+    """Refuse what no plan can be made for: TypeError for no module, else ChunkcError naming the parts."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"chunkc takes an nn.Module, found {type(model).__name__}")
     _refuse_modules(model)
@@ -121,11 +117,8 @@ def compute_dtype(dtype: torch.dtype | str, params: Sequence[torch.Tensor], hw: 
 
 
 def reduction_nbytes(reduce_dtype: torch.dtype | None, hw: Hardware, num_ranks: int, num_replicas: int) -> int:
-    """Device bytes that adding up gradients of the ranks in ``reduce_dtype`` takes beside the plan.
-
-    Raises:
-        ChunkcError: for another dtype than float32, and between replicas on GPUs.
-    """
+    """Device bytes to add up gradients of the ranks beside the plan; ChunkcError for another
+    ``reduce_dtype`` than float32, and between replicas on GPUs."""
     if reduce_dtype not in (None, torch.float32):
         raise ChunkcError(
             f"reduce_dtype={reduce_dtype}: give torch.float32, or None to add up gradients as the backend does (NCCL "

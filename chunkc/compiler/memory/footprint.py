@@ -36,7 +36,6 @@ class Footprint:
     """See the module's text.
 
     Attributes:
-        num_inputs: storages ``0..num_inputs - 1`` are those of the inputs.
         nbytes: of every storage that the segment allocates, numbered from ``num_inputs``.
         steps: in order; what they do not release is released when the segment returns.
         outputs: the storage behind each output, ``NO_STORAGE`` for what is no tensor.
@@ -115,7 +114,6 @@ class Recorder:
         return [n for n in numbers if n != NO_STORAGE]
 
     def footprint(self, outputs: Iterable[Any], *, is_exact: bool) -> Footprint:
-        """Return the footprint that was recorded."""
         found = [self.storages(value) for value in outputs]
         return Footprint(
             num_inputs=len(self.inputs),
@@ -132,11 +130,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def graph_footprint(module: GraphModule) -> Footprint:
-    """The footprint of interpreting ``module`` node by node: an upper bound for code that fuses its nodes.
-
-    Values that the graph computes again may have the fake tensor of an earlier computation, with memory of their own:
-    a value is in the storage of an input of its node, if it has the same, and otherwise in a new one.
-    """
+    """The footprint of interpreting ``module`` node by node: an upper bound for code that fuses its nodes."""
     values = _own_storages(module)
     nodes = list(module.graph.nodes)
     placeholders = [n for n in nodes if n.op == "placeholder"]
@@ -160,10 +154,7 @@ def graph_footprint(module: GraphModule) -> Footprint:
 
 
 def _own_storages(module: GraphModule) -> dict[Node, list[torch.Tensor]]:
-    """Make a stand-in for every tensor of every node's value.
-
-    A stand-in shares storage with the stand-ins of those inputs with which its tensor shares memory.
-    """
+    """Make stand-ins for the tensors of all values, which share storage as these share memory."""
     made: dict[Node, list[torch.Tensor]] = {}
     for node in module.graph.nodes:
         known: dict[int, torch.Tensor] = {}

@@ -224,10 +224,7 @@ class _Walk:
 
 
 def _check(function: str, args: Sequence[Any]) -> None:
-    """Check the sizes and strides that the code asserts of one tensor or (torch 2.15) of several.
-
-    Alignment is not checked here.
-    """
+    """Check sizes and strides, but no alignment, that the code asserts of tensors (torch 2.15: several)."""
     if function == "assert_size_stride":
         groups = [args[:3]]
     elif function == "assert_size_stride_grouped":

@@ -21,13 +21,7 @@ from chunkc.runtime.execution.bound_action import Graph
 
 @dataclass(frozen=True, slots=True)
 class SegmentBytes:
-    """Non-model bytes around one segment.
-
-    Attributes:
-        live_nbytes: most that is alive while it runs.
-        peak_nbytes: the same with what kernels take meanwhile.
-        exit_nbytes: alive once it has run, before gradients land.
-    """
+    """Non-model bytes alive while a segment runs, the peak with its kernels, and those alive at exit."""
 
     live_nbytes: int
     peak_nbytes: int
@@ -116,7 +110,6 @@ class _Run:
         return SegmentBytes(live, peak, heap.nbytes)
 
     def keep_only(self, wanted: Collection[str]) -> None:
-        """Drop all other names."""
         for name in [n for n in self.names if n not in wanted]:
             self.heap.drop(self.names.pop(name))
 
@@ -180,11 +173,8 @@ def _backward_bytes(
 def _placeholders(
     graph: CapturedGraph, heap: _Heap, known: Mapping[str, int | None], *, scales: bool = False
 ) -> dict[str, int | None]:
-    """Return the storage that each input of a graph holds: one of ``known``, a new one, or None.
-
-    None is for model data and numbers. Inputs that share memory share a storage. Where a loss scale multiplies
-    tangents, each stands for itself and the product.
-    """
+    """Return each input's storage: one of ``known``, a new one, or None for model data and numbers; a
+    scaled tangent's also stands for its product."""
     names: dict[str, int | None] = {}
     shared: dict[int, int | None] = {}
     for node in graph.module.graph.find_nodes(op="placeholder"):

@@ -13,10 +13,7 @@ from chunkc.runtime.update.loss_scale import LossScale
 
 
 class Undeclared(NamedTuple):
-    """The reason why a backward is refused.
-
-    ``loses_gradients``: the call is part of a backward that has landed gradients; those gradients go.
-    """
+    """Why a backward is refused, and whether the gradients go that it has landed so far."""
 
     text: str
     loses_gradients: bool = False
@@ -25,7 +22,7 @@ class Undeclared(NamedTuple):
 def refuse_undeclared(
     parameters: Parameters, gradients: Gradients, graded: Sequence[int], *, is_under_way: bool
 ) -> Undeclared | None:
-    """Why a backward that makes gradients of ``graded`` may not run where one is declared for each step."""
+    """Why a backward over ``graded`` may not run where one is declared for each step."""
     if is_under_way:
         return Undeclared(
             "one backward() reaches two forwards of the compiled model; summing their gradients is accumulation "
@@ -46,10 +43,7 @@ def refuse_undeclared(
 def refuse_more(
     parameters: Parameters, gradients: Gradients, graded: Sequence[int], *, is_under_way: bool
 ) -> Undeclared | None:
-    """Return why a backward may not run where several are declared, or None.
-
-    Reasons: the backward is one more than declared, or adds to gradients that were stepped.
-    """
+    """Why a backward may not run where several are declared: one too many, or onto stepped gradients."""
     gradients.drop_removed()
     stale = [i for i in graded if hasattr(parameters.params[i].grad, "_chunkc_index")]
     stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
@@ -72,11 +66,7 @@ def refuse_more(
 
 
 def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> None:
-    """Refuse a backward that does not ask for the gradients of ``missing``.
-
-    Raises:
-        ChunkcError: when there are any.
-    """
+    """Refuse, by ChunkcError, a backward that does not ask for the gradients of ``missing``."""
     if missing:
         raise ChunkcError(
             f"this backward leaves out the gradients of {parameters.names(missing)}, as torch.autograd.grad and "
@@ -86,11 +76,7 @@ def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> None:
 
 
 def refuse_unplanned(parameters: Parameters, stepped: Sequence[int]) -> NoReturn:
-    """Refuse a step by gradients of ``stepped`` before a forward of the model has made the plan.
-
-    Raises:
-        ChunkcError: always.
-    """
+    """Refuse, by ChunkcError, a step before a forward of the model has made the plan."""
     raise ChunkcError(
         f"the gradients of {parameters.names(stepped)} come from parts of the model that were called by themselves, "
         "and no forward of the whole model has run, so that there is no plan to step by: run forward and backward of "
@@ -99,17 +85,7 @@ def refuse_unplanned(parameters: Parameters, stepped: Sequence[int]) -> NoReturn
 
 
 def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str) -> None:
-    """Refuse to read or write a gradient that no memory holds any more.
-
-    A gradient that was zeroed is known without memory.
-
-    Args:
-        index: of the parameter, which is called ``name``.
-        stamp: of the backward whose gradient is asked for.
-
-    Raises:
-        ChunkcError: when it is gone.
-    """
+    """Refuse, by ChunkcError, access to a gradient of backward ``stamp`` that no memory holds any more."""
     is_current = stamp == gradients.stamp_of(index)
     if is_current and (gradients.is_kept(index) or index in gradients.zeroed):
         return
@@ -123,11 +99,7 @@ def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str) -> None
 
 
 def refuse_broken(phase: ModelPhase) -> None:
-    """Refuse a model whose parameters are of two steps.
-
-    Raises:
-        ChunkcError: when it is.
-    """
+    """Refuse, by ChunkcError, a model whose parameters are of two steps."""
     if phase is ModelPhase.BROKEN:
         raise ChunkcError(
             "an update failed halfway through the last step(), so some parameters have taken it and others have "
@@ -136,13 +108,7 @@ def refuse_broken(phase: ModelPhase) -> None:
 
 
 def refuse_scaling_parts(own_scale: LossScale | None) -> None:
-    """Refuse built-in loss scaling where a forward has several graphs.
-
-    A tangent may be scaled already there, by the graph behind it, or not.
-
-    Raises:
-        ChunkcError: when there is an ``own_scale``.
-    """
+    """Refuse, by ChunkcError, built-in loss scaling where several graphs may scale one tangent twice."""
     if own_scale is not None:
         raise ChunkcError(
             "built-in loss scaling needs a forward of one graph, but this one breaks into several (the log says "
@@ -151,11 +117,7 @@ def refuse_scaling_parts(own_scale: LossScale | None) -> None:
 
 
 def refuse_hooks(parameters: Parameters) -> None:
-    """Refuse gradient hooks on parameters.
-
-    Raises:
-        ChunkcError: when there are any.
-    """
+    """Refuse, by ChunkcError, gradient hooks on parameters."""
     hooked = [i for i, p in enumerate(parameters.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         raise ChunkcError(
@@ -165,11 +127,7 @@ def refuse_hooks(parameters: Parameters) -> None:
 
 
 def present_gradients(parameters: Parameters, gradients: Gradients) -> frozenset[int]:
-    """Indexes of all parameters that have a gradient now.
-
-    Raises:
-        ChunkcError: when one of them cannot be stepped: stale, consumed, or of a parameter that is not trained.
-    """
+    """Indexes of all parameters that have a gradient now; ChunkcError where one cannot be stepped."""
     params = parameters.params
     present = [i for i, p in enumerate(params) if p.grad is not None]
     stale = [i for i in present if hasattr(params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]

@@ -27,8 +27,7 @@ class GradClipping:
     """Norms, scales and pending factors of one model's gradients; see the module docstring.
 
     Attributes:
-        wants_norms: whether gradients are to be measured as they land, by plans that say so, from the next call on.
-        loss_scale: by which backward multiplies its tangents; None where none is needed.
+        wants_norms: whether gradients are to be measured as they land, from the next call on.
         is_scaled_outside: whether the script has scaled a loss since the last step, so that ``loss_scale`` rests.
     """
 
@@ -55,10 +54,7 @@ class GradClipping:
         return self._gradients.factor is (None if self.own_scale is None else self._gradients.unscaling)
 
     def prepare_to_add(self) -> None:
-        """Bring gradients in chunks to the form to which one more micro-batch adds its own.
-
-        All that was asked for is done to the gradients. They are multiplied by the loss scale, if it is applied here.
-        """
+        """Do to gradients in chunks all that is pending, and scale them as the next micro-batch's."""
         gradients, scale = self._gradients, self.own_scale
         if gradients.num_micro_batches == 0 or self.is_unscaled:
             return
@@ -84,11 +80,7 @@ class GradClipping:
         return norm
 
     def unscale(self, inverse: torch.Tensor, scaler: Lines) -> torch.Tensor | None:
-        """Multiply all gradients by ``inverse`` and have the step skipped where one is not finite.
-
-        Return 1 where one is not finite, else 0; None where there are no gradients. ``scaler`` describes what all ranks
-        must scale by alike.
-        """
+        """Multiply all gradients by ``inverse``; 1 where one is not finite, else 0, None without any."""
         if not self.is_scaled_outside:
             raise ChunkcError(
                 "the gradients were not scaled by this script: call scaler.scale(loss).backward(), or leave scaling to "
@@ -116,7 +108,7 @@ class GradClipping:
         return [f"the gradient of {self._parameters.name_of(i)} was assigned" for i in plain]
 
     def _agree_on_gradients(self, what: str, more: Lines = tuple) -> frozenset[int]:
-        """All ranks are about to do ``what`` to the same gradients, of all of them; return whose there are."""
+        """All ranks are about to do ``what`` to the same gradients; return whose there are."""
         with self._ranks.agreement_scope():
             self._state.settle()
             present = present_gradients(self._parameters, self._gradients)
@@ -133,7 +125,7 @@ class GradClipping:
         return present
 
     def _measured(self, present: frozenset[int]) -> GradNormTable | None:
-        """Norms of the gradients of ``present``; None unless they are what the latest backward measured."""
+        """Norms of the gradients of ``present``; None unless the latest backward measured just those."""
         is_all = present == self._gradients.measured and all(self._gradients.is_handle(index) for index in present)
         return self._state.norm_table if is_all else None
 
@@ -147,7 +139,6 @@ class GradClipping:
                 multiply(grad.detach(), factor.to(grad.device))
 
     def _on_compute(self, read: Callable[[], torch.Tensor], waits: Sequence[Event]) -> torch.Tensor:
-        """Return ``read()`` on the compute stream, behind what has been launched there and ``waits``."""
         results = list[torch.Tensor]()
         self._device.launch(Stream.COMPUTE, "read the norms", waits, lambda: results.append(read()))
         return results[0]

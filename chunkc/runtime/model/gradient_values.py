@@ -19,12 +19,7 @@ from chunkc.runtime.update.loss_scale import multiply
 
 
 class GradientValues:
-    """The store of the managed tensors in ``param.grad``; see the module docstring.
-
-    Args:
-        parameters: of the model, which own the chunks.
-        state: reduces what micro-batches have left before anybody reads it.
-    """
+    """The store of the managed tensors in ``param.grad``; see the module docstring."""
 
     holds: Final = "params"
 
@@ -35,10 +30,7 @@ class GradientValues:
         )  # fmt: skip
 
     def read_grad(self, index: int, stamp: int) -> torch.Tensor:
-        """A copy of the gradient of backward number ``stamp``, on the model's device.
-
-        That backward must be the last one. A gradient that was zeroed, and to which no backward has added, is zeros.
-        """
+        """A copy of the gradient of backward ``stamp``, the last one, on the model's device."""
         self.require(index, stamp)
         self.parameters.foreign.read_gradient(index)
         self.parameters.agree_on("the gradient", index)
@@ -78,7 +70,6 @@ class GradientValues:
         self.gradients.zeroed.add(index)
 
     def zeros(self, index: int) -> torch.Tensor:
-        """A gradient of zeros, in host memory."""
         return torch.zeros(self.parameters.infos[index].shape, dtype=self.parameters.params[index].dtype, device="cpu")
 
     def require(self, index: int, stamp: int) -> None:
@@ -120,10 +111,7 @@ class GradientValues:
             del self.gradients.host_grads[index]
 
     def exact(self, indexes: Iterable[int]) -> Iterator[torch.Tensor]:
-        """The gradients of ``indexes`` in float64 on the device, one after another.
-
-        Who clips or unscales has not asked to see them: the wait for those in chunks counts as unasked.
-        """
+        """The gradients of ``indexes`` in float64 on the device; waits count as unasked."""
         device, gradients = self.parameters.device, self.gradients
         if gradients.pending:
             device.synchronize()

@@ -17,13 +17,9 @@ class Accounting:
     """Reservation and readings of one model on its device.
 
     Attributes:
-        held_nbytes: bytes of inputs, buffers and outputs of the forward before it that were alive before the latest
-            forward, which a reading that starts with it does not see.
-        measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to the end of its backward.
-        evaluation_peak_nbytes: the same of the latest evaluation.
-        num_evaluations: compiled forwards without gradients so far.
+        held_nbytes: bytes alive before the latest forward from the one before, which a reading does not see.
+        measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to its backward's end.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
-        steps: how long steps take.
     """
 
     def __init__(self, device: Device) -> None:
@@ -46,7 +42,7 @@ class Accounting:
         self._read_from_here(held_nbytes)
 
     def start_evaluation(self, held_nbytes: int) -> None:
-        """A forward without gradients begins. Between a forward and its backward it is part of their reading."""
+        """A forward without gradients begins; before a backward it is part of that reading."""
         if not self._is_training:
             self._read_from_here(held_nbytes)
 
@@ -55,11 +51,8 @@ class Accounting:
         self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
 
     def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
-        """A forward gave ``outputs``; what of them is alive when the next one begins is held by the user.
-
-        After the first forward of a graph torch makes its backward when that is called, and what the host takes for
-        that (together with what the user takes in between, this once) is no device memory.
-        """
+        """A forward gave ``outputs``, which the user may hold when the next begins; after the first of a
+        graph, host memory that torch takes to make its backward does not count."""
         self.measured_peak_nbytes = self._peak_nbytes(layout)
         inputs = {address for is_alive, address in self._inputs if is_alive()}  # saved for backward, they come back
         self._outputs = [(alive, nbytes) for alive, nbytes, address in _storages(outputs) if address not in inputs]
@@ -74,11 +67,9 @@ class Accounting:
         self._outputs = [pair for pair in self._outputs if pair[0]()] + [pair[:2] for pair in _storages(outputs)]
 
     def begin_backward(self) -> None:
-        """Go on reading."""
         self._device.resume_reading()
 
     def end_backward(self, layout: Layout | None) -> None:
-        """The gradients have landed."""
         self._is_training = False
         self.measured_peak_nbytes = self._peak_nbytes(layout)
 
@@ -101,12 +92,10 @@ class Accounting:
         return nbytes - self._reserved_nbytes <= self._device.free_device_nbytes()
 
     def unreserve(self) -> None:
-        """Give the reservation back."""
         self._device.unreserve(self._reserved_nbytes)
         self._reserved_nbytes = 0
 
     def others_device_nbytes(self) -> int:
-        """Bytes of the device that other models have reserved."""
         device = self._device
         return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
 

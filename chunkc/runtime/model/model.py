@@ -44,21 +44,13 @@ class ModelRuntime:
     """The programs of one model over its memory; see the module docstring.
 
     Args:
-        infos: all parameters by index, in compute dtype.
-        params: the same; they become managed.
+        infos: all parameters by index, in compute dtype; ``params`` are the same and become managed.
         accumulate: backwards whose gradients one step may take.
-        ranks: with which the model is trained.
 
     Attributes:
-        parameters: their values, and optimizer states.
-        gradients: where they stand. ``gradient_values``: what they are.
-        clipping: norms, scales and pending factors of gradients.
-        state: the phase between two programs, and the executors of all captured graphs.
-        steps: of the optimizers.
+        gradients: where they stand; ``gradient_values``: what they are.
         requested: which gradients backwards are asked for.
-        accounting: reservation on the device and what was measured of it.
         saving: the latest checkpoint, done or under way (kept by what saves them).
-        num_forwards: compiled forwards so far.
         ran: what has run forward in the latest call.
         tracks_grad_norm: ``clipping.wants_norms`` as the call under way found it.
     """
@@ -94,12 +86,10 @@ class ModelRuntime:
 
     @property
     def executor(self) -> Executor | None:
-        """The executor of the latest compiled forward or backward."""
         return self.state.executor
 
     @property
     def layout(self) -> Layout | None:
-        """The layout once there is one."""
         return self.parameters.layout
 
     def settle(self) -> None:
@@ -120,12 +110,8 @@ class ModelRuntime:
         return is_ready and not self.gradients.overlaid and not self.parameters.staging.nbytes()
 
     def before_forward(self) -> None:
-        """Check what must hold before a training forward; nothing has changed when this raises.
-
-        Raises:
-            AccumulationError: when gradients wait that were neither stepped nor zeroed.
-            ChunkcError: when a parameter has hooks or was never given a value.
-        """
+        """Check what must hold before a training forward; AccumulationError where gradients wait, ChunkcError
+        for a parameter with hooks or without a value."""
         self.settle()
         backward_rules.refuse_broken(self.state.phase)
         backward_rules.refuse_hooks(self.parameters)
@@ -147,12 +133,9 @@ class ModelRuntime:
         self.ran.clear()
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-        """Run a forward program from wherever the last call left the model.
+        """Run a forward program from wherever the last call left the model; RankError when ranks differ.
 
         ``held_nbytes`` of inputs and buffers are alive before the program begins, and count as non-model data.
-
-        Raises:
-            RankError: when the ranks do other things, or exchange other chunks.
         """
         program = self.state.forward_program(executor)
         executor.agree(Kind.FORWARD, program)
@@ -176,7 +159,6 @@ class ModelRuntime:
             return self.state.guarded(run)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
-        """Run the forward of a graph that has no plan yet."""
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
         with self.ranks.collective_section("a forward without a plan", self.device.synchronize):
             self.state.to_cold()
@@ -202,13 +184,8 @@ class ModelRuntime:
                 self._accumulators |= find_accumulators(outputs, wanted)
 
     def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
-        """Run a backward program and hand out the gradients that land.
-
-        Afterwards the ``grad`` of every trained parameter that the loss has ``reached`` is its landed gradient.
-
-        Raises:
-            RankError: when the ranks do other things, or make gradients of other parameters.
-        """
+        """Run a backward program; every trained parameter that the loss has ``reached`` then has its landed
+        gradient as ``grad``. RankError when ranks do other things."""
         graded = frozenset(executor.graded_params)
         own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.agreement_scope():
@@ -243,11 +220,7 @@ class ModelRuntime:
             return self.state.guarded(run)
 
     def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
-        """Agree on ``program``, on gradients over parameters, and on gradients that begin anew beside others.
-
-        Returns:
-            The parameters whose gradients any rank asks for; ``own`` are this rank's.
-        """
+        """Agree on ``program`` and return the parameters whose gradients any rank asks for."""
         state, added_to = program, self.gradients.accumulated
         if executor.plan.program(program).entry.phase == "saved":
             follows = self.state.phase is ModelPhase.SAVED and self.executor is executor
@@ -267,7 +240,6 @@ class ModelRuntime:
         return self.requested.of_any(own, executor.agree(Kind.BACKWARD, program, lines, self.requested.number(own)))
 
     def _graph_lines(self, graph: Executor | UnplannedGraph) -> list[str]:
-        """Which graph of the latest forward a backward is of, where that has several."""
         is_broken = len(self.ran) > 1 and graph in self.ran
         return [backward_line(self.ran.index(graph), len(self.ran))] if is_broken else []
 
@@ -326,7 +298,6 @@ class ModelRuntime:
         return False
 
     def _begin_backward(self, executor: Executor | UnplannedGraph, *, goes_on: bool) -> None:
-        """It goes on with the backward under way, or begins one."""
         if goes_on:
             return
         if self.accumulate > 1:

@@ -23,13 +23,10 @@ class OptimizerSteps:
     """One compiled model towards its optimizers, which name its parameters by their index in the layout.
 
     Attributes:
-        parameters: values and optimizer states.
-        clipping: norms, scales and pending factors of gradients.
-        ranks: with which the model is trained; they step together.
         owners: which optimizer steps each parameter (kept by the optimizers).
         transactions: what changes values and counts together runs in these.
         decision: of the latest step that may be skipped.
-        plan_recorded: makes the plans of graphs that ran without one; called at the first step, when all are known.
+        plan_recorded: makes the plans of graphs that ran without one; called at the first step.
     """
 
     def __init__(
@@ -43,33 +40,21 @@ class OptimizerSteps:
         self.parameters, self._gradients = gradient_values.parameters, gradient_values.gradients
 
     def settle(self) -> None:
-        """Wait for a transaction that its caller has left, and undo a change that an exception has ended."""
         self._state.settle()
 
     def check_step(self, params: Mapping[int, nn.Parameter]) -> frozenset[int]:
-        """Indexes of all parameters that have a gradient now."""
         self.settle()
         return present_gradients(self.parameters, self._gradients)
 
     def prepare_step(self, stepped: Collection[int]) -> None:
-        """Make the plans of graphs that ran without one; an exception leaves a model without them.
-
-        Raises:
-            ChunkcError: before the first forward of the model, when there is no plan for the parameters ``stepped``.
-        """
+        """Plan graphs that ran without a plan; ChunkcError before the first forward of the model."""
         if self._state.executor is None and self.plan_recorded is not None:
             self.plan_recorded()
         if self._state.executor is None:
             refuse_unplanned(self.parameters, sorted(stepped))
 
     def step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
-        """Launch the step program and raise the autograd version of every parameter that it changes.
-
-        Called in a transaction, after `prepare_step`.
-
-        Returns:
-            What becomes of it, where it may be skipped because a gradient is infinite or NaN.
-        """
+        """Launch the step program, in a transaction, and return its decision if it may be skipped."""
         assigned = [i for i in hypers if not self._gradients.is_handle(i)]
         self.ranks.agree(Kind.STEP, lambda: step_lines(hypers, steps, assigned, self.parameters.name_of))
         unshown = [i for i in self._gradients.unshown() if i not in hypers]
@@ -78,7 +63,6 @@ class OptimizerSteps:
             return self._step(hypers, steps)
 
     def _step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> StepDecision | None:
-        """`step`, on which all ranks have agreed."""
         self._state.reduce_gradients()
         self._state.num_expected = self._gradients.num_micro_batches or self._state.num_expected
         if self.decision is not None:

@@ -41,14 +41,10 @@ class Parameters:
         infos: all parameters by index, in compute dtype.
         params: become managed: the same objects afterwards, in compute dtype, with values in the staging store.
         state: of the model, which goes to the cold state before values are written.
-        accounting: counts the waits for the device.
 
     Attributes:
-        runtime: the runtime of the model, for optimizers that know its parameters only.
-        staging: values that are not in chunks yet.
         state_spec: the optimizer states that plans make room for; the layout's once there is one.
         foreign: updates by other optimizers than chunkc's.
-        has_optimizer: whether an optimizer of chunkc holds some parameter.
     """
 
     holds: Final = "params"
@@ -71,7 +67,6 @@ class Parameters:
 
     @property
     def layout(self) -> Layout | None:
-        """The layout once there is one."""
         return None if self._store is None else self._store.layout
 
     @property
@@ -80,15 +75,10 @@ class Parameters:
         return any(info.dtype != "float32" for info in self.infos if info.trainable)
 
     def staged_nbytes(self) -> int:
-        """Bytes of the parameters that still wait in the staging store."""
         return self.staging.nbytes()
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
-        """The chunks; made at the first call, when they consume the staging store.
-
-        Raises:
-            RankError: when the ranks' layouts differ; nothing has changed then.
-        """
+        """The chunks; the first call consumes the staging store. RankError when ranks' layouts differ."""
         if self._store is None or self._values is None:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
             self._store = ChunkStore(layout, self.device)
@@ -113,12 +103,10 @@ class Parameters:
             self.device.synchronize()
 
     def close(self) -> None:
-        """Give the chunks back."""
         if self._store is not None:
             self._store.close()
 
     def name_of(self, index: int) -> str:
-        """The parameter's name in the user's model."""
         return self.infos[index].name
 
     def version_of(self, index: int) -> int:
@@ -138,7 +126,6 @@ class Parameters:
                 self._entered.discard(thread)
 
     def is_entered(self) -> bool:
-        """Whether the calling thread is inside ``entering``."""
         return threading.get_ident() in self._entered
 
     def read_param(self, index: int) -> torch.Tensor:
@@ -156,7 +143,6 @@ class Parameters:
         self.ranks.agree(Kind.READ, lambda: [f"{what} of {self.name_of(index)}"], f"{what} of {self.name_of(index)}")
 
     def _read(self, index: int) -> torch.Tensor:
-        """A copy in the dtype that the parameter was handed over in, wherever it stands."""
         self.drain()
         self.agree_on("the value", index)
         if self._values is None or self.staging.holds(index):
@@ -164,10 +150,9 @@ class Parameters:
         return self._values.read_param(index).to(self.staging.dtypes[index])
 
     def write_param(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
-        """Replace a parameter's value; a forward that waits for its backward is then refused by autograd.
+        """Replace a parameter's value; autograd then refuses backwards of earlier forwards.
 
-        ``keep_finer``: what is merely param32 rounded leaves param32 as it is. Otherwise param32 becomes ``value``,
-        rounded to the dtype that the parameter was handed over in.
+        With ``keep_finer`` a value that is merely param32 rounded leaves param32 as it is.
         """
         self.drain()
         if self._gradients.is_kept(index) and self.foreign.written(index) and not self.has_optimizer:
@@ -225,11 +210,8 @@ class Parameters:
         return self.layout is None or self.ranks.replica == 0
 
     def write_own(self, index: int, value: Flats, states: Mapping[str, Flats]) -> None:
-        """Replace this rank's elements of a parameter in chunks and of the given ones of its states.
-
-        All are 1-D and as exact as they are to be, one for each of ``own_ranges``. The model is in the cold state
-        (``to_cold``), so that nothing is exchanged.
-        """
+        """Replace this rank's elements of a parameter and of some states, 1-D, one for each of ``own_ranges``;
+        the model is in the cold state."""
         self.drain()
         if self.infos[index].numel:
             self.values.write_own(index, value, states, payload=index not in self._gradients.overlaid)
@@ -240,27 +222,19 @@ class Parameters:
         return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
-        """This rank's chunks as they are now, to read in training until ``end_snapshot``; None without chunks.
-
-        ``max_copied_nbytes`` bounds what is copied aside; see `chunkc.runtime.storage.snapshot`.
-        """
+        """This rank's chunks as they are now, until ``end_snapshot``; None without chunks."""
         self.drain()
         if self._values is None:
             return None
         return self._values.snapshot(max_copied_nbytes)
 
     def end_snapshot(self, reader: SnapshotReader | None) -> None:
-        """``reader`` has read what it wanted; None where there was nothing to keep."""
         if self._store is not None and reader is not None:
             self._store.end_snapshot(reader.snapshot)
 
     @property
     def values(self) -> ChunkValues:
-        """Values in chunks.
-
-        Raises:
-            ChunkcError: before the first plan.
-        """
+        """Values in chunks; ChunkcError before the first plan."""
         if self._values is None:
             raise ChunkcError("the model has not run a compiled forward yet")
         return self._values

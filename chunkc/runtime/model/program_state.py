@@ -54,12 +54,9 @@ class ProgramState:
     """The one place that moves a model from phase to phase.
 
     Attributes:
-        phase: of the model.
-        executor: of the latest compiled forward or backward.
-        executors: of every captured graph, by a key of its own.
-        transactions: what changes values and counts together runs in these.
+        executor: of the latest compiled forward or backward; ``executors``: of every captured graph.
         norm_table: of the plan that ran the latest backward; None where it measures nothing.
-        num_expected: micro-batches of the latest step, 0 before the first: by it the last one of the next is guessed.
+        num_expected: micro-batches of the latest step, 0 before the first: a guess at those of the next.
     """
 
     def __init__(self, device: Device, ranks: Ranks, gradients: Gradients) -> None:
@@ -74,11 +71,7 @@ class ProgramState:
 
     @property
     def running(self) -> Executor:
-        """`executor`.
-
-        Raises:
-            ChunkcError: before the first compiled forward.
-        """
+        """`executor`; ChunkcError before the first compiled forward."""
         if self.executor is None:
             raise ChunkcError("the model has not run a compiled forward yet")
         return self.executor
@@ -90,7 +83,6 @@ class ProgramState:
             self.phase = phase
 
     def switch_to(self, executor: Executor) -> None:
-        """The next programs are those of ``executor``, which start where this phase is."""
         if executor is not self.executor:
             if self.executor is not None:
                 self.executor.join()
@@ -110,10 +102,7 @@ class ProgramState:
             self.recover()
 
     def recover(self) -> None:
-        """After an exception in a change: the cold state, with the parameters of the last step.
-
-        Gradients overlay what is written anew where one backward is declared for a step, and are gone then.
-        """
+        """After an exception: the cold state with the last step's parameters; overlaid gradients go."""
         self.device.check_usable()
         is_lost = self._at_stake is AtStake.GRADIENTS or self.phase is ModelPhase.UNREDUCED
         if is_lost or self.gradients.accumulate == 1:
@@ -165,13 +154,7 @@ class ProgramState:
         self.gradients.retract()
 
     def reduce_gradients(self) -> bool:
-        """Reduce what micro-batches have left to the last of their step; return whether there was any.
-
-        From here on gradients are those of all ranks, which all call this.
-
-        Raises:
-            RankError: when other ranks would reduce other groups.
-        """
+        """Reduce what micro-batches have left; return whether there was any. RankError when ranks differ."""
         if self.phase is not ModelPhase.UNREDUCED:
             return False
         executor = self.running
@@ -188,17 +171,13 @@ class ProgramState:
         return True
 
     def forward_program(self, executor: Executor) -> str:
-        """The program of a forward that comes now."""
         defers = self.phase is ModelPhase.UNREDUCED and executor.plan.defers_reduction
         return "forward_again" if defers and self.gradients.accumulated else "forward"
 
     def backward_program(self, executor: Executor, number: int, *, is_unscaled: bool) -> str:
-        """The program of a backward that comes now, as micro-batch ``number`` of its step, from 1.
+        """The program of micro-batch ``number`` of a step, from 1; the last is guessed by the step before.
 
-        ``is_unscaled``: gradients in chunks need nothing but the loss scale undone.
-
-        Which is the last one nobody says, but a step mostly takes as many as the one before it. Behind a guess that was
-        too low every micro-batch exchanges; one that was too high is made up for by `reduce_gradients`.
+        A guess too low makes every further micro-batch exchange; `reduce_gradients` makes up for one too high.
         """
         adds, defers = bool(self.gradients.accumulated), executor.plan.defers_reduction
         is_last = number >= (self.num_expected or self.gradients.accumulate)

@@ -17,13 +17,7 @@ from chunkc.ir.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class StepWindow:
-    """One step.
-
-    Attributes:
-        elapsed_s: since the step before.
-        calls: for each training forward in it the plans of its graphs; empty where a graph had none yet.
-        stalled_s: how long the compute stream waited meanwhile, by the stream whose work it waited for.
-    """
+    """One step: its seconds, the plans of each forward's graphs, and the compute stream's waits."""
 
     elapsed_s: float
     calls: tuple[tuple[Plan, ...], ...]
@@ -31,16 +25,7 @@ class StepWindow:
 
 
 class StepLog:
-    """The latest whole step.
-
-    Args:
-        stalled_s: of the device: waits of the compute stream so far.
-        clock: seconds that never go back.
-
-    Attributes:
-        num_steps: ended so far.
-        latest: the last step; None before the second one has ended, since the first has no beginning.
-    """
+    """The latest whole step, None before the second has ended, by a ``clock`` in seconds."""
 
     def __init__(
         self, stalled_s: Callable[[], Mapping[Stream, float]], clock: Callable[[], float] = time.perf_counter
@@ -54,11 +39,9 @@ class StepLog:
         self._calls: list[tuple[Plan, ...]] = []
 
     def forward(self, plans: Sequence[Plan]) -> None:
-        """A training forward ran graphs of these plans."""
         self._calls.append(tuple(plans))
 
     def end(self) -> None:
-        """A step was launched."""
         now_s, stalls = self._clock(), self._stalled_s()
         if self.num_steps:
             since = {stream: total - self._stalls_before.get(stream, 0.0) for stream, total in stalls.items()}

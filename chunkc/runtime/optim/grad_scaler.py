@@ -65,7 +65,6 @@ class GradScaler:
         self._is_agreed = False
 
     def is_enabled(self) -> bool:
-        """Whether this does anything."""
         return self._enabled
 
     def scale(self, outputs: T) -> T:
@@ -84,7 +83,7 @@ class GradScaler:
         """Divide the gradients of ``optimizer``'s model by the scale; once before each step.
 
         Raises:
-            RuntimeError: when it was called for this optimizer since the last `update`, or after its step.
+            RuntimeError: at a second call since the last `update`, or after the optimizer's step.
             ChunkcError: when ``optimizer`` is not one of chunkc's, or `scale` was not used for its model.
             RankError: when other ranks scale by something else.
         """
@@ -99,7 +98,6 @@ class GradScaler:
         runtime.transactions.run(lambda: self._unscale(runtime, key))
 
     def _unscale(self, runtime: OptimizerSteps, key: int) -> None:
-        """Unscale the gradients of an optimizer's model and remember that: one transaction."""
         found = runtime.clipping.unscale(self._scale.inverse(), self._to_agree_on)
         self._is_agreed = True
         if found is not None:
@@ -149,7 +147,6 @@ class GradScaler:
         self._stepped.clear()
 
     def _adapt(self) -> None:
-        """Let the scale follow what was found: one transaction."""
         found = [looked.found for looked in self._found.values()]
         self._scale.update(sum(found, torch.zeros((), device=self._scale.scale.device)))
         self._found.clear()
@@ -160,29 +157,23 @@ class GradScaler:
         return float(self._scale.scale) if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
-        """Return the factor by which the scale is multiplied after enough steps without overflow."""
         return self._scale.growth_factor
 
     def set_growth_factor(self, new_factor: float) -> None:
-        """Set it."""
         self._scale.growth_factor = new_factor
         self._is_agreed = False
 
     def get_backoff_factor(self) -> float:
-        """Return the factor by which the scale is multiplied after an overflow."""
         return self._scale.backoff_factor
 
     def set_backoff_factor(self, new_factor: float) -> None:
-        """Set it."""
         self._scale.backoff_factor = new_factor
         self._is_agreed = False
 
     def get_growth_interval(self) -> int:
-        """How many steps in a row without overflow are enough."""
         return self._scale.growth_interval
 
     def set_growth_interval(self, new_interval: int) -> None:
-        """Set it."""
         self._scale.growth_interval = new_interval
         self._is_agreed = False
 
@@ -191,11 +182,7 @@ class GradScaler:
         return self._scale.state_dict() if self._enabled else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state over.
-
-        Raises:
-            RuntimeError: when it is empty, as that of a disabled scaler.
-        """
+        """Take a state over; RuntimeError when it is empty, as that of a disabled scaler."""
         if not self._enabled:
             return
         if not state_dict:
@@ -210,7 +197,6 @@ class GradScaler:
         return ["a GradScaler as agreed on" if self._is_agreed else f"a GradScaler with {self.state_dict()}"]
 
     def _move_to(self, device: torch.device) -> None:
-        """The scale goes to where losses are: once, at the first."""
         if self._scale.scale.device != device:
             self._scale.scale = self._scale.scale.to(device)
             self._scale.growth_tracker = self._scale.growth_tracker.to(device)

@@ -1,16 +1,13 @@
 """The common base of chunkc's optimizers: torch's interface, run by the compiled model's step program.
 
-The optimizer holds what the user may change between steps: parameter groups and step counts. Parameters, gradients and
-states stay in the model's chunks. ``step()`` snapshots the hyperparameters, advances the counts of the parameters that
-have a gradient (torch skips the others: no decay and no step) and launches the step program; updates then run on
-workers while the caller goes on. Counts and values change in one transaction (`chunkc.runtime.storage.transaction`): an
-exception in ``step()``, a KeyboardInterrupt for example, leaves the step undone or all of it taken.
+The optimizer holds parameter groups and step counts; parameters, gradients and states stay in the model's chunks.
+``step()`` snapshots the hyperparameters, advances the counts of the parameters that have a gradient (torch skips the
+others) and launches the step program; updates run on workers while the caller goes on. Counts and values change in one
+transaction (`chunkc.runtime.storage.transaction`): an exception leaves the step undone or all of it taken.
 
 States exist once per model, so a parameter is stepped by one optimizer at a time. A new optimizer may take it over: it
 starts from states of zero, and the optimizer before it is refused from then on. The first plan of a model makes room
-for the states of the optimizer that was made last before it, or that ``compile(optimizer=)`` names; an optimizer that
-keeps others is refused. ``optimizer.state`` shows the states one by one (`chunkc.runtime.optim.state_mapping`),
-``state_dict()`` copies them all, both in torch's layout.
+for the states of the optimizer that was made last before it, or that ``compile(optimizer=)`` names.
 """
 
 from __future__ import annotations
@@ -47,10 +44,8 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     Args:
         rule: of groups by default.
-        params: parameters of one compiled model, or groups of them.
         defaults: hyperparameters, and the options of torch's optimizer, so that states can be exchanged with it.
-        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
-            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
+        max_grad_norm: as of `chunkc.AdamW`.
     """
 
     def __init__(
@@ -63,11 +58,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def _rule_of(self, groups: Groups) -> UpdateRule:
-        """The rule that ``groups`` need after those before."""
         return self._counts.rule
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        """The hyperparameters of a group now."""
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
@@ -78,8 +71,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """Add a group as torch does.
 
         Raises:
-            ChunkcError: for parameters of no compiled model, or of another one than the groups before, and where the
-                model's plan has no room for the rule's states.
+            ChunkcError: for parameters of no or another compiled model, or states that its plan has no room for.
             ValueError: for hyperparameters out of range, as torch.
         """
         super().add_param_group(param_group)
@@ -101,11 +93,9 @@ class ChunkOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Launch one update of every parameter that has a gradient, and return the closure's loss.
 
-        The hyperparameters are those at this call, whenever the update really runs.
-
         Raises:
-            ChunkcError: when a gradient was already stepped, when parameters have gradients that this optimizer does
-                not step, or when another optimizer has begun to step them since. Nothing has changed then.
+            ChunkcError: for a gradient already stepped, gradients of parameters not stepped here, or parameters that
+                another optimizer has begun to step since. Nothing has changed then.
         """
         loss = None
         if closure is not None:
@@ -116,7 +106,6 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self) -> None:
-        """`step` without its closure."""
         self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
         self._declare(runtime, self.param_groups)
@@ -134,16 +123,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
         runtime.transactions.run(partial(self._take_step, hypers, steps))
 
     def _take_step(self, hypers: Mapping[int, Hyper], steps: Mapping[int, int]) -> None:
-        """Change values and counts: one transaction."""
         if self.max_grad_norm is not None:
             self.runtime.clipping.clip(self.max_grad_norm)
         self._counts.advance(steps, self.runtime.step(hypers, steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """States and groups in torch's layout: float32 copies, ``master_param`` beside them in 16-bit modes.
-
-        Parameters that were never stepped have no state. Pending updates are finished first.
-        """
+        """States in torch's layout: float32 copies, in 16-bit modes with ``master_param``."""
         counts, rule = self.step_counts, self._counts.rule
 
         def add_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -159,14 +144,12 @@ class ChunkOptimizer(torch.optim.Optimizer):
         """Take over groups, states and step counts of ``state_dict()``, here or of torch's optimizer.
 
         Raises:
-            ChunkcError: when a state does not fit its parameter, has a step count that is no whole number, belongs to
-                a parameter that is not trained, or asks for an unsupported option; ValueError, as torch, when the
-                groups differ. Nothing has changed then.
+            ChunkcError: for a state that does not fit, is of an untrained parameter, or asks for an unsupported option;
+                ValueError, as torch, when the groups differ. Nothing has changed then.
         """
         self.runtime.transactions.run(partial(self._load, state_dict))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """`load_state_dict`: one transaction."""
         loaded: dict[int, dict[str, Any]] = {}
 
         def take(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -190,23 +173,15 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     @property
     def step_counts(self) -> dict[int, int]:
-        """Steps so far of every parameter that was ever stepped, by its index.
-
-        Raises:
-            ChunkcError: when another optimizer has begun to step them since.
-        """
+        """Steps of every stepped parameter, by index; ChunkcError when another optimizer took one over."""
         return dict(self._counts.current())
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
-        """Mapping from each parameter that was ever stepped to its state: torch's ``optimizer.state``.
-
-        ``state[param]`` has ``step``, the rule's states and, in 16-bit modes, ``master_param``. They show the state as
-        it is when they are read, gathered one at a time, and writes to them are kept. Assign an empty mapping
-        to begin anew, or one from parameters to whole states.
+        """Mapping from each parameter that was ever stepped to its state; see `state_mapping`.
 
         Raises:
-            ChunkcError: when it is read or written and another optimizer has begun to step the parameter since.
+            ChunkcError: on access when another optimizer has begun to step the parameter since.
         """
         return OptimizerState(self._counts)
 
@@ -221,7 +196,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._counts.replace(steps)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give loaded groups the options that older states lack; torch calls this when it loads."""
+        """Give loaded groups the options that older states lack; torch calls this."""
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
         if state.get("state"):
             self.state = state["state"]
@@ -284,11 +259,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._hyper(group)
 
     def declare(self, groups: Groups) -> UpdateRule:
-        """Let the first plan make room for the states that ``groups`` need; later see that it has.
-
-        Raises:
-            ChunkcError: when it has none.
-        """
+        """Let the first plan make room for the states of ``groups``; ChunkcError where it has none."""
         return self._declare(self.runtime, groups)
 
     def _declare(self, runtime: OptimizerSteps, groups: Groups) -> UpdateRule:

@@ -27,8 +27,7 @@ class Adam(ChunkOptimizer):
 
     Args:
         params: parameters of one compiled model, or groups of them.
-        max_grad_norm: every step clips all gradients of the model to this global norm (2-norm), as
-            `chunkc.clip_grad_norm_` before it would; None clips nothing. May be changed between steps.
+        max_grad_norm: as of `AdamW`.
     """
 
     _decoupled: ClassVar[bool] = False
@@ -111,15 +110,10 @@ class SGD(ChunkOptimizer):
         super().__init__(PLAIN_SGD, params, {**defaults, "nesterov": nesterov, **_IMPLEMENTATIONS}, max_grad_norm)
 
     def _rule_of(self, groups: Groups) -> UpdateRule:
-        """With buffers from the first group with momentum on."""
         return SGD_MOMENTUM if any(float(group.get("momentum", 0)) for group in groups) else super()._rule_of(groups)
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
-        """torch damps no first gradient in a buffer, and plans tell only a parameter's first step.
-
-        Raises:
-            ChunkcError: for dampening behind steps without momentum.
-        """
+        """Refuse, by ChunkcError, dampening behind steps without momentum: plans tell only a first step."""
         lr, momentum, dampening, decay = (
             float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")
         )

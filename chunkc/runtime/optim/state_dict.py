@@ -37,11 +37,7 @@ def find_runtime(param: Tensor) -> tuple[OptimizerSteps, int] | None:
 
 
 def managed(param: Tensor) -> tuple[OptimizerSteps, int]:
-    """``find_runtime`` of a parameter that a compiled model must manage.
-
-    Raises:
-        ChunkcError: when none does.
-    """
+    """``find_runtime`` of a parameter that a compiled model must manage; else ChunkcError."""
     found = find_runtime(param)
     if found is None:
         raise ChunkcError(f"a parameter of shape {tuple(param.shape)} belongs to no compiled model any more")
@@ -55,7 +51,6 @@ def saved_params(state_dict: Mapping[str, Any], groups: Groups) -> Iterator[tupl
 
 
 def stored_name(part: str) -> str:
-    """The name in chunks of a part of a state."""
     return MASTER if part == MASTER_PART else part
 
 
@@ -83,11 +78,8 @@ def read_states(
 
 
 def check_states(rule: UpdateRule, state_dict: Mapping[str, Any], groups: Groups) -> dict[int, dict[str, Any]]:
-    """The states of ``state_dict`` by parameter index, with whole numbers for step counts.
-
-    Raises:
-        ChunkcError: when one is not the rule's, does not fit its parameter, or belongs to none that is trained.
-    """
+    """The states of ``state_dict`` by parameter index, counts as integers; ChunkcError for one that is not
+    the rule's, does not fit, or belongs to none that is trained."""
     params = dict(saved_params(state_dict, groups))
     unknown = [key for key in state_dict["state"] if key not in params]
     if unknown:
@@ -138,13 +130,8 @@ def check_options(group: Mapping[str, Any]) -> None:
 
 
 def check_state(rule: UpdateRule, runtime: OptimizerSteps, index: int, param: Tensor, state: Mapping[str, Any]) -> int:
-    """Return the step count of ``state``, which must be a state of ``param`` under ``rule``.
-
-    The count is 0 only beside states of zeros. Where the rule counts no steps, 1 stands for those that are not told.
-
-    Raises:
-        ChunkcError: when it is not, does not fit, or has a step count that no optimizer makes.
-    """
+    """Return the step count of a ``state`` of ``param`` under ``rule``: 0 only beside zeros, 1 where the
+    rule counts none and none is told; else ChunkcError."""
     name, names = runtime.parameters.name_of(index), rule.states.names
     missing = [key for key in (*(["step"] if rule.counts_steps else []), *names) if key not in state]
     if missing:
@@ -162,11 +149,7 @@ def check_state(rule: UpdateRule, runtime: OptimizerSteps, index: int, param: Te
 
 
 def check_part(runtime: OptimizerSteps, index: int, part: str, value: object, shape: torch.Size) -> None:
-    """Refuse what cannot replace the ``part`` of a parameter's state that is called so.
-
-    Raises:
-        ChunkcError: unless ``value`` is a dense tensor of real numbers in memory, of this shape.
-    """
+    """Refuse, by ChunkcError, what is no dense tensor of real numbers in memory, of this shape."""
     label = f"{part} of {runtime.parameters.name_of(index)!r}"
     if not isinstance(value, Tensor):
         raise ChunkcError(f"{label} is a tensor, found {type(value).__name__}")
@@ -181,11 +164,7 @@ def check_part(runtime: OptimizerSteps, index: int, part: str, value: object, sh
 
 
 def check_trained(runtime: OptimizerSteps, index: int) -> None:
-    """Refuse a state of a parameter that nothing steps.
-
-    Raises:
-        ChunkcError: when the compiled model does not train it.
-    """
+    """Refuse, by ChunkcError, a state of a parameter that the compiled model does not train."""
     if not runtime.parameters.is_trained(index):
         raise ChunkcError(
             f"{runtime.parameters.name_of(index)} is not trained by the compiled graph, so it has no optimizer state: "
@@ -194,11 +173,7 @@ def check_trained(runtime: OptimizerSteps, index: int) -> None:
 
 
 def check_count(value: Tensor | float, label: str) -> int:
-    """``value`` as the step count of what ``label`` names.
-
-    Raises:
-        ChunkcError: when it is no whole number from 1 on.
-    """
+    """``value`` as a step count of what ``label`` names; ChunkcError unless a whole number from 1 on."""
     if _is_zero(value):
         raise ChunkcError(
             f"{label} has moments, and a step count of 0 begins anew from zero moments; leave the whole state out of "
@@ -216,6 +191,5 @@ def _is_zero(value: object) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    """``value``, a number or a tensor with one element, as a float; None for all else."""
     is_single = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and not value.is_meta
     return float(value) if is_single or isinstance(value, Real) else None

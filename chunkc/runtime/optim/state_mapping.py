@@ -3,13 +3,10 @@
     state[param]["step"]          float32 [], known at once
     state[param]["exp_avg"]       float32, gathered when an operator reads it, as the rule's others and ``master_param``
 
-Nothing is stored here. A mapping reads what the model holds when it is asked, and its tensors are managed as parameters
-are: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value refuse writes. A
-copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry; ``state[param]`` of one is
-an empty mapping, as torch's, which takes a whole state or none.
-
-A first step starts from states of zero. So a state whose step count is 0 is the same as no state, and a count of 0
-beside states that are not zero is refused.
+Nothing is stored here: reads gather the value as it is then, writes in place reach the chunk, views of a gathered value
+refuse writes. A copy, deep or pickled, holds plain tensors. Parameters that were never stepped have no entry;
+``state[param]`` of one is an empty mapping, which takes a whole state or none. A first step starts from states of zero,
+so a state whose step count is 0 is no state, and a count of 0 beside other states is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ class _DictLike(MutableMapping[K, V]):
     """A mapping with the methods that dicts have and abstract mappings do not."""
 
     def copy(self) -> dict[K, V]:
-        """A dict of the same values."""
         return dict(self.items())
 
     __copy__ = copy
@@ -76,23 +72,14 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         self._counts = counts
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
-        """The state of ``param``, empty while it was never stepped.
-
-        Raises:
-            KeyError: for anything but a parameter of the optimizer.
-        """
+        """The state of ``param``, empty while it was never stepped; KeyError for other keys."""
         index = self._find(param)
         if index is None:
             raise KeyError("not a parameter of this optimizer, which has states of its parameters only")
         return ParamState(self._counts, index)
 
     def __setitem__(self, param: nn.Parameter, value: Mapping[str, Any]) -> None:
-        """Replace the whole state of ``param``; an empty one begins anew.
-
-        Raises:
-            ChunkcError: for a state that is not the rule's or does not fit, and for anything but a parameter of the
-                optimizer. Nothing has changed then.
-        """
+        """Replace the whole state of ``param``; an empty one begins anew. ChunkcError changes nothing."""
         self.update({param: value})
 
     def __delitem__(self, param: nn.Parameter) -> None:
@@ -127,11 +114,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return self[param]
 
     def update(self, *others: Any, **parts: Any) -> None:
-        """Replace the whole states of several parameters.
-
-        Raises:
-            ChunkcError: as assigning one of them does; nothing has changed then, of the others neither.
-        """
+        """Replace whole states; ChunkcError, as assigning one, leaves all of them as they were."""
         _replace(self._counts, self._by_index(dict(*others, **parts)))
 
     def pop(self, param: nn.Parameter, *default: Any) -> Any:
@@ -143,7 +126,6 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return found
 
     def popitem(self) -> tuple[nn.Parameter, Snapshot]:
-        """Forget the last parameter's state and return it in plain tensors."""
         params = list(self)
         if not params:
             raise KeyError("no parameter was ever stepped")
@@ -154,11 +136,7 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         self._counts.forget(self._counts.current())
 
     def replace(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Take over ``states`` and no others.
-
-        Raises:
-            ChunkcError: as assigning one of them does; nothing has changed then.
-        """
+        """Take over ``states`` and no others; ChunkcError, as assigning one, leaves all as they were."""
         if isinstance(states, OptimizerState) and states._counts is self._counts:
             return
         found = self._by_index(states)
@@ -166,7 +144,6 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         _replace(self._counts, {**{index: {} for index in left}, **found})
 
     def _by_index(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        """``states`` by the index of their parameter, which must be one of the optimizer's."""
         indexes = {self._find(param): state for param, state in states.items()}
         found = {index: state for index, state in indexes.items() if index is not None}
         if len(found) != len(states):
@@ -177,7 +154,6 @@ class OptimizerState(_DictLike[nn.Parameter, MutableMapping[str, Tensor]]):
         return ((param, self[param]) for param in self)
 
     def _find(self, param: object) -> int | None:
-        """The index of one of the optimizer's parameters."""
         if not isinstance(param, nn.Parameter):
             return None
         found = find_runtime(param)
@@ -196,11 +172,7 @@ class ParamState(_DictLike[str, Tensor]):
         return _tensor_of(self._counts, self._index, name)
 
     def __setitem__(self, name: str, value: Tensor | float) -> None:
-        """Replace one part.
-
-        Raises:
-            ChunkcError: for a part that the rule lacks, a value that does not fit, and a parameter without a state.
-        """
+        """Replace one part; ChunkcError when it does not fit, or the rule or the parameter has none."""
         self._write({name: value})
 
     def __delitem__(self, name: str) -> None:
@@ -223,11 +195,7 @@ class ParamState(_DictLike[str, Tensor]):
         return dict, (self.snapshot(),)
 
     def update(self, *others: Any, **parts: Any) -> None:
-        """Replace several parts, or all at once where the parameter was never stepped.
-
-        Raises:
-            ChunkcError: as replacing one of them does; nothing has changed then.
-        """
+        """Replace several parts, or all at once where there is no state; ChunkcError changes none."""
         found = dict(*others, **parts)
         if len(self):
             self._write(found)
@@ -320,7 +288,6 @@ def _tensor_of(counts: StepCounts, index: int, name: str) -> StateTensor:
 
 
 def _read_part(counts: StepCounts, index: int, name: str) -> Tensor:
-    """A plain tensor in host memory."""
     if name == _STEP:
         return torch.tensor(float(counts.current()[index]), dtype=torch.float32, device="cpu")
     return _runtime(counts).parameters.read_state(index, (stored_name(name),))[0]

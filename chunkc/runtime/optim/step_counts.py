@@ -1,11 +1,8 @@
 """The step counts of one optimizer's parameters, and whose their states are.
 
-States exist once per model and belong to the optimizer that began last to step a parameter; another optimizer is
-refused from then on. A step that may be skipped counts until its outcome is asked for, as torch's scaler would not have
-stepped either.
-
-Counts and the outcome that they depend on change in one assignment, so that an exception leaves the counts before it or
-those after it.
+States belong to the optimizer that began last to step a parameter. A step that may be skipped counts until its outcome
+is asked for, as torch's scaler would not have stepped either. Counts and that outcome change in one assignment, so that
+an exception leaves the counts before it or those after it.
 """
 
 from __future__ import annotations
@@ -34,7 +31,6 @@ class _Taken:
     latest: tuple[int, ...] = ()
 
     def settled(self) -> _Taken:
-        """The same, once the outcome is known."""
         counts = dict(self.counts)
         if self.outcome is not None and self.outcome.is_skipped():
             counts |= {index: counts[index] - 1 for index in self.latest}
@@ -44,11 +40,7 @@ class _Taken:
 class StepCounts:
     """How often each parameter was stepped, by its index; parameters without an entry were never stepped.
 
-    Attributes:
-        rule: the optimizer's.
-        runtime: the compiled model that all parameters belong to; None while there are none.
-        params: parameters of the optimizer's groups, by index.
-        num_writes: how often the state of each parameter was replaced, or written to, otherwise than by a step.
+    ``num_writes``: how often the state of each was replaced, or written to, otherwise than by a step.
     """
 
     def __init__(self, rule: UpdateRule) -> None:
@@ -67,11 +59,7 @@ class StepCounts:
         self.params.update({managed(param)[1]: param for param in params})
 
     def current(self) -> Mapping[int, int]:
-        """The counts, by index, in the order in which parameters were first stepped.
-
-        Raises:
-            ChunkcError: when another optimizer has begun to step one of them since.
-        """
+        """The counts, in the order of first steps; ChunkcError when another optimizer took one over."""
         self.settle()
         self.check_owned(self._taken.counts)
         return dict(self._taken.counts)
@@ -86,10 +74,7 @@ class StepCounts:
         self._take_over(counts)
 
     def replace(self, counts: Mapping[int, int], owned: Iterable[int] = ()) -> None:
-        """Start from states that the model was given: ``counts``, 1 or more, and none but those.
-
-        ``owned`` are further parameters whose states were given, though they count as never stepped.
-        """
+        """Start from given states: ``counts``, 1 or more, and no others; ``owned`` have zeros."""
         self._taken = _Taken(dict(counts))
         self.num_writes.update({*counts, *owned})
         self._take_over((*counts, *owned))
@@ -112,21 +97,14 @@ class StepCounts:
         self._taken = _Taken({index: count for index, count in self._taken.counts.items() if index not in gone})
 
     def settle(self) -> None:
-        """Take back the counts of the latest step where it was skipped.
-
-        Waits for the outcome of the step, and for a step that an interrupted caller has left.
-        """
+        """Take back the counts of the latest step where it was skipped; waits for its outcome."""
         if self.runtime is not None:
             self.runtime.settle()
         if self._taken.outcome is not None:
             self._taken = self._taken.settled()
 
     def check_owned(self, indexes: Iterable[int]) -> None:
-        """Refuse parameters that were stepped here, and that another optimizer has begun to step since.
-
-        Raises:
-            ChunkcError: naming them.
-        """
+        """Refuse, by ChunkcError, parameters stepped here that another optimizer steps since."""
         if self.runtime is None:
             return
         owners = self.runtime.owners
@@ -143,6 +121,5 @@ class StepCounts:
 
 
 def names_of(runtime: OptimizerSteps, indexes: list[int]) -> str:
-    """The first names of parameters, for messages, and how many more there are."""
     names = ", ".join(repr(runtime.parameters.name_of(index)) for index in indexes[:_MAX_NAMED])
     return names + (f" and {len(indexes) - _MAX_NAMED} more" if len(indexes) > _MAX_NAMED else "")

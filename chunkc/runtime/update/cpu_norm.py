@@ -13,13 +13,7 @@ TILE_NUMEL = 64 * 1024
 
 
 class HostNorm:
-    """Measures a chunk in host memory; made once per chunk and used every step.
-
-    Args:
-        gradient: the chunk's gradients, one dimension.
-        pieces: the elements that are gradients.
-        out: the row to write.
-    """
+    """Measures the ``pieces`` of a chunk's ``gradient``, in host memory, into the row ``out``."""
 
     def __init__(self, gradient: torch.Tensor, pieces: Sequence[Piece], out: torch.Tensor) -> None:
         self._tiles = [gradient[start:end] for start, end in _tiles(pieces)]

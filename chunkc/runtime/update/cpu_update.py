@@ -1,10 +1,7 @@
 """The host update: a rule on one chunk, in one pass over its memory.
 
-`cpu_update_kernel` holds the loop. Here a chunk's pieces become ranges that share hyperparameters and step count, each
-one call of the kernel. Parameters without a gradient only get their param16 again.
-
-Step ``t = 1`` starts from states of zero, whatever their memory held, so that a new optimizer over the same model
-starts afresh and the states need no initialisation.
+A chunk's pieces become ranges that share hyperparameters and step count, each one call of `cpu_update_kernel`'s loop.
+Step ``t = 1`` starts from states of zero, whatever their memory held, so that the states need no initialisation.
 """
 
 from __future__ import annotations
@@ -52,18 +49,9 @@ class _Run:
 class ChunkUpdate:
     """A rule on one chunk; made once per chunk and used every step.
 
-    Args:
-        rule: the formula of an element.
-        payload: the chunk in compute dtype. Holds grad16 before the update unless ``gradient`` is given, and param16
-            after it. In fp32 it may be ``param32`` itself beside a ``gradient``: param16 and param32 are one then.
-        states: param32 and the rule's states, in float32.
-        pieces: the parameters' elements in the chunk. What lies between them is neither read nor written.
-        gradient: the gradient chunk, where the overlay is not legal. It is only read.
-
-    All tensors are contiguous host tensors with one dimension and the same number of elements.
-
-    Raises:
-        ValueError: when a tensor or a piece breaks these rules.
+    ``payload`` holds grad16 before the update, unless a ``gradient`` is given, which is only read, and param16 after
+    it; beside a ``gradient`` it may be ``param32`` itself. ``states`` are param32 and the rule's, float32. What lies
+    between ``pieces`` is not touched. All tensors are contiguous, 1-D, on the host and equally long, else ValueError.
     """
 
     def __init__(
@@ -92,13 +80,7 @@ class ChunkUpdate:
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
-        """Update the active parameters and write param16 of all.
-
-        Where the step has a decision, the update does as the decision says.
-
-        Raises:
-            ValueError: when a step count is below 1; nothing has changed then.
-        """
+        """Update active parameters as decided, and write param16 of all; ValueError below step 1."""
         factor, is_skipped = (1.0, 0.0) if inputs.seen is None else inputs.seen.tolist()
         if is_skipped:
             self.restore()
@@ -124,7 +106,7 @@ class ChunkUpdate:
             self._cast(run.start, run.end)
 
     def _runs(self, inputs: StepInputs | None) -> Iterator[_Run]:
-        """Ranges of touching pieces that can be treated alike, ascending; all are inactive without inputs."""
+        """Ranges of touching pieces to treat alike, ascending; all are inactive without inputs."""
         run: _Run | None = None
         for piece in self._pieces:
             hyper = None if inputs is None else inputs.hypers.get(piece.param)

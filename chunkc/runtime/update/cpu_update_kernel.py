@@ -1,15 +1,11 @@
 """The loop of the host update: a rule's formula, compiled to one loop over the chunk's memory.
 
-`chunkc.runtime.update.rules` has the formulas in PyTorch. Inductor compiles one to C++, and the update calls that loop
-by ctypes on the memory itself: no tensors are made, memory is passed over once, and the GIL is free meanwhile
-(Inductor's own Python wrapper keeps it). Dynamo takes no part. Two things are not as one would first write them:
-
-* The function returns new values, and the loop is given the same memory for inputs and outputs. Each output is computed
-  from the inputs and not from other outputs (the compiler finds what they share): Inductor vectorises a loop by the
-  vector length of 16-bit values only where every one of its parts reads or writes some. Otherwise half a vector of
-  them is stored under a mask, and where the gradient lies in the payload the next load waits for that store, which
-  halves the speed.
-* Short ranges take a second loop without a parallel region.
+Inductor compiles the PyTorch formula of `chunkc.runtime.update.rules` to C++, and the update calls that loop by ctypes
+on the memory itself: no tensors are made, memory is passed over once, and the GIL is free meanwhile. The function
+returns new values, each computed from the inputs alone, and the loop is given the same memory for inputs and outputs:
+Inductor vectorises by the vector length of 16-bit values only where every part of a loop reads or writes some. Half
+vectors are stored under a mask, for which the next load of an overlaid gradient waits, at half the speed. Short ranges
+take a second loop without a parallel region.
 
 **An element's result depends neither on where it lies nor on the number of threads**: every operation is rounded as
 IEEE 754 says (contraction to fused multiply-adds is off), in full vectors, in the masked rest and in the function run
@@ -40,22 +36,13 @@ logger = logging.getLogger("chunkc")
 
 
 class Kernel(Protocol):
-    """Updates elements [start, end) of a chunk in place.
-
-    ``tensors`` are gradient, param32, states and, where param32 itself is not the payload, the payload, which may be
-    the gradient: host memory, contiguous, one dimension, the same number of elements, the dtypes that the kernel was
-    made for.
-    """
+    """Updates [start, end) of gradient, param32, states and payload in place: host, 1-D, contiguous."""
 
     def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None: ...
 
 
 def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
-    """Compute what a kernel takes, float32: the gradient's factor and the rule's coefficients.
-
-    Raises:
-        ValueError: when the step count is below 1.
-    """
+    """Compute the gradient's factor and the rule's coefficients, float32; ValueError below step 1."""
     return torch.tensor((grad_scale, *row_of(hyper, step)[:NUM_COEFFICIENTS]), dtype=torch.float32, device="cpu")
 
 
@@ -63,11 +50,7 @@ def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
 def host_kernel(
     rule: UpdateRule, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, *, is_parallel: bool
 ) -> Kernel:
-    """The kernel for these dtypes, on the calling thread alone or on as many as PyTorch gives it there.
-
-    The first call takes about a second, and some more where Inductor's cache on disk does not hold the loop. Without a
-    compiler, or where the loop is not what was asked for, one line of the log says so and the kernel is eager.
-    """
+    """The kernel for these dtypes; eager, with a line of the log, without a compiler or its exact bits."""
     num_lists = 1 + len(rule.states.names)
     examples = [torch.ones(4096, dtype=torch.float32, device="cpu") for _ in range(1 + num_lists)]
     examples = [examples[0].to(gradient_dtype), *examples[1:], _arbitrary_coefficients()]
@@ -87,16 +70,12 @@ def host_kernel(
 def _new_lists(
     rule: UpdateRule, gradient: Tensor, param32: Tensor, states: Sequence[Tensor], coefficients: Tensor, sqrt: Sqrt
 ) -> tuple[Tensor, ...]:
-    """New param32 and states."""
     grad_scale, *row = coefficients.unbind(0)
     return rule.formula(gradient.float() * grad_scale, param32, states, row, sqrt)
 
 
 def _outputs_anew(rule: UpdateRule, payload_dtype: torch.dtype | None) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function for the new lists and the payload, each by its own computation.
-
-    The compiled loop computes what they share once.
-    """
+    """Return a function that computes every output by itself; the loop shares what is common."""
 
     def outputs(*inputs: Tensor) -> tuple[Tensor, ...]:
         gradient, param32, *states, coefficients = inputs
@@ -129,18 +108,12 @@ class _Loop:
 
 
 def _rounded_sqrt(values: Tensor) -> Tensor:
-    """Return the root rounded to nearest.
-
-    Eager PyTorch may take MKL's root, which can be off by one unit in the last place. The root of a float32 is never so
-    close to the middle between two float32 that float64's error could matter.
-    """
+    """Return the root rounded to nearest, by float64: MKL's can be off by one unit in the last place."""
     return values.double().sqrt().float()
 
 
 @dataclass(frozen=True, slots=True)
 class _Eager:
-    """The formula of a rule, run by PyTorch over tiles."""
-
     rule: UpdateRule
 
     def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:

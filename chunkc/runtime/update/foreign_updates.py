@@ -1,11 +1,7 @@
-"""Notice parameters that something other than chunkc's optimizers updates.
+"""Notice parameters that something other than chunkc's optimizers updates, operator by operator.
 
-Any optimizer works on managed parameters, operator by operator, outside of the plan. What gives it away is what happens
-to one parameter while its gradient waits to be stepped:
-
-    somebody reads the gradient and the parameter, then writes the parameter, and the gradient goes without a step
-
-A load of weights reads neither, and a manual change of a parameter leaves its gradient to the step that follows. So an
+What gives it away is that somebody reads a waiting gradient and its parameter, then writes the parameter, and the
+gradient goes without a step. A load of weights reads neither, and a manual change leaves the gradient to a step. So an
 update is known for sure at the next forward, or at once where no optimizer of chunkc's could follow.
 """
 
@@ -18,11 +14,7 @@ logger = logging.getLogger("chunkc")
 
 
 class ForeignUpdates:
-    """Reads and writes of one model's parameters since their gradients landed, by index.
-
-    Attributes:
-        num_steps: how often gradients went without a step after parameters had been updated from them.
-    """
+    """Reads and writes of parameters since their gradients landed; ``num_steps`` counts foreign updates."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -32,11 +24,9 @@ class ForeignUpdates:
         self._updated: set[int] = set()
 
     def read(self, index: int) -> None:
-        """The parameter was read while its gradient waited."""
         self._read.add(index)
 
     def read_gradient(self, index: int) -> None:
-        """The gradient that waits was read."""
         self._graded.add(index)
 
     def written(self, index: int) -> bool:
@@ -47,10 +37,7 @@ class ForeignUpdates:
         return is_update
 
     def end_gradients(self, discarded: Collection[int], names: Callable[[Sequence[int]], str]) -> bool:
-        """Gradients were stepped, or begin anew; tell whether something else has stepped ``discarded`` ones.
-
-        Those are parameters whose gradients went without a step. The first such step is logged, with their ``names``.
-        """
+        """Gradients were stepped or begin anew; whether something else has stepped ``discarded`` ones."""
         updated = sorted(self._updated.intersection(discarded))
         self._read.clear()
         self._graded.clear()
@@ -61,7 +48,6 @@ class ForeignUpdates:
         return bool(updated)
 
     def tell(self, names: str) -> None:
-        """Say once that another optimizer steps the parameters called ``names``, and what to write instead."""
         if self._is_told:
             return
         self._is_told = True

@@ -1,11 +1,9 @@
 """Loss scales, which keep small fp16 gradients representable, and their rules of growth and backoff.
 
 The rules are those of ``torch.amp.GradScaler`` (dynamic loss scaling, Micikevicius et al., "Mixed precision training",
-ICLR 2018, section 3.2): after ``growth_interval`` steps in a row without an infinite or NaN gradient the scale is
-multiplied by ``growth_factor``, after a step with one, which changes nothing else, by ``backoff_factor``. Scale and
-count stay on the device, so that neither a backward, which multiplies its tangents by the scale, nor a step, which
-divides gradients by it, waits for the host. After some 140 overflows more than growths torch's scale has no finite
-inverse any more, and its next step makes every parameter NaN; the scale here stops before that.
+ICLR 2018, section 3.2). Scale and count stay on the device, so that neither a backward, which multiplies its tangents
+by the scale, nor a step, which divides gradients by it, waits for the host. After some 140 overflows more than growths
+torch's scale has no finite inverse, and its next step makes every parameter NaN; the scale here stops before that.
 """
 
 from __future__ import annotations
@@ -20,18 +18,7 @@ SMALLEST: Final = torch.finfo(torch.float32).tiny
 
 
 class LossScale:
-    """One scale on one device.
-
-    Args:
-        device: where it stands.
-        init_scale: the scale at first.
-        growth_factor, backoff_factor, growth_interval: as torch.amp's, and its defaults.
-        is_dynamic: whether ``update`` changes anything.
-
-    Attributes:
-        scale: float32 [].
-        growth_tracker: int32 [], steps in a row without overflow.
-    """
+    """One scale: ``scale``, float32 [], and ``growth_tracker``, int32 [], steps in a row without overflow."""
 
     def __init__(
         self,
@@ -51,12 +38,12 @@ class LossScale:
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
 
     def inverse(self) -> torch.Tensor:
-        """Return the factor that gradients are multiplied by, float32 [], computed in float64 as torch does."""
+        """Return the factor of gradients, float32 [], computed in float64 as torch does."""
         return self.scale.double().reciprocal().float()
 
     @torch.no_grad()
     def update(self, found: torch.Tensor) -> None:
-        """A step has ended; ``found`` (float32 [], on the device) is not 0 where it overflowed."""
+        """Follow one step; ``found`` (float32 [], on the device) is not 0 where it overflowed."""
         if not self.is_dynamic:
             return
         overflowed, count = found != 0, self.growth_tracker + 1
@@ -78,7 +65,6 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave, or torch.amp.GradScaler's."""
         self.scale.fill_(state["scale"])
         self.growth_factor = state["growth_factor"]
         self.backoff_factor = state["backoff_factor"]
@@ -87,12 +73,7 @@ class LossScale:
 
 
 def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` times ``factor``, multiplied in float32 and rounded once to the dtype of ``value``.
-
-    ``factor`` is float32 [], on the device of ``value``. On a GPU torch rounds an operand without dimensions to the
-    dtype of the other one first: in fp16 a factor of 2^16 is infinite then, and makes NaN of zeros. On the host it does
-    not, and an operand with dimensions is copied there.
-    """
+    """Return ``value`` times ``factor`` (float32 []), in float32, rounded once to the dtype of ``value``."""
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
     return _in_float32(value, factor, None)
@@ -104,17 +85,14 @@ def multiply(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """In one kernel, whose operands both have dimensions."""
+    """On a GPU torch rounds an operand without dimensions first: 2^16 is infinite in fp16."""
     row = value if value.dim() else value.reshape(1)
     target = torch.empty_like(row) if out is None else out if out.dim() else out.reshape(1)
     return torch.mul(row, factor.reshape(1), out=target).reshape(value.shape)
 
 
 def scale_tangents(names: Sequence[str], args: list[Any], scale: torch.Tensor) -> None:
-    """Multiply the tangents among the inputs of a backward graph by ``scale``, in their dtype.
-
-    The products replace the tangents.
-    """
+    """Replace the tangents among the inputs of a backward graph by their products with ``scale``."""
     for position, name in enumerate(names):
         value = args[position]
         if name.startswith("tangents") and isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -41,15 +41,7 @@ Formula = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor], Sqrt], t
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """An element-wise optimizer; see the module docstring.
-
-    Attributes:
-        name: also of its formula on a GPU.
-        title: in messages.
-        states: beside param32.
-        formula: on the host.
-        counts_steps: whether coefficients depend on the number of a step beyond its being the first.
-    """
+    """An element-wise optimizer; ``counts_steps`` where coefficients depend on more than the first step."""
 
     name: str
     title: str
@@ -60,7 +52,7 @@ class UpdateRule:
 
 @dataclass(frozen=True, slots=True)
 class AdamHyper:
-    """``decoupled``: the weight decay shrinks the parameter (AdamW); else it adds to the gradient (Adam)."""
+    """``decoupled``: the weight decay shrinks the parameter (AdamW); else it adds to the gradient."""
 
     lr: float
     beta1: float
@@ -93,8 +85,6 @@ def _adam(g: Tensor, p: Tensor, states: Sequence[Tensor], row: Sequence[Tensor],
 
 @dataclass(frozen=True, slots=True)
 class SgdHyper:
-    """With a momentum of 0 a buffer, where there is one, stays as it is."""
-
     lr: float
     momentum: float
     dampening: float
@@ -124,8 +114,6 @@ def _sgd_momentum(
 
 @dataclass(frozen=True, slots=True)
 class LionHyper:
-    """``weight_decay`` shrinks the parameter."""
-
     lr: float
     beta1: float
     beta2: float
@@ -162,20 +150,12 @@ OPTIMIZERS: Final[Mapping[str, StateSpec]] = MappingProxyType(
 
 
 def states_of(optimizer: str) -> StateSpec:
-    """The states that a plan for ``optimizer`` makes room for.
-
-    Raises:
-        ChunkcError: for a name that is none of `OPTIMIZERS`.
-    """
+    """The states that a plan for ``optimizer`` makes room for; ChunkcError for an unknown name."""
     if optimizer not in OPTIMIZERS:
         raise ChunkcError(f"optimizer={optimizer!r} is none that chunkc has: give one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[optimizer]
 
 
 def rule_of(states: StateSpec) -> UpdateRule:
-    """The rule that keeps ``states``: no two keep the same.
-
-    Raises:
-        KeyError: when no rule does.
-    """
+    """The rule that keeps ``states``: no two keep the same; KeyError when none does."""
     return _BY_STATES[states]

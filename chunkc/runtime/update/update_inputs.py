@@ -1,10 +1,7 @@
 """Inputs of one ``step()``'s updates: hyperparameters and step counts by parameter, also as tables.
 
-``step()`` snapshots them once; every update of the step, on whichever stream, gets the same object, so that a device
-may keep what it made of it (an upload) until it sees another.
-
-The tables are what a kernel reads, one row for each pair of hyperparameters and step count in use. They are computed in
-float64 and rounded to float32 once, so that ``1 - beta2^t`` keeps its digits at large t.
+Every update of the step gets the same object, so that a device may keep what it made of it (an upload). A kernel reads
+tables, one row for each pair of hyperparameters and step count in use, computed in float64 and rounded to float32 once.
 """
 
 from __future__ import annotations
@@ -30,9 +27,7 @@ INACTIVE: Final = -1
 class Hyper(Protocol):
     """Hyperparameters of one parameter group as of the call of ``step()``; frozen, and compared by value."""
 
-    def coefficients(self, step: int) -> tuple[float, ...]:
-        """The rule's coefficients in the step of this number, 1 or more, in float64."""
-        ...
+    def coefficients(self, step: int) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,17 +35,12 @@ class StepInputs:
     """Inputs of one step's updates; compared by identity.
 
     Attributes:
-        hypers: hyperparameters of each active parameter. An update leaves param32 and states of the others as they
-            are; their param16 is cast again over whatever gradient the payload holds.
-        steps: step count of each active parameter, this step included: 1 or more.
-        num_params: parameters of the model; indexes are below it.
+        hypers, steps: of active parameters by index; of others only param16 is cast again. Steps count from 1.
         factor: what ``decide`` multiplies gradients by, float32 [] on the device; None for 1.
-        control: what updates on the device read of the decision, float32 [2]: the factor of every gradient; and 0, or
-            anything else to leave all parameters as they are. None where a plan has no decision: 1 and 0.
-        seen: the same for updates on the host.
-        found: on the device, float32 []: not 0 where parameters must stay as they are, since some gradient is infinite
-            or NaN. None where nobody has looked.
-        loss_scale: what follows ``found``; None where there is none, or somebody else adapts it.
+        control: factor of every gradient, and not 0 to change nothing: float32 [2] on the device; None for 1 and 0.
+        seen: the same on the host.
+        found: float32 [] on the device, not 0 where a gradient is infinite or NaN; None where nobody has looked.
+        loss_scale: what follows ``found``, if anything here does.
     """
 
     hypers: Mapping[int, Hyper]
@@ -66,10 +56,7 @@ class StepInputs:
 def step_lines(
     hypers: Mapping[int, Hyper], steps: Mapping[int, int], assigned: Collection[int], name_of: Callable[[int], str]
 ) -> list[str]:
-    """List all that ranks must have alike in a step, one parameter a line.
-
-    ``assigned`` names the gradients that no backward made.
-    """
+    """List what ranks must have alike in a step, a parameter a line; no backward made ``assigned`` ones."""
     return [
         f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
         for i, hyper in hypers.items()
@@ -77,11 +64,7 @@ def step_lines(
 
 
 def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
-    """One row of the table (`ROW_NUMEL`), in float64.
-
-    Raises:
-        ValueError: when the step count is below 1.
-    """
+    """One row of the table (`ROW_NUMEL`), in float64; ValueError when the step count is below 1."""
     if step < 1:
         raise ValueError(f"step counts start at 1, not {step}")
     found = hyper.coefficients(step)
@@ -89,14 +72,8 @@ def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
 
 
 def tables_of(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of a step, and the row of each parameter, in host memory.
-
-    The rows are float32 [num_rows, `ROW_NUMEL`]. The row of each parameter is int32 [num_params]. There is at least one
-    row, so that a kernel may read it for elements that it masks.
-
-    Raises:
-        ValueError: when a step count is below 1.
-    """
+    """Return the rows of a step, float32 [num_rows, `ROW_NUMEL`], at least one, and each parameter's row,
+    int32 [num_params], in host memory; ValueError when a step count is below 1."""
     found: dict[tuple[Hyper, int], int] = {}
     row_of_param = [INACTIVE] * inputs.num_params
     for param, hyper in inputs.hypers.items():
