@@ -74,7 +74,6 @@ class DataGroup:
             own[piece].copy_(total.div_(self._size) if mean else total)
 
     def _staged(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Room for rows like those of ``like``, for as many others, and for one in float32."""
         if self._staging.device != like.device or not self._staging.numel():
             self._staging = torch.empty(STAGING_NBYTES, dtype=torch.uint8, device=like.device)
         size, width = like.nbytes, like.shape[1]

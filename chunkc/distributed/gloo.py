@@ -65,7 +65,6 @@ class DirectExchange:
         return [((self._rank + k) % self._size, (self._rank - k) % self._size) for k in range(1, self._size)]
 
     def _buffers(self, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Room for contributions like ``like``, and for their sum in float32."""
         nbytes = like.numel() * like.element_size()
         needed = _NUM_RECEIVED * nbytes + 4 * like.numel()
         if self._buffer.numel() < needed:

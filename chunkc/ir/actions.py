@@ -136,7 +136,6 @@ class Action:
 
     @property
     def index(self) -> int:
-        """Number in the target: chunk of ``c12`` or ``os7``, segment of ``fwd.17``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:

@@ -54,7 +54,6 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload, padding included: what a slot must hold."""
         return self.numel * DTYPE_NBYTES[self.dtype]
 
     @property
@@ -203,7 +202,6 @@ class Layout:
         return chunk.used_numel * self.state_spec.nbytes_per_element
 
     def host_nbytes(self) -> int:
-        """Bytes of host memory that the homes of this rank's chunks take."""
         payloads = sum(c.nbytes for c in self.owned() if c.home is Home.HOST)
         return payloads + sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is Home.HOST)
 

@@ -74,7 +74,6 @@ class Segment:
 
     @property
     def nonmodel_nbytes(self) -> int:
-        """Device bytes beside the arena that it may need."""
         return self.live_nbytes + self.workspace_nbytes
 
 
@@ -162,7 +161,6 @@ class Plan:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether this is a forward without gradients, not a training iteration."""
         return any(p.role == "evaluate" for p in self.programs)
 
     @property

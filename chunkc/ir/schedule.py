@@ -129,7 +129,6 @@ class Schedule:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether there is nothing to train: a forward without gradients."""
         return not self.backward.operators
 
     @property

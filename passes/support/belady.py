@@ -108,7 +108,6 @@ def volume(intervals: Sequence[ResidencyInterval], weights: Sequence[int]) -> in
 
 
 def _writes_early(intervals: Sequence[ResidencyInterval]) -> bool:
-    """Whether a block is written back although it is needed again."""
     last = {s.block: s.begin for s in intervals}
     return any(s.dirty and s.begin < last[s.block] for s in intervals)
 

@@ -74,7 +74,6 @@ def _moving(
 
 
 def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
-    """Peak non-model bytes when segments start at ``cuts`` only."""
     peak = 0
     for which, costs in enumerate(liveness.costs):
         starts = sorted({0, *(() if cuts is None else cuts[which])}) if costs.live else []
@@ -83,7 +82,6 @@ def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
 
 
 def chunk_nbytes(layout: Layout) -> int:
-    """Bytes of every chunk and payload slot of ``layout``."""
     return layout.chunk_numel * DTYPE_NBYTES[commonest_dtype(layout.params)]
 
 
