@@ -260,7 +260,7 @@ def storage_key(value: Any) -> StorageKey | None:
 
 
 def graph_break(reason: str) -> Exception:
-    """The exception that ends Dynamo's graph before the call under way, which then runs as it is."""
+    """The exception that ends Dynamo's graph before the call under way; with ``fullgraph=True`` shown."""
     kind = torch._dynamo.exc.Unsupported
     named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
     return kind(reason, **named)

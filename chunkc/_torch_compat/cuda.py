@@ -22,7 +22,7 @@ def is_current_cuda_stream(stream: torch.cuda.Stream) -> bool:
 
 
 def call_on_cuda_stream(stream: torch.cuda.Stream, call: Callable[[], None]) -> None:
-    """Run ``call`` with ``stream`` and its device current, sparing torch's own way of 10 microseconds."""
+    """Run ``call`` as ``with torch.cuda.stream(stream)`` does, without its some 10 microseconds."""
     index = stream.device_index
     if not _HAS_NAMES or torch._C._cuda_getDevice() != index:
         with torch.cuda.stream(stream):

@@ -50,7 +50,7 @@ def job_store() -> Any:
 
 
 def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequence[Sequence[int]]) -> Group:
-    """The group of this rank's one of ``sets``; all ranks make all groups in this order at once."""
+    """The group of this rank's set; all ranks make the groups of all ``sets``, in order and at once."""
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     groups = [dist.new_group(list(ranks), backend=backend, timeout=timeout, **options) for ranks in sets]
     own = [group for group in groups if isinstance(group, Group)]

@@ -39,8 +39,8 @@ def join() -> None:
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 
-    All ranks make theirs at the same time, in the same order of models; else RankError. ``allocate``: uint8 host
-    memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
+    All ranks make theirs at the same time, in the same order of models; RankError when some do not. ``allocate``:
+    uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
     """
     if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()

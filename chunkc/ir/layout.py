@@ -159,7 +159,7 @@ class Layout:
         return tuple(c for c in self.groups[group].chunks if self.owner(c) != self.rank)
 
     def moved_nbytes(self, action: Action) -> int:
-        """Bytes of ``action`` over the link to the host (the used ones), or received from other ranks."""
+        """Bytes of ``action`` over the host's link (used ones), or from other ranks (whole chunks)."""
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
         if action.op in (Op.LOAD, Op.STORE):

@@ -18,8 +18,9 @@ from chunkc.ir.plan import Plan, Program, Segment
 class Moment:
     """The device before one segment runs; ``position`` is that of its ``run`` action in the program.
 
-    ``resident`` pairs a target (``c3``, ``os3``) with its slot, by slot; chunks of other ranks too. ``gathered``: groups
-    of which chunks of other ranks stand here, gradient chunks apart. ``total_nbytes``: arena and non-model bytes.
+    ``resident`` pairs a target (``c3``, ``os3``) with its slot, by slot; chunks of other ranks too. ``gathered``:
+    groups of which chunks of other ranks stand here, gradient chunks apart. ``total_nbytes``: the whole arena and
+    non-model bytes.
     """
 
     position: int

@@ -60,6 +60,7 @@ def by_first_use(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def host_order(draft: Draft, chunks: Sequence[int]) -> tuple[int, ...]:
+    """Put ``chunks``, given in order of their deadlines, in the order in which the host updates them."""
     layout, target = decided(draft.layout, "layout"), draft.target
     if draft.options.tracks_grad_norm or target.runs_inline:
         return tuple(chunks)
