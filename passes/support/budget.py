@@ -29,8 +29,8 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 class Sizes:
     """Bytes that one mapping takes, resident and evicted.
 
-    ``num_ranges``: slot ranges that would hold every block at once. ``evicted_nbytes``: least device bytes with all homes on
-    the host. ``triples_nbytes``: what the first k triples that stay on the device move there, for k from 0 to all.
+    ``num_ranges``: slot ranges that would hold every block at once. ``evicted_nbytes``: the least of the device with all
+    homes on the host. ``triples_nbytes``: what the first k triples (none to all) that stay on the device move there.
     """
 
     range_nbytes: int
@@ -196,9 +196,8 @@ def available_ranges(layout: Layout, demand: Demand, target: Target, options: Pl
 def needed_nbytes(sizes: Sizes, target: Target, options: PlanOptions) -> tuple[int, int]:
     """``(device, host)`` budgets with which the mapping works.
 
-    Where the device has room for the segments and the wishes, or the host none for the payloads, host memory misses:
-    the least beside the device's, with as many triples there as fit. Else device memory misses: the least beside the
-    host's.
+    Host memory misses where the device has room for the segments and the wishes, or the host none for the payloads:
+    the least beside the device's, with as many triples there as fit. Else device memory: the least beside the host's.
     """
     if options.os_home == "device":
         return sizes.resident_nbytes, sizes.resident_host_nbytes
