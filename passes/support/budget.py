@@ -29,8 +29,8 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 class Sizes:
     """Bytes that one mapping takes, resident and evicted.
 
-    ``num_ranges``: slot ranges that would hold every block at once. ``evicted_nbytes``: the least of the device with all
-    homes on the host. ``triples_nbytes``: what the first k triples (none to all) that stay on the device move there.
+    ``num_ranges``: slot ranges that would hold every block at once. ``evicted_nbytes``: least device bytes, all homes
+    on the host. ``triples_nbytes``: what the first k triples (none to all) that stay on the device move there.
     """
 
     range_nbytes: int
