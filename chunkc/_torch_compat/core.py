@@ -165,7 +165,6 @@ def as_plain_subclass(cls: type[T], tensor: torch.Tensor, requires_grad: bool = 
 
 
 def is_profiling() -> bool:
-    """Whether `profiler_range` does anything now."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
@@ -177,7 +176,6 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 
 
 def aot_backend(**options: Any) -> Callable[..., Any]:
-    """AOTAutograd as a torch.compile backend with the given compilers and partitioner."""
     backend: Callable[..., Any] = aot_autograd(**options)
     return backend
 
@@ -220,7 +218,6 @@ def is_random(node: torch.fx.Node) -> bool:
 
 
 def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of ``op`` draws random numbers; see `is_random`."""
     if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     values = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
@@ -241,7 +238,6 @@ def recomputed_region(node: torch.fx.Node) -> int | None:
 
 
 def tag_must_save(node: torch.fx.Node) -> None:
-    """Tell the partitioner not to compute ``node`` again in backward."""
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -264,10 +260,7 @@ def storage_key(value: Any) -> StorageKey | None:
 
 
 def graph_break(reason: str) -> Exception:
-    """Return the exception that ends Dynamo's graph before the call under way, for code that it traces.
-
-    The call then runs as it is. With ``fullgraph=True`` the user sees the exception.
-    """
+    """The exception that ends Dynamo's graph before the call under way; with ``fullgraph=True`` shown."""
     kind = torch._dynamo.exc.Unsupported
     named: dict[str, Any] = {"gb_type": "managed parameter"} if "gb_type" in inspect.signature(kind).parameters else {}
     return kind(reason, **named)

@@ -21,7 +21,6 @@ Group = dist.ProcessGroup
 
 
 def is_in_job() -> bool:
-    """Whether this process is one of a torch.distributed job."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -51,10 +50,7 @@ def job_store() -> Any:
 
 
 def new_group(backend: str, timeout: timedelta, device: torch.device, sets: Sequence[Sequence[int]]) -> Group:
-    """The group of that one of ``sets`` which this rank is in, for tensors on ``device``.
-
-    Every rank makes the groups of all sets, in this order and at the same time.
-    """
+    """The group of this rank's set; all ranks make the groups of all ``sets``, in order and at once."""
     options: dict[str, Any] = {"device_id": device} if device.type == "cuda" else {}
     groups = [dist.new_group(list(ranks), backend=backend, timeout=timeout, **options) for ranks in sets]
     own = [group for group in groups if isinstance(group, Group)]
@@ -94,7 +90,6 @@ def reduce_scatter(group: Group, own: torch.Tensor, whole: torch.Tensor, *, mean
 
 
 def reduce(group: Group, tensor: torch.Tensor, *, mean: bool) -> None:
-    """Replace ``tensor`` by the sum or mean over all ranks."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM)
     _finish(group.allreduce([tensor], options))
@@ -106,7 +101,6 @@ def all_to_all(group: Group, received: torch.Tensor, sent: torch.Tensor) -> None
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int) -> None:
-    """Give ``tensor`` of rank ``source`` to all."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = source, 0
     _finish(group.broadcast([tensor], options))

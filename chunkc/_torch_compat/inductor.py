@@ -14,7 +14,6 @@ import torch
 
 
 def inductor_decompositions() -> dict[Any, Callable[..., Any]]:
-    """The decompositions that Inductor expects a graph to have been traced with."""
     from torch._inductor.decomposition import select_decomp_table
 
     return dict(select_decomp_table())
@@ -65,21 +64,14 @@ class LoopUnavailable(RuntimeError):
 def inductor_loop(
     function: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], *, is_parallel: bool
 ) -> tuple[str, str, list[tuple[str, int]]]:
-    """Compile a pointwise function of CPU tensors to one C++ loop, without Dynamo.
+    """Compile a pointwise function of 1-D CPU tensors to one C++ loop, without Dynamo.
 
-    The loop takes any number of elements. It is called by address, as Inductor's wrapper holds the GIL. An input and an
-    output may be the same memory.
+    The loop takes any number of elements; examples as long as the first vary in length together. It is called by
+    address, as Inductor's wrapper holds the GIL. An input and an output may be the same memory. With ``is_parallel`` it
+    opens a parallel region with the calling thread's number of threads.
 
-    Args:
-        examples: tensors with one dimension. Those as long as the first vary in length together.
-        is_parallel: whether the loop opens a parallel region with the calling thread's number of threads.
-
-    Returns:
-        A shared library, its symbol, and the arguments in order: addresses of ("input", i) and ("output", i), and
-        the number of elements as ("numel", 0), an int64.
-
-    Raises:
-        LoopUnavailable: where there is no such loop.
+    Returns a shared library, its symbol, and the arguments in order: addresses of ("input", i) and ("output", i), and
+    the number of elements as ("numel", 0), an int64. LoopUnavailable where there is no such loop.
     """
     import torch._inductor.config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -148,7 +140,6 @@ def _loop_settings(is_parallel: bool) -> dict[str, Any]:
 
 
 def _find_loop(compiled: Any, inputs: Sequence[str], numel: str) -> tuple[str, str, list[tuple[str, int]]]:
-    """Library, symbol and arguments of the one loop in what Inductor generated; see `inductor_loop`."""
     tree = ast.parse(compiled.source_code)
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func).startswith("cpp_fused")]
     call = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "call")

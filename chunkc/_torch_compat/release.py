@@ -37,12 +37,10 @@ class ReleasableBackend:
     """A torch.compile backend that lets go of its compiler, and of the code that the compiler made."""
 
     def __init__(self, compile_graph: Callable[..., Callable[..., Any]]) -> None:
-        """``compile_graph`` compiles one Dynamo graph."""
         self._compile_graph = compile_graph
         self._fake_modes = weakref.WeakSet[FakeTensorMode]()
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one Dynamo graph."""
         mode = torch._guards.TracingContext.get().fake_mode
         if mode is not None:
             self._fake_modes.add(mode)

@@ -21,9 +21,7 @@ _POLL_S = 0.05
 def meet(timeout: timedelta) -> tuple[Store, int, int]:
     """Meet the job's other ranks: a store without writes of earlier lives, this rank, their number.
 
-    Raises:
-        RuntimeError: when not all ranks have come within ``timeout``.
-        ValueError: when the environment, as torchrun sets it, names no job.
+    Raises RuntimeError when not all have come within ``timeout``, ValueError when the environment names no job.
     """
     store, rank, world_size = next(iter(rendezvous("env://")))
     store.set_timeout(timeout)

@@ -51,11 +51,7 @@ class ChunkCache:
     by_list_order: bool = False
 
     def iteration(self) -> tuple[list[Move], int]:
-        """The moves of an iteration that ends as it began, and the most payloads on the host in it.
-
-        Raises:
-            NoRoom: when a stretch does not fit.
-        """
+        """Moves of an iteration that ends as it began, and its most payloads on the host; may raise NoRoom."""
         standing: frozenset[int] = frozenset()
         seen: list[frozenset[int]] = []
         while standing not in seen:
@@ -68,7 +64,6 @@ class ChunkCache:
         return moves, walk.most_on_host
 
     def _uses(self) -> list[list[int]]:
-        """Numbers of the stretches that use each group."""
         uses: list[list[int]] = [[] for _ in range(self.packing.num_groups)]
         for number, stretch in enumerate(self.course.stretches):
             for group in self.packing.groups_of(stretch.params):
@@ -106,7 +101,6 @@ class _Walk:
         yield from self._update()
 
     def _is_last(self, group: int, number: int) -> bool:
-        """Whether the group is not used again in the pass of stretch ``number``."""
         stretches = self.cache.course.stretches
         later = [n for n in self.uses[group] if n > number]
         return not later or stretches[later[0]].graph != stretches[number].graph

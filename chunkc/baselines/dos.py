@@ -34,7 +34,6 @@ def stride(machine: Machine, dtype: str) -> int:
 
 
 def dos(course: Course, machine: Machine) -> Outcome:
-    """Model ``course`` under Deep Optimizer States."""
     ranks, payload = machine.world_size, DTYPE_NBYTES[course.dtype]
     numel = course.trained_numel // ranks
     kept_nbytes = (course.nbytes(range(len(course.schedule.params))) + payload * course.trained_numel) // ranks

@@ -18,7 +18,6 @@ NAME = "l2l"
 
 
 def l2l(course: Course, machine: Machine) -> Outcome:
-    """Model ``course`` under L2L."""
     device_nbytes = max(s.nonmodel_nbytes + course.nbytes(s.params) for s in course.stretches)
     host_nbytes = HOST_NBYTES_PER_PARAM * course.trained_numel
     if machine.world_size > 1:

@@ -21,11 +21,7 @@ class Machine:
 
     @classmethod
     def of(cls, hw: Hardware, reserved_nbytes: int = 0) -> Machine:
-        """A rank of ``hw``, all of whose GPUs train; ``reserved_nbytes`` of a device are not to be had.
-
-        Raises:
-            HardwareError: when the machine's rates are not known.
-        """
+        """A rank of ``hw``, all of whose GPUs train; HardwareError when the rates are not known."""
         memory = UsableMemory.of(hw)
         return cls(
             name=str(hw),

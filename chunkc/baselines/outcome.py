@@ -16,14 +16,9 @@ from chunkc.ir.actions import Stream
 class Outcome:
     """One modelled system on one machine.
 
-    Attributes:
-        policy: its name in `chunkc.baselines.POLICIES`.
-        hw: the machine.
-        why_not: which memory is too small, or what the system cannot do; empty where the model fits.
-        missing_nbytes: of that memory, for one rank; 0 where it fits or memory is not the reason.
-        device_nbytes, host_nbytes: most bytes of one rank; what it would take where it does not fit.
-        timeline: the steady iteration; None where the model does not fit.
-        notes: decisions worth knowing, in a few words each.
+    ``why_not``: which memory is too small, or what the system cannot do; empty where the model fits.
+    ``missing_nbytes``: of that memory, for one rank; else 0. ``device_nbytes``, ``host_nbytes``: most bytes of one
+    rank, also where it does not fit. ``timeline``: the steady iteration. ``notes``: decisions worth knowing.
     """
 
     policy: str
@@ -47,7 +42,6 @@ class Outcome:
         return self.timeline.stream(Stream.H2D).nbytes + self.timeline.stream(Stream.D2H).nbytes
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dumps``."""
         figures = ("step_ms", "tokens_per_s", "patrickstar_tflops", "model_tflops", "bound")
         return {
             "policy": self.policy,

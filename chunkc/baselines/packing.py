@@ -18,13 +18,9 @@ SIZES = tuple(range(4 * STEP, 17 * STEP, STEP))
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """A mapping of parameters to chunks.
+    """A mapping of parameters to chunks; chunk ``i`` belongs to rank ``i % ranks`` of a group.
 
-    Attributes:
-        chunk_numel: elements of every chunk.
-        chunk_of: the chunk of each parameter.
-        used: elements in use of each chunk; none in those that fill up the last group.
-        ranks: chunk ``i`` belongs to rank ``i % ranks`` of group ``i // ranks``.
+    ``used``: elements in use of each chunk; none in those that fill up the last group.
     """
 
     chunk_numel: int
@@ -44,7 +40,6 @@ class Packing:
         return sum(held) / (len(held) * self.chunk_numel) if held else 1.0
 
     def groups_of(self, params: tuple[int, ...]) -> tuple[int, ...]:
-        """Groups that hold ``params``, each once."""
         return tuple(dict.fromkeys(self.chunk_of[p] // self.ranks for p in params))
 
     def used_by_most(self, group: int) -> int:

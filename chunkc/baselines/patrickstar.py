@@ -50,7 +50,6 @@ class PatrickStar:
         return min(outcomes, key=lambda o: o.missing_nbytes)
 
     def packings(self, course: Course, machine: Machine) -> list[Packing]:
-        """The packings in chunks of the searched sizes, the least wasteful first."""
         return packings(course, self.sizes, machine.world_size)
 
     def total_nbytes(self, course: Course, packing: Packing) -> int:
@@ -90,11 +89,7 @@ class PatrickStar:
         return Outcome(self.name, machine.name, why_not, missing_nbytes, device_nbytes, total_nbytes - warm_up_nbytes)
 
     def _steady(self, course: Course, machine: Machine, packing: Packing, triples: int) -> Outcome:
-        """With so many triples on the device.
-
-        Raises:
-            NoRoom: when a stretch does not fit beside them.
-        """
+        """With so many triples on the device; NoRoom when a stretch does not fit beside them."""
         payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
         triple_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
 

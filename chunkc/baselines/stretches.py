@@ -19,15 +19,10 @@ _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """A run of operators.
+    """A run of operators; ``fwd.3`` is the fourth of forward.
 
-    Attributes:
-        graph: forward or backward.
-        name: ``fwd.3`` for the fourth of forward.
-        reads: indexes of the parameters read, each once.
-        grads: indexes of the parameters whose gradient is final in it.
-        work: what it computes.
-        nonmodel_nbytes: most bytes of activations, workspace and gradients while it runs.
+    ``reads`` and ``grads``: parameters read, each once, and those whose gradient is final in it. ``nonmodel_nbytes``:
+    most bytes of activations, workspace and gradients while it runs.
     """
 
     graph: GraphKind
@@ -91,15 +86,12 @@ class Course:
         )
 
     def nbytes(self, params: Sequence[int]) -> int:
-        """Payload bytes of ``params``."""
         return sum(self.schedule.params[p].nbytes for p in params)
 
     def numel_of(self, params: Sequence[int]) -> int:
-        """Elements of ``params``."""
         return sum(self.schedule.params[p].numel for p in params)
 
     def graph(self, kind: GraphKind) -> tuple[Stretch, ...]:
-        """The stretches of one graph."""
         return tuple(s for s in self.stretches if s.graph == kind)
 
 

@@ -51,11 +51,7 @@ class Writer:
         return self._add(text, stream, alone_ms, sum(sizes), waits)
 
     def exchange(self, text: str, sizes: Sequence[int], *waits: str) -> str:
-        """All-gathers, or reduce-scatters, of so many bytes of each rank, one after another.
-
-        Raises:
-            HardwareError: on a machine whose links are not known.
-        """
+        """All-gathers, or reduce-scatters, of so many bytes of each rank; HardwareError without links."""
         links, ranks = self.machine.rates.links, self.machine.world_size
         if links is None:
             raise HardwareError(f"{self.machine.name} has {ranks} ranks, but no rates of links between them")
@@ -81,7 +77,6 @@ class Writer:
         return str(len(self._names) - 1)
 
     def script(self) -> Script:
-        """The script of the actions that were written."""
         if self.in_turn:
             self.wait_at_start(self.last)
         return Script(tuple(self._names), tuple(self._costs), tuple(self._waits))

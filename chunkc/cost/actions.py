@@ -35,12 +35,8 @@ _SUMS_NBYTES = 2 * 8
 class Cost:
     """One action alone.
 
-    Attributes:
-        alone_ms: on its stream, with nothing beside it.
-        use: what it takes of shared resources meanwhile.
-        launch_ms: the host's time before it can start.
-        kernels_ms: the host's time from then on until its last kernel is launched.
-        nbytes: what it copies, receives or updates.
+    ``use``: of shared resources meanwhile. ``launch_ms`` and ``kernels_ms``: the host's time before it can start, and
+    from then on until its last kernel is launched.
     """
 
     alone_ms: float
@@ -74,11 +70,7 @@ class ActionCosts:
         }
 
     def of(self, action: Action) -> Cost:
-        """The cost of ``action``.
-
-        Raises:
-            HardwareError: for a collective on a machine whose links are not known.
-        """
+        """The cost of ``action``; HardwareError for a collective where links are not known."""
         rates = self._rates
         is_compute = action.stream is Stream.COMPUTE
         launch_ms = (rates.compute_launch_us if is_compute else rates.copy_launch_us) * 1e-3
@@ -188,7 +180,6 @@ def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
 
 
 def segment_ms(segment: Segment, rates: CostRates) -> float:
-    """Milliseconds of a segment's kernels alone, one after the other."""
     return sum(work_ms(work, rates) for work in segment.work)
 
 

@@ -26,16 +26,10 @@ _SLACK_MS = 1e-9
 class Task:
     """One execution of an action; times in milliseconds from the start of the simulation.
 
-    Attributes:
-        number: in the order of issue.
-        name: for messages.
-        cost: of the action alone.
-        waits: numbers of the tasks that must be complete.
-        issue_after: numbers of the tasks that the host waits for before it issues this one.
-        issued_ms: when it could start as far as the host goes; issue_done_ms: when its last kernel was launched.
-        start_ms, end_ms: on its stream. worked_ms: when the work itself was done; the rest is the host's.
-        cause: number of the task whose end let it start, or None where the host did.
-        host_cause: number of the task whose end let the host issue it, if any.
+    ``waits`` and ``issue_after`` are numbers of tasks that must be complete before it starts, and before the host
+    issues it. ``issued_ms``: when it could start as far as the host goes; ``issue_done_ms``: when its last kernel was
+    launched; ``worked_ms``: when the work itself was done, the rest is the host's. ``cause`` and ``host_cause``: tasks
+    whose end let it start (None: the host did), and let the host issue it.
     """
 
     number: int
@@ -79,11 +73,7 @@ class Engine:
         return task.number
 
     def run_until(self, numbers: range) -> None:
-        """Go on until all tasks with these numbers are complete.
-
-        Raises:
-            PlanError: when nothing can go on: some task waits for one that is issued behind it.
-        """
+        """Go on until all these tasks are complete; PlanError when one waits for a task issued behind it."""
         left = sum(1 for n in numbers if not self._is_done(n))
         while left:
             self._issue()
@@ -94,7 +84,6 @@ class Engine:
         return self.tasks[number].end_ms <= self._now_ms
 
     def _issue(self) -> None:
-        """The host issues tasks until it has to wait."""
         while self._num_issued < len(self.tasks):
             task = self.tasks[self._num_issued]
             before = self.tasks[task.number - 1] if task.number else None
@@ -112,7 +101,6 @@ class Engine:
             self._num_issued += 1
 
     def _start(self) -> None:
-        """Every idle stream starts its next task if that can start now."""
         for stream, queue in self._queues.items():
             if stream not in self._running and queue:
                 ready_ms = self._ready(queue[0])

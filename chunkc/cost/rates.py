@@ -29,22 +29,15 @@ class CopyLaw:
     gb_per_s: float
 
     def time_ms(self, nbytes: int) -> float:
-        """Milliseconds of one copy."""
         return self.latency_us * 1e-3 + nbytes / self.gb_per_s * 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links over which ranks exchange chunks.
+    """Links over which ranks exchange chunks: what collectives reach, 1e9 bytes per second and direction.
 
-    Rates are those that collectives reach, in 1e9 bytes per second and direction.
-
-    Attributes:
-        gpu_gb_per_s: one device to the others of its node.
-        node_gb_per_s: one node to the others, for all its ranks together; None for one node.
-        gpus_per_node: ranks of one node.
-        hop_us: latency for each rank beyond the first.
-        is_host_link: whether devices reach each other over the link to the host, which copies use too.
+    ``gpu_gb_per_s``: one device to the others of its node; ``node_gb_per_s``: one node to the others, all ranks
+    together. ``hop_us``: latency for each rank beyond the first. ``is_host_link``: copies use the same link.
     """
 
     gpu_gb_per_s: float
@@ -56,20 +49,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class CostRates:
-    """One rank's rates.
+    """One rank's rates: 1e12 operations per second by dtype (``float32`` is always there), and others.
 
-    Attributes:
-        hw: name of the machine.
-        matmul_tflops, attention_tflops: by dtype, 1e12 operations per second; ``float32`` is always there.
-        device_memory_gb_per_s: bytes read and written in device memory.
-        h2d, d2h: copies.
-        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam by dtype of the payload, 1e9 parameters per second.
-        links: between ranks; None where there is one.
-        kernel_launch_us: host time for one kernel.
-        compute_launch_us, copy_launch_us: host time for an action on the compute stream, on another.
-        handoff_us: from the end of an action on one stream to the start of one on another that waits for it.
-        runs_inline: whether the host computes itself what it launches on the compute stream.
-        sharing: how actions that run together slow each other.
+    Updates are Adam's by dtype of the payload, 1e9 parameters per second. ``compute_launch_us``, ``copy_launch_us``:
+    host time for an action on the compute stream, on another. ``handoff_us``: from the end of an action on one stream
+    to the start of one on another that waits for it. ``runs_inline``: the host computes itself what it launches.
     """
 
     hw: str
@@ -89,11 +73,7 @@ class CostRates:
     sharing: Sharing = Alone()  # noqa: RUF009 - frozen
 
     def of_dtype(self, table: Mapping[str, float], dtype: str) -> float:
-        """The entry of ``table`` for ``dtype``; without one, that of the other 16-bit kind or of fp32.
-
-        Raises:
-            HardwareError: when none of these was measured.
-        """
+        """Entry for ``dtype``, else for the other 16-bit kind or fp32; HardwareError if none was measured."""
         other = [name for name in _SIXTEEN_BITS if dtype in _SIXTEEN_BITS]
         rate = next((table[name] for name in (dtype, *other, "float32") if name in table), None)
         if rate is None:
@@ -113,11 +93,7 @@ def update_nbytes(dtype: str, states: StateSpec = ADAM_STATES) -> int:
 
 
 def cost_rates(hw: Hardware) -> CostRates:
-    """The rates of one rank of ``hw``.
-
-    Raises:
-        HardwareError: when neither the catalogue nor a calibration knows them; the message says what would.
-    """
+    """The rates of one rank of ``hw``; where they are not known, HardwareError says what would help."""
     rates = known_rates(hw)
     if rates is None:
         raise HardwareError(
@@ -168,7 +144,6 @@ def _cpu_update(hw: Hardware, host: Host, share: Assumed, dtype: str) -> float:
 
 
 def _links(hw: Hardware, host: Host, share: Assumed) -> Links | None:
-    """None for one rank."""
     if hw.num_gpus == 1:
         return None
     node = hw.internode_gb_per_s or host.internode_gb_per_s

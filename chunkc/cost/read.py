@@ -25,7 +25,6 @@ def slices_of(tasks: Sequence[Task], names: Names, base_ms: float) -> tuple[Slic
 
 
 def stream_times(tasks: Sequence[Task], path_ms: dict[str, float]) -> tuple[StreamTime, ...]:
-    """Of the streams that have actions in ``tasks``, which are one iteration."""
     times = []
     for stream in Stream:
         on_stream = [t for t in tasks if t.stream is stream]
@@ -63,7 +62,6 @@ def _cause(engine: Engine, task: Task, since_ms: float) -> str:
 
 
 def _before(engine: Engine, tasks: Sequence[Task]) -> Task | None:
-    """The last compute task before those of an iteration."""
     first = tasks[0].number if tasks else 0
     return next((t for t in reversed(engine.tasks[:first]) if t.stream is Stream.COMPUTE), None)
 

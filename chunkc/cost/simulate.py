@@ -38,13 +38,8 @@ _PRICED_MICRO_BATCHES: Final = 3
 def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) -> Timeline:
     """Simulate the steady iteration of ``plan``: all micro-batches and the step, or an evaluation.
 
-    Args:
-        plan: as planned or loaded; nothing else of the model is needed.
-        hw: the machine whose rates to take: a `Hardware`, a spelling, or the path of a profile of ``chunkc calibrate``.
-            None takes the plan's.
-
-    Raises:
-        HardwareError: when the machine's rates are not known; the message says how to get them.
+    ``hw``: whose rates to take (also a spelling, or the path of a profile of ``chunkc calibrate``); None: the plan's.
+    Raises HardwareError when these are not known; the message says how to get them.
     """
     if hw is None and plan.hw.endswith(_CALIBRATED):
         raise HardwareError(
@@ -55,7 +50,6 @@ def simulate(plan: Plan, hw: Hardware | str | os.PathLike[str] | None = None) ->
 
 
 def simulate_with(plan: Plan, rates: CostRates) -> Timeline:
-    """`simulate` with rates at hand."""
     return simulate_script(script_of(plan, rates), facts_of(plan), rates)
 
 
@@ -88,7 +82,6 @@ class Facts:
 
 
 def script_of(plan: Plan, rates: CostRates) -> Script:
-    """The actions of one iteration of ``plan``."""
     costs = ActionCosts(plan, rates)
     actions = list(plan.labelled())
     return Script(
@@ -100,7 +93,6 @@ def script_of(plan: Plan, rates: CostRates) -> Script:
 
 
 def facts_of(plan: Plan) -> Facts:
-    """Of one iteration of ``plan``."""
     ranks, times = plan.layout.num_ranks, plan.accumulate
     return Facts(
         plan_digest=plan.digest(),
@@ -114,7 +106,6 @@ def facts_of(plan: Plan) -> Facts:
 
 
 def simulate_script(script: Script, facts: Facts, rates: CostRates) -> Timeline:
-    """Simulate the steady iteration of ``script``."""
     return _timeline(_steady(script, rates), facts)
 
 

@@ -40,10 +40,8 @@ class Slice:
 class Stall:
     """Time in which the compute stream waited to start ``action``.
 
-    Attributes:
-        waited_for: label and text of the action whose end let it start, or let the host launch it; ``host`` where
-            launching alone was late.
-        path_ms: what was under way meanwhile, back along the critical path: milliseconds by stream or ``overhead``.
+    ``waited_for``: label and text of the action whose end let it start, or let the host launch it; ``host`` where
+    launching alone was late. ``path_ms``: what was under way meanwhile: milliseconds by stream or ``overhead``.
     """
 
     label: str
@@ -57,10 +55,7 @@ class Stall:
 class StreamTime:
     """One stream in one iteration.
 
-    Attributes:
-        busy_ms: while an action runs. alone_ms: what these actions take with nothing beside them.
-        critical_ms: on the critical path.
-        num_actions: that take time or not. nbytes: copied, exchanged, updated or moved in device memory.
+    ``alone_ms``: actions with nothing beside them. ``nbytes``: copied, exchanged, updated or moved in device memory.
     """
 
     stream: Stream
@@ -84,12 +79,10 @@ class Peaks:
 
 @dataclass(frozen=True, slots=True)
 class Flops:
-    """Of one iteration on one rank.
+    """Operations of one iteration on one rank; the masked half of causal attention does not count.
 
-    Attributes:
-        model: without what backward computes again: three times the forward's, or what is executed if that is less
-            (frozen parameters). hardware: what is executed. Attention counts, the masked half of a causal one does not.
-        patrickstar: eight for each parameter and token; None where there are no tokens or nothing is trained.
+    ``model``: without what backward computes again: three times the forward's, or what is executed if that is less
+    (frozen parameters). ``patrickstar``: eight for each parameter and token; None without tokens or training.
     """
 
     model: int
@@ -108,18 +101,9 @@ class Flops:
 class Timeline:
     """One steady iteration of a plan on one rank, simulated.
 
-    Attributes:
-        plan_digest, model, hw: what was simulated, on the rates of which machine.
-        step_ms: the period.
-        is_steady: whether iterations repeat exactly; where not, ``step_ms`` is the mean of several.
-        num_iterations: simulated until then.
-        num_samples, num_tokens: of one iteration, all ranks together; 0 where unknown.
-        world_size: ranks.
-        flops: operations of one rank.
-        streams: those that have actions. overhead_ms: launches and hand-offs on the critical path.
-        stalls: of the compute stream, the longest first.
-        peaks: of memory.
-        slices: all actions, by stream and start. next_slices: the same of the iteration behind it.
+    ``step_ms``: the period, or the mean of several iterations where these do not repeat exactly (``is_steady``).
+    ``num_samples``, ``num_tokens``: of one iteration, all ranks together; 0 where unknown. ``overhead_ms``: launches
+    and hand-offs on the critical path. ``stalls``: the longest first. ``slices``: by stream and start.
     """
 
     plan_digest: str
@@ -170,12 +154,10 @@ class Timeline:
         return next((times for times in self.streams if times.stream is stream), empty)
 
     def busy_share(self, stream: Stream) -> float:
-        """Share of the step in which ``stream`` is busy."""
         return self.stream(stream).busy_ms / self.step_ms if self.step_ms else 0.0
 
     @property
     def bound(self) -> str:
-        """The stream, or ``overhead``, with most of the critical path."""
         critical_ms_by_name = {str(s.stream): s.critical_ms for s in self.streams} | {OVERHEAD: self.overhead_ms}
         return max(critical_ms_by_name, key=lambda name: critical_ms_by_name[name])
 

@@ -68,12 +68,10 @@ def digest_lines(lines: Sequence[str]) -> int:
 
 
 def named(kind: Kind, what: str) -> str:
-    """Name an operation in a message; ``what`` of its kind it is (a parameter's name), if anything."""
     return f"{kind} of {what}" if what else str(kind)
 
 
 def backward_line(position: int, num_graphs: int) -> str:
-    """Describe the backward pass of one graph out of several."""
     return f"{_BACKWARD}{position + 1} of the {num_graphs} graphs of the forward"
 
 

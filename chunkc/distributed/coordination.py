@@ -21,8 +21,7 @@ T = TypeVar("T")
 def exchange(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     """Do ``work`` on every rank and return all results by rank, this rank's own as the object itself.
 
-    Raises:
-        Exception: what ``work`` raised here; else, where it failed on another rank, an error that names it.
+    Raises what ``work`` raised here; else, where it failed on another rank, an error that names it.
     """
     if ranks.size == 1:
         return [work()]
@@ -77,13 +76,9 @@ def mean_of_ranks(ranks: Ranks, value: torch.Tensor) -> torch.Tensor:
 
 
 def run_on_rank0(ranks: Ranks, lead: Callable[[Callable[[Any], None]], T], follow: Callable[[Any], object]) -> T:
-    """Rank 0 does ``lead``, which may ask the others to do ``follow``, and all return what ``lead`` does.
+    """Rank 0 does ``lead``, which may ask the others to do ``follow``; all return, or raise, as ``lead``.
 
-    Args:
-        lead: is given a function: when it calls that with a value, the other ranks call ``follow`` with it.
-
-    Raises:
-        Exception: what ``lead`` raised, on all ranks.
+    ``lead`` is given a function: when it calls that with a value, the other ranks call ``follow`` with it.
     """
     if ranks.size == 1:
         return lead(lambda value: None)
@@ -119,7 +114,6 @@ def _announce(ranks: Ranks, what: str, value: object) -> None:
 
 
 def _forwarded_error(error: Exception, rank: int) -> Exception:
-    """``error`` as the other ranks raise it."""
     text = f"on rank {rank}: {error}"
     if isinstance(error, CheckpointError):
         return CheckpointError(text, path=error.path, damaged=error.damaged, previous=error.previous)

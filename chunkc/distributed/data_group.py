@@ -22,13 +22,10 @@ STAGING_NBYTES: Final = 32 * 2**20
 
 
 class DataGroup:
-    """Collectives of one rank; one thread uses them.
+    """Collectives of one rank over ``mesh``, of one dimension; one thread uses them.
 
-    Args:
-        mesh: of one dimension, whose group is for tensors where payloads stand.
-        allocate: uint8 host memory of so many bytes, for what is received directly.
-        is_direct: whether payloads stand in host memory and the group is gloo's.
-        adds_in_float32: whether contributions in 16 bits are added up in float32 where they are not sent directly.
+    ``allocate``: uint8 host memory of so many bytes. ``is_direct``: payloads stand in host memory and the group is
+    gloo's. ``adds_in_float32``: for contributions in 16 bits that are not sent directly.
     """
 
     def __init__(self, mesh: DeviceMesh, allocate: Allocator, *, is_direct: bool, adds_in_float32: bool) -> None:
@@ -77,7 +74,6 @@ class DataGroup:
             own[piece].copy_(total.div_(self._size) if mean else total)
 
     def _staged(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Room for rows like those of ``like``, for as many others, and for one in float32."""
         if self._staging.device != like.device or not self._staging.numel():
             self._staging = torch.empty(STAGING_NBYTES, dtype=torch.uint8, device=like.device)
         size, width = like.nbytes, like.shape[1]

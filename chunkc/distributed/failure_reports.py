@@ -16,15 +16,9 @@ _RESTART: Final = "Start the job again from its last checkpoint"
 
 
 class FailureReports:
-    """Reports of the ranks of one model.
+    """Reports of the ranks of one model, of one ``name`` in the job's ``store``.
 
-    Args:
-        store: of the job.
-        name: of the model's ranks in it, the same on all of them.
-        timeout: of every exchange.
-
-    Attributes:
-        first: the failure of this rank after which it exchanges nothing more.
+    ``first``: the failure of this rank after which it exchanges nothing more.
     """
 
     def __init__(self, store: Store, name: str, rank: int, size: int, timeout: timedelta) -> None:

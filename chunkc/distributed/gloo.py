@@ -34,7 +34,6 @@ class DirectExchange:
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
-        """Fill ``whole`` (1-D) with the ``own`` of all ranks, where this rank's stands already."""
         parts, works = whole.tensor_split(self._size), []
         for target, source in self._rounds():
             works.append(self._receive(parts[source], source))
@@ -42,7 +41,6 @@ class DirectExchange:
         _finish(works)
 
     def reduce_scatter(self, own: torch.Tensor, whole: torch.Tensor, *, mean: bool) -> None:
-        """Into ``own``, this rank's part of ``whole`` (1-D), the sum or mean of that part over all ranks."""
         parts, rounds = whole.tensor_split(self._size), list(self._rounds())
         received, total = self._buffers(own)
         sends = [self._send(parts[target], target) for target, _ in rounds]
@@ -67,7 +65,6 @@ class DirectExchange:
         return [((self._rank + k) % self._size, (self._rank - k) % self._size) for k in range(1, self._size)]
 
     def _buffers(self, like: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Room for contributions like ``like``, and for their sum in float32."""
         nbytes = like.numel() * like.element_size()
         needed = _NUM_RECEIVED * nbytes + 4 * like.numel()
         if self._buffer.numel() < needed:

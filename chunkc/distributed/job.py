@@ -1,7 +1,4 @@
-"""The torch.distributed job that this process belongs to: NCCL where there is a GPU, else gloo.
-
-A script started by torchrun belongs to a job before it has called anything; `join` calls ``init_process_group``.
-"""
+"""The torch.distributed job that this process belongs to: NCCL where there is a GPU, else gloo."""
 
 from __future__ import annotations
 
@@ -20,9 +17,7 @@ from chunkc.hardware import present_gpu
 def join() -> None:
     """Join the job that torchrun has started, if the script has not; this rank's GPU becomes current.
 
-    Raises:
-        HardwareError: when there are fewer GPUs than ranks of this machine.
-        RankError: when the job cannot be joined.
+    Raises HardwareError when there are fewer GPUs than ranks of this machine, RankError when joining fails.
     """
     has_joined = dist.is_in_job()
     if not has_joined and int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -44,14 +39,8 @@ def join() -> None:
 def make_ranks(device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool) -> Ranks:
     """Make the ranks of a model on ``device``, of which every ``num_sharing`` share chunks.
 
-    All ranks make theirs at the same time, in the same order of models.
-
-    Args:
-        allocate: uint8 host memory of so many bytes, for exchanges between hosts.
-        adds_in_float32: whether NCCL, too, adds up gradients in float32.
-
-    Raises:
-        RankError: when not all of them compile a model now.
+    All ranks make theirs at the same time, in the same order of models; RankError when some do not. ``allocate``:
+    uint8 host memory of so many bytes. ``adds_in_float32``: NCCL, too, adds up gradients in float32.
     """
     if not dist.is_in_job() or dist.job_size() == 1:
         return Ranks()

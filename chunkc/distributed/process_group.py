@@ -57,10 +57,7 @@ G = TypeVar("G")
 class Ranks:
     """One rank alone. Methods are collective among several ranks: all call them in the same order.
 
-    Attributes:
-        rank: of this process, from 0, of ``size``.
-        shard_rank: its place among the ranks that divide the model data.
-        replica: the number of the replica of the model data that it has a part of.
+    ``shard_rank``: its place among the ranks that divide the model data of its ``replica``.
     """
 
     rank = 0
@@ -76,12 +73,7 @@ class Ranks:
     def agree(self, kind: Kind, lines: Lines, what: str = "", number: int = 0) -> list[int]:
         """Check that all ranks are about to do the same, and return ``number`` of each, in their order.
 
-        Args:
-            lines: all that must be equal.
-            what: for messages, what of the kind it is (a parameter's name).
-
-        Raises:
-            RankError: on all ranks, when they differ, with the first difference.
+        RankError, on all ranks, names the first of ``lines`` that differs. ``what``: of its kind (a parameter's name).
         """
         return [number]
 
@@ -131,10 +123,7 @@ class Ranks:
         yield
 
     def concurrent(self) -> Ranks:
-        """The same ranks with a control group of its own, for one thread that works beside training.
-
-        All ranks make the first call together. Closed with this object.
-        """
+        """The same ranks with an own control group for one thread beside training; all call this together."""
         return self
 
     def close(self) -> None:
@@ -142,12 +131,9 @@ class Ranks:
 
 
 class JobRanks(Ranks):
-    """The ranks of a torch.distributed job. All make one at once; no program runs before `connect`.
+    """The ranks of a torch.distributed job; ``number`` of this object is the same on all of them.
 
-    Args:
-        timeout: of every exchange.
-        store: of the job, through which ranks report where they stopped.
-        number: of this object, the same on all ranks.
+    All make one at once; no program runs before `connect`. ``timeout`` is that of every exchange.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, store: Store, number: int | str) -> None:
@@ -224,10 +210,7 @@ class JobRanks(Ranks):
     def connect(
         self, backend: str, device: torch.device, num_sharing: int, allocate: Allocator, *, adds_in_float32: bool
     ) -> None:
-        """Make the mesh, whose groups exchange payloads on ``device``; all ranks call this together.
-
-        Every ``num_sharing`` ranks that follow each other divide the model data.
-        """
+        """Make the mesh, whose groups exchange payloads on ``device``; all ranks call this together."""
         sizes = {DP_REPLICATE: self.size // num_sharing, DP_SHARD: num_sharing}
         try:
             mesh = new_mesh(backend, self._timeout, device, {dim: n for dim, n in sizes.items() if n > 1})

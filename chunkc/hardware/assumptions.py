@@ -18,16 +18,10 @@ __all__ = ["Assumed", "Host", "assumed", "host_of"]
 class Assumed:
     """Efficiencies, latencies, Adam on a host, and memory that training does not get.
 
-    An efficiency is the share of the data sheet's figure that large work reaches.
-
-    Attributes:
-        collective_efficiency, collective_hop_us: of exchanges of chunks; a hop for each rank beyond the first.
-        kernel_launch_us, action_launch_us: host time for one kernel, and for the rest of an action.
-        handoff_us: from the end of work on one stream to the start of work on another that waits for it.
-        cpu_update_gparam_per_s_per_core: Adam by one core, 1e9 parameters per second.
-        dram_update_efficiency, dram_efficiency: of Adam by many cores, and of copies and updates together.
-        cuda_context_mib: of a GPU's memory, what CUDA and its libraries keep for a process.
-        system_host_mib, process_host_mib: of a node's memory, what system and library files, and each rank, keep.
+    An efficiency is the share of the data sheet's figure that large work reaches. A hop is for each rank beyond the
+    first; a hand-off lasts from the end of work on one stream to the start of work on another that waits for it. Adam's
+    rate is in 1e9 parameters per second; ``dram_update_efficiency`` is of Adam by many cores, ``dram_efficiency`` of
+    copies and updates together. CUDA keeps memory of a GPU, the system and each process memory of a node.
     """
 
     matmul_efficiency: float

@@ -81,7 +81,6 @@ def gpus() -> Mapping[str, GpuRow]:
 
 @cache
 def machines() -> Mapping[str, Machine]:
-    """The papers' machines by alias."""
     return {alias: Machine(**entry) for alias, entry in read_catalogue()["alias"].items()}
 
 

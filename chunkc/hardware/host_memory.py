@@ -26,10 +26,7 @@ _V1: Final = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total
 
 
 def free_host_nbytes(root: Path = Path("/"), environ: Mapping[str, str] = os.environ) -> int:
-    """Bytes of host memory, at least 0, that can be taken without swapping or passing a cgroup limit.
-
-    ``root``, where ``proc`` and ``sys`` lie, and ``environ`` are others in tests. Raises as `stated_host_nbytes`.
-    """
+    """Host bytes to be had without swapping or passing a cgroup limit; raises as `stated_host_nbytes`."""
     machine, stated_nbytes = psutil.virtual_memory(), stated_host_nbytes(environ)
     available_nbytes = machine.available
     if stated_nbytes is not None:

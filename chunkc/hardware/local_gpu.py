@@ -17,13 +17,9 @@ __all__ = ["PresentGpu", "number_of_environ", "present_gpu"]
 
 @dataclass(frozen=True, slots=True)
 class PresentGpu:
-    """This rank's CUDA device.
+    """This rank's CUDA device; ``index`` is CUDA's, ``gpu`` a name of the catalogue or ``sm<NN>``.
 
-    Attributes:
-        index: CUDA's number of it.
-        gpu: its name in the catalogue, or ``sm<NN>``.
-        memory_nbytes: what CUDA programs can have of it, a little less than what it is sold with.
-        by_nvml: what the driver's management library says of it; None where that is not known.
+    ``memory_nbytes``: what CUDA programs can have of it, a little less than what it is sold with.
     """
 
     index: int

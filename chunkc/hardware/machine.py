@@ -48,19 +48,16 @@ _MIB: Final = 1024**2
 class Hardware:
     """One machine: `num_nodes` equal nodes of `gpus_per_node` equal GPUs, one rank for each GPU.
 
-    ``Hardware.parse(str(hw)) == hw`` for every machine that `parse` made. A rate that is ``None`` is unknown or, for a
-    link, the link is absent. Bandwidths are in 1e9 bytes per second, those of links per direction.
+    ``Hardware.parse(str(hw)) == hw`` for every machine that `parse` made. Bandwidths are in 1e9 bytes per second, those
+    of links per direction. A rate that is ``None`` is unknown or, for a link, the link is absent.
 
     Attributes:
         name: the canonical spelling with all sizes explicit, or the alias, which says more than a spelling can.
         gpu: a name of ``hardware.toml`` such as ``"v100"``, or ``"emulated"``, or ``"sm<NN>"``.
         gpu_memory_nbytes, host_memory_nbytes: of one device, and of one node, shared by its ranks.
-        hbm_gb_per_s, tflops: of one device: its own memory, and dense rates by dtype.
-        pcie_gb_per_s, c2c_gb_per_s: between one device and its host; NVLink-C2C replaces PCIe.
         nvlink_gb_per_s: all NVLinks of one device together to the others of its node.
         internode_gb_per_s, num_cpu_cores: of one node, where known: a spelling does not say them.
-        compute_capability: CUDA's, as (major, minor); ``None`` for an emulated device.
-        rates: what ``chunkc calibrate`` measured; the rates above are those of the data sheet.
+        rates: measured by ``chunkc calibrate``; the rates above are those of the data sheet.
     """
 
     name: str
@@ -116,12 +113,8 @@ class Hardware:
     def sharding(self, shard: str, world_size: int | None = None) -> tuple[int, int]:
         """Number of ranks that divide model data among them, and of its replicas.
 
-        Args:
-            shard: ``"all"``: all ranks divide it. ``"node"``: those of a node do, and every node has all of it.
-            world_size: ranks; default: one for each device.
-
-        Raises:
-            HardwareError: for another word, and where nodes have one rank or unequal numbers of them.
+        ``shard``: ``"all"`` ranks divide it, or those of a ``"node"``, and every node has all of it. HardwareError for
+        another word, and where nodes have one rank or unequal numbers of them.
         """
         num_ranks, per_node = self.num_ranks(world_size), self.gpus_per_node
         if shard not in ("all", "node"):
@@ -286,7 +279,6 @@ def _check_count(name: str, count: object) -> None:
 
 
 def _job_shape() -> tuple[int, int]:
-    """(nodes, ranks per node) of the running job."""
     world_size = number_of_environ("WORLD_SIZE", 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         world_size = torch.distributed.get_world_size()

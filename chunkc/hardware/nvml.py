@@ -21,14 +21,11 @@ _LANE_GB_PER_S: Final = {1: 0.25, 2: 0.5, 3: 15.75 / 16, 4: 31.5 / 16, 5: 63.0 /
 
 @dataclass(frozen=True, slots=True)
 class NvmlGpu:
-    """One GPU.
+    """One GPU; ``name`` as the driver says it, which is CUDA's name of it.
 
-    Attributes:
-        name: as the driver says it, which is CUDA's name of it.
-        memory_nbytes: what CUDA programs can have of it; the driver's share is left out.
-        pcie_generation: the highest that the GPU and its slot agree on, as an idle link runs slower; None if not known.
-        pcie_width: lanes of the link now; None if not known.
-        num_other_processes: that compute on it, this one aside; others_nbytes: their device memory, as far as known.
+    ``memory_nbytes``: without the driver's share. ``pcie_generation``: the highest that the GPU and its slot agree on,
+    as an idle link runs slower; ``pcie_width``: lanes now. ``others_nbytes``: device memory of other processes that
+    compute on it, as far as known.
     """
 
     name: str
@@ -47,10 +44,7 @@ class NvmlGpu:
 
 
 def nvml_gpu(index: int, environ: Mapping[str, str] = os.environ, nvml: Any = None) -> NvmlGpu | None:
-    """The GPU that CUDA numbers ``index``; None where NVML is absent or cannot tell which that is.
-
-    ``environ`` and ``nvml`` (a ``pynvml`` module) are others in tests.
-    """
+    """The GPU that CUDA numbers ``index``; None where NVML is absent or cannot tell which that is."""
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -106,7 +100,6 @@ def _read(nvml: Any, handle: Any) -> NvmlGpu | None:
 
 
 def _or_none(nvml: Any, ask: Any, handle: Any) -> Any:
-    """An answer that not every GPU and driver gives."""
     try:
         return ask(handle)
     except nvml.NVMLError:

@@ -1,8 +1,7 @@
 """Measured rates of a machine, as ``chunkc calibrate`` finds them and a profile carries them.
 
-Every figure is the median of several rounds (`chunkc.calibrate.fit`). Constants of simple laws stand here for a
-simulator; the measurements behind them stand in `Rates.table`, round by round. *Activities* go by the name of their
-stream: ``compute``, ``h2d``, ``d2h``, ``cpu``. Dtypes go by torch's name: ``bfloat16``.
+Every figure is the median of several rounds (`chunkc.calibrate.fit`), which stand in `Rates.table`. *Activities* go by
+the name of their stream: ``compute``, ``h2d``, ``d2h``, ``cpu``. Dtypes go by torch's name: ``bfloat16``.
 """
 
 from __future__ import annotations
@@ -74,10 +73,7 @@ class Slowdown:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One measurement: its figure, and its value in each round.
-
-    `size` is in bytes, elements, rows or tokens, as `name` implies; 0 where there is none.
-    """
+    """One measurement: figure, values by round; `size` in bytes, elements, rows or tokens (0: none)."""
 
     name: str
     size: int
@@ -99,9 +95,7 @@ class Rates:
     """The rates of one device and its host, alone and together.
 
     Attributes:
-        slowdowns: one for each activity and each set of the others.
-        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam in host memory, and in device memory on the compute
-            stream, 1e9 parameters per second, by the payload's dtype.
+        cpu_update_gparam_per_s, gpu_update_gparam_per_s: Adam, 1e9 parameters per second, by the payload's dtype.
         matmul_tflops: square matrix products of the largest size measured, 1e12 operations per second.
         attention_tflops: causal attention of the most tokens measured, the masked half not counted.
         device_memory_gb_per_s: bytes read and written by a copy within device memory.

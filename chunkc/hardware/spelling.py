@@ -122,7 +122,6 @@ def _gpu(text: str, head: str) -> str:
 
 
 def _memories(text: str, gpu: str, sizes: list[str]) -> tuple[int, int]:
-    """Bytes of one device and of one node's host memory."""
     if len(sizes) not in (1, 2):
         example = f"{gpu}-64g" if gpu in gpus() else f"{gpu}-64m-2g"
         problem = f"host memory is needed and GPU memory may stand before it, found {len(sizes)} sizes"

@@ -20,12 +20,9 @@ _LEAST_SLACK_NBYTES: Final = 128 * _MIB
 
 @dataclass(frozen=True, slots=True)
 class UsableMemory:
-    """Bytes of one rank.
+    """Bytes that one rank may take, those that CUDA's context keeps, and those kept of its host share.
 
-    Attributes:
-        device_nbytes, host_nbytes: what training may take.
-        context_nbytes: of the device, what CUDA's context keeps; leaves_slack: whether `slack_nbytes` are left free.
-        kept_host_nbytes: of the rank's share of the host's memory, what the system and the process keep.
+    ``leaves_slack``: whether `slack_nbytes` are left free.
     """
 
     device_nbytes: int

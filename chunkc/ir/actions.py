@@ -13,11 +13,9 @@ program with that role; where none has run yet, it is satisfied.
     run fwd.17 @compute after f11           a compiled segment
     stash c12 of bwd.17 @compute            gradients of the segment land in the chunk
     add c12 of bwd.17 @compute              the same, added to those of earlier micro-batches in a gradient chunk
-    norm c12 @compute                       add its sum of squares and finiteness
-    sum @comm                               add up over all ranks what their norms found
-    decide @compute                         clip coefficient, overflow, loss scale
-    update c12 @cpu / @compute              the optimizer on a chunk; writes param16
-    restore c12 @cpu / @compute             param16 from param32
+        norm c12 @compute / sum @comm           sum of squares and finiteness of a chunk; the sum over all ranks
+        decide @compute                         clip coefficient, overflow, loss scale
+        update c12 @cpu / restore c12 @compute  the optimizer on a chunk; only its param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
     keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
@@ -32,18 +30,11 @@ from enum import StrEnum
 class Op(StrEnum):
     """The kind of an action.
 
-    OPEN gives a slot to a chunk without a copy: to a payload that an update on the device writes whole, or to a
-    gradient chunk. Where several ranks share groups, an opened gradient chunk begins as zeros. Another rank's is opened
-    in every residency interval of its group and released behind the reduction; the own one is opened in the first
-    backward of a step and fetched later, unless it never leaves the device: then the first backward stashes over it.
-
-    REDUCE leaves in the own chunk of a group the sum over all ranks of what they hold of it. So gradient chunks add up:
-    the owner holds the sum so far and its part of this micro-batch, the others hold their parts of this micro-batch.
-    Where there are several replicas, the own chunk then becomes its mean over its owners in all replicas, each of which
-    holds the same sum so far.
-
-    KEEP does nothing, in its stream and after what it waits for, so that labels and waits are those of the program
-    whose collective, opening or norm it replaces.
+    OPEN makes no copy. Where several ranks share groups, an opened gradient chunk begins as zeros: another rank's in
+    every residency interval of its group, the own one in the first backward of a step, unless it never leaves the
+    device: then that backward stashes over it. REDUCE adds up: the owner holds the sum so far and its part of this
+    micro-batch, the others their parts; with replicas the own chunk then becomes its mean over its owners in all of
+    them. KEEP stands in for what it replaces, so that labels and waits are the same.
     """
 
     FETCH = "fetch"
@@ -121,13 +112,9 @@ _TARGETS: dict[Op, str] = {
 class Action:
     """One action of a plan.
 
-    Attributes:
-        op: its kind.
-        target: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``fwd.17`` (segment), or empty.
-        stream: the queue that carries it out.
-        slot: the arena slot that it fills or frees (fetch, open, load, evict, drop, store).
-        source: for ``stash`` and ``add``, the segment whose gradients land.
-        waits: labels of the actions that must be complete before it starts.
+    ``target``: ``c12`` (chunk), ``os7`` (optimizer states), ``g4`` (group), ``fwd.17`` (segment), or empty. ``slot``:
+    the arena slot that it fills or frees. ``source``: for ``stash`` and ``add``, the segment whose gradients land.
+    ``waits``: labels of the actions that must be complete before it starts.
     """
 
     op: Op
@@ -149,7 +136,6 @@ class Action:
 
     @property
     def index(self) -> int:
-        """Number in the target: chunk of ``c12`` or ``os7``, segment of ``fwd.17``."""
         return int(self.target.lstrip("bcdfgosw."))
 
     def __str__(self) -> str:
@@ -167,11 +153,7 @@ class Action:
 
 
 def parse(text: str) -> Action:
-    """The action whose text form is ``text``; ``parse(str(action)) == action``.
-
-    Raises:
-        ValueError: when ``text`` is no action.
-    """
+    """The action whose text form is ``text``: ``parse(str(action)) == action``; ValueError for others."""
     match = _TEXT.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"not an action: {text!r}")

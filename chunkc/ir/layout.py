@@ -54,7 +54,6 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the payload, padding included: what a slot must hold."""
         return self.numel * DTYPE_NBYTES[self.dtype]
 
     @property
@@ -107,19 +106,9 @@ class Slot:
 class Layout:
     """Mapping, homes and arena of one model.
 
-    Attributes:
-        params: all parameters; positions are the indexes used everywhere.
-        placements: one per parameter, in the order of ``params``.
-        chunks: in mapping order; positions equal ``Chunk.index``.
-        groups: cover all chunks in order, ``world_size`` chunks each.
-        chunk_numel: elements per chunk of the commonest dtype (other dtypes: the same bytes).
-        slots: the arena's byte ranges; positions equal ``Slot.index``.
-        arena_nbytes: size of the static arena.
-        world_size: ranks over which each group is divided.
-        rank: the one of them whose plan this is.
-        num_replicas: how many times that many ranks there are, each with all chunks among them (one node each). The
-            n-th of all ranks is rank ``n % world_size`` of replica ``n // world_size``.
-        state_spec: the optimizer states of trained parameters.
+    Indexes are positions in ``params``, ``chunks`` and ``slots``. ``groups`` cover all chunks in order, ``world_size``
+    chunks each. ``chunk_numel`` counts elements of the commonest dtype (other dtypes: the same bytes). The n-th of all
+    ranks is rank ``n % world_size`` of replica ``n // world_size``; each replica (one node) has all chunks.
     """
 
     params: tuple[ParamInfo, ...]
@@ -136,7 +125,6 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """All that train the model together."""
         return self.world_size * self.num_replicas
 
     def params_of(self, chunk: int) -> tuple[int, ...]:
@@ -158,28 +146,20 @@ class Layout:
         return tuple(sorted({c for p in params for c in self.placements[p].chunks}))
 
     def grad_chunks(self) -> dict[int, int]:
-        """The gradient chunk of every chunk that has one."""
         return {c.partner: c.index for c in self.chunks if c.partner is not None}
 
     def owner(self, chunk: int) -> int:
-        """The rank that owns ``chunk``."""
         group = self.group_of(chunk)
         return chunk - group.first_chunk
 
     def group_of(self, chunk: int) -> Group:
-        """The communication group that holds ``chunk``."""
         return self.groups[chunk // self.world_size]
 
     def remote_of(self, group: int) -> tuple[int, ...]:
-        """The chunks of ``group`` that other ranks own."""
         return tuple(c for c in self.groups[group].chunks if self.owner(c) != self.rank)
 
     def moved_nbytes(self, action: Action) -> int:
-        """Bytes that ``action`` copies over the link to the host, or receives from other ranks.
-
-        A copy moves what is used of a chunk, a collective the whole chunks of all other ranks; behind a reduction
-        owners also receive `mirrored_nbytes` from other replicas. The sum of norms counts nothing.
-        """
+        """Bytes of ``action`` over the host's link (used ones), or from other ranks (whole chunks)."""
         if action.op in (Op.FETCH, Op.EVICT):
             return self.chunks[action.index].used_nbytes
         if action.op in (Op.LOAD, Op.STORE):
@@ -196,7 +176,6 @@ class Layout:
         return 2 * (self.num_replicas - 1) * nbytes // self.num_replicas
 
     def owned(self) -> tuple[Chunk, ...]:
-        """The chunks that this rank owns."""
         return tuple(c for c in self.chunks if self.owner(c.index) == self.rank)
 
     def lines(self) -> list[str]:
@@ -214,19 +193,15 @@ class Layout:
         return sum(c.nbytes for c in self.owned())
 
     def os_nbytes(self) -> int:
-        """Bytes of all OS that this rank owns, padding included."""
         return sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is not None)
 
     def os_nbytes_of(self, chunk: Chunk) -> int:
-        """Bytes of the OS of a chunk: fp32 master parameter and optimizer states."""
         return chunk.numel * self.state_spec.nbytes_per_element
 
     def used_os_nbytes_of(self, chunk: Chunk) -> int:
-        """Bytes that a copy of the OS of a chunk moves."""
         return chunk.used_numel * self.state_spec.nbytes_per_element
 
     def host_nbytes(self) -> int:
-        """Bytes of host memory that the homes of this rank's chunks take."""
         payloads = sum(c.nbytes for c in self.owned() if c.home is Home.HOST)
         return payloads + sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is Home.HOST)
 

@@ -1,10 +1,5 @@
 """Occupancy of the arena: which target stands in which slot, action by action.
 
-    fetch, open, load     a payload or a triple enters the slot that the action names
-    evict, drop, store    it leaves that slot
-    gather                the other ranks' chunks of a group enter the slots around this rank's chunk
-    release               they leave
-
 The verifier alone has rules of its own: it proves what all others take from here.
 """
 
@@ -28,7 +23,6 @@ class Occupancy:
 
     @classmethod
     def of(cls, layout: Layout, residents: Iterable[tuple[str, int]]) -> Occupancy:
-        """``residents``, as a program's state lists them: targets with their slots."""
         occupancy = cls(layout)
         for target, slot in residents:
             occupancy._enter(target, slot)
@@ -62,11 +56,9 @@ class Occupancy:
         return {f"c{chunk}": self.slot_of[f"c{own_chunk}"] + chunk - own_chunk for chunk in remote}
 
     def chunk_slots(self) -> dict[int, int]:
-        """The slots of all payloads and gradient chunks, by chunk."""
         return {int(target[1:]): slot for target, slot in self.slot_of.items() if target.startswith("c")}
 
     def pairs(self) -> tuple[tuple[str, int], ...]:
-        """Targets with their slots, by slot."""
         return tuple(sorted(self.slot_of.items(), key=lambda pair: (pair[1], pair[0])))
 
     def gathered(self) -> tuple[int, ...]:
@@ -85,7 +77,6 @@ class Occupancy:
 
 
 def occupancy_before(plan: Plan, program: Program, position: int) -> Occupancy:
-    """The occupancy before action ``position`` of ``program``."""
     occupancy = Occupancy.of(plan.layout, program.entry.resident)
     for action in program.actions[:position]:
         occupancy.apply(action)

@@ -8,9 +8,8 @@ over everything that decides what happens.
     abandon                 transition from the forward's exit to cold
     resume                  transition from cold to there, for a backward after something else ran
     accumulate              backward of all micro-batches but the first: gradients are added to gradient chunks
-    backward_unreduced      where the micro-batches before the last exchange nothing (``defers_reduction``): forward,
-    accumulate_unreduced    backward and accumulate with ``keep`` in place of exchanges
-    forward_again
+        backward_unreduced, accumulate_unreduced, forward_again      with ``keep`` in place of exchanges, where the
+                                micro-batches before the last exchange nothing (``defers_reduction``)
     accumulate_last         reduces what all micro-batches have made
     reduce_all              transition that does the same when something else comes before that
     evaluate                the only program of a plan for evaluation, from cold to cold
@@ -52,17 +51,11 @@ Phase = Literal["cold", "saved", "graded", "unreduced"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of operators that executes without an action in between.
+    """A run of operators, ``operators[first_op:end_op]`` of its graph, without an action in between.
 
-    Attributes:
-        graph: which graph it belongs to.
-        index: its position in that graph.
-        first_op, end_op: its operators are ``operators[first_op:end_op]``.
-        reads: indexes of the parameters whose payload it reads.
-        lands: indexes of the parameters whose gradients land when it ends (some may have been produced earlier).
-        live_nbytes: peak non-model bytes while it runs, gradients that have not landed included.
-        workspace_nbytes: allowance for what its kernels allocate inside operators.
-        work: what it computes, for a cost model.
+    ``reads``: parameters whose payload it reads; ``lands``: those whose gradients land when it ends (some may have
+    been produced earlier). ``live_nbytes``: peak non-model bytes, gradients that have not landed included.
+    ``workspace_nbytes``: allowance for what its kernels allocate inside operators.
     """
 
     graph: GraphKind
@@ -81,7 +74,6 @@ class Segment:
 
     @property
     def nonmodel_nbytes(self) -> int:
-        """Device bytes beside the arena that it may need."""
         return self.live_nbytes + self.workspace_nbytes
 
 
@@ -109,7 +101,6 @@ class Program:
     actions: tuple[Action, ...]
 
     def label(self, position: int) -> str:
-        """The label by which other actions wait for the action at ``position``."""
         return f"{ROLE_LETTER[self.role]}{position}"
 
     def labelled(self) -> Iterator[tuple[str, Action]]:
@@ -146,22 +137,12 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One training iteration, decided.
+    """One training iteration, decided; ``stages`` and ``saved`` are for people, not part of the digest.
 
-    Attributes:
-        model: class name of the model.
-        hw: canonical spelling of the hardware.
-        schedule_digest: digest of the operator schedule that it was made from.
-        layout: mapping, homes, arena.
-        segments: of the forward graph, then of the backward graph.
-        programs: see the module's glossary.
-        memory: budgets and peaks.
-        stages: provenance, not part of the digest.
-        saved: values of the forward that backward reads, for people; not part of the digest either.
-        trained_elsewhere: parameters with an optimizer state whose gradients come from other graphs of the model or
-            from eager operators; here the step leaves them as they are.
-        accumulate: micro-batches of an iteration, at most, whose gradients one step takes.
-        num_samples, num_tokens: of one micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`; 0 where unknown.
+    ``segments`` of forward stand before those of backward. ``trained_elsewhere``: parameters with an optimizer state
+    whose gradients come from other graphs or eager operators; the step leaves them as they are. ``accumulate``: most
+    micro-batches whose gradients one step takes. ``num_samples`` and ``num_tokens`` (0: unknown) are those of one
+    micro-batch on this rank, as in `chunkc.ir.schedule.Schedule`.
     """
 
     model: str
@@ -180,7 +161,6 @@ class Plan:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether this is a forward without gradients, not a training iteration."""
         return any(p.role == "evaluate" for p in self.programs)
 
     @property
@@ -199,11 +179,7 @@ class Plan:
         return self.program("evaluate" if self.is_evaluation else "forward").entry
 
     def program(self, name: str) -> Program:
-        """The program called ``name``.
-
-        Raises:
-            KeyError: when there is none.
-        """
+        """The program called ``name``; KeyError when there is none."""
         for program in self.programs:
             if program.name == name:
                 return program
@@ -221,10 +197,7 @@ class Plan:
         return tuple(map(self.program, ("forward", *between, "step")))
 
     def labelled(self) -> Iterator[tuple[Program, str, Action]]:
-        """Every action of one iteration, in order, with its program and a label that is its own.
-
-        From the second micro-batch on labels carry its number: ``2:f12``.
-        """
+        """Actions of one iteration in order, with program and unique label (``2:f12``: micro-batch 2)."""
         runs: dict[str, int] = {}
         for program in self.iteration():
             letter = ROLE_LETTER[program.role]
@@ -233,7 +206,6 @@ class Plan:
                 yield program, label if number == 1 else f"{number}:{label}", action
 
     def segment(self, name: str) -> Segment:
-        """The segment called ``name``, for example ``bwd.3``."""
         for segment in self.segments:
             if segment.name == name:
                 return segment
@@ -243,7 +215,6 @@ class Plan:
         return tuple(s for s in self.segments if s.graph == graph)
 
     def moved_nbytes(self, stream: Stream) -> int:
-        """Bytes (`Layout.moved_nbytes`) that one iteration, or one evaluation, moves over a stream."""
         return sum(
             self.layout.moved_nbytes(action)
             for program in self.iteration()
@@ -258,7 +229,6 @@ class Plan:
         return digest_of(data)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dump``; actions in their text form."""
         data = asdict(self)
         data["format_version"] = FORMAT_VERSION
         for program, source in zip(data["programs"], self.programs, strict=True):
@@ -267,11 +237,7 @@ class Plan:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Plan:
-        """The plan that ``to_json`` described; neither its references nor its safety are checked.
-
-        Raises:
-            ValueError: on another format version, and for data that are none of a plan, with the place.
-        """
+        """The plan that ``to_json`` described, unchecked; ValueError, with the place, for other data."""
         version = data.get("format_version")
         if version != FORMAT_VERSION or type(version) is not int:
             raise FormatError(
@@ -281,11 +247,7 @@ class Plan:
         return _DECODER.decode(Plan, {name: value for name, value in data.items() if name != "format_version"})
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, whole or not at all.
-
-        Raises:
-            ChunkcError: it cannot be written; what the file held, it holds.
-        """
+        """Write the plan as JSON, whole or not at all; ChunkcError leaves what the file held."""
         save_text(path, json.dumps(self.to_json(), indent=1) + "\n")
 
 

@@ -1,7 +1,4 @@
-"""Read a plan from a file of unknown origin: bounded, strict, and verified before use.
-
-Plain data (`chunkc.files.reading`), typed data (`chunkc.files.decoding`), references that exist, the verifier's proof.
-"""
+"""Read a plan from a file of unknown origin: bounded, strict, and verified before use."""
 
 from __future__ import annotations
 
@@ -19,12 +16,9 @@ MAX_NBYTES: Final = 2**30
 
 
 def load_plan(path: str | Path) -> Plan:
-    """The plan that ``Plan.save`` wrote to ``path``; it passes the verifier.
+    """The plan that ``Plan.save`` wrote to ``path``, verified.
 
-    Raises:
-        OSError: the file cannot be read.
-        PlanError: it holds no plan of this format, or one that the verifier refuses; the message names the file and
-            the place inside.
+    Raises OSError, and PlanError, with file and place, for another format and for a plan that the verifier refuses.
     """
     try:
         data = read_json(path, max_nbytes=MAX_NBYTES)

@@ -25,11 +25,7 @@ _RESIDENT: Final = re.compile(r"(c|os)(0|[1-9][0-9]{0,17})")
 
 
 def check_references(plan: Plan) -> None:
-    """Refuse a plan that names what it does not have, or sizes that cannot be.
-
-    Raises:
-        FormatError: with the place in the plan's file.
-    """
+    """Refuse a plan that names what it does not have; FormatError with the place in the plan's file."""
     layout = plan.layout
     for name, value, most in (
         ("layout.world_size", layout.world_size, MAX_RANKS),
@@ -92,7 +88,6 @@ def _check_chunks(layout: Layout) -> None:
 
 
 def _check_placements(layout: Layout) -> None:
-    """Parameters that span chunks fill them, so that placements reach over few chunks more than exist."""
     if len(layout.placements) != len(layout.params):
         raise FormatError(f"{len(layout.placements)} entries for {len(layout.params)} parameters", "layout.placements")
     spanned = 0

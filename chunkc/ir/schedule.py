@@ -21,15 +21,9 @@ SEGMENT_PREFIX: dict[GraphKind, str] = {"forward": "fwd", "backward": "bwd"}
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """One parameter; tied parameters are one parameter with several names.
+    """One parameter; tied parameters are one parameter with ``aliases``.
 
-    Attributes:
-        name: its first name in ``named_parameters()`` order.
-        aliases: its other names.
-        shape: in elements.
-        stride: in elements; dense and non-overlapping.
-        dtype: the compute dtype that the graphs read (a key of ``DTYPE_NBYTES``).
-        trainable: whether it had ``requires_grad`` at capture.
+    ``stride``: dense and non-overlapping. ``dtype``: what the graphs read, a key of ``DTYPE_NBYTES``.
     """
 
     name: str
@@ -57,23 +51,16 @@ class Operator:
     """One node of a captured graph.
 
     Attributes:
-        name: the FX node's name.
-        target: the operator, for example ``aten.mm.default``.
-        reads: indexes of the parameters whose payload it reads.
-        grads: indexes of the parameters whose gradient is final once it has run.
-        flops: floating-point operations of matrix products, convolutions and (unmasked) attention; others count none.
-        nbytes: bytes that it moves to and from device memory, as the compiler of segments runs it: alone or fused.
-        live_nbytes: non-model bytes alive while it runs: inputs, outputs and whatever later operators still need, but
-            no final gradients of earlier operators.
-        live_after_nbytes: the same once it has run and its dead inputs are gone, without its own final gradients.
-        workspace_nbytes: allowance for what its kernel allocates while it runs.
-        layer: path of the module that it belongs to, for people.
+        reads, grads: parameters whose payload it reads, and whose gradient is final once it has run.
+        flops: of matrix products, convolutions and (unmasked) attention; others count none.
+        nbytes: that it moves to and from device memory, as the compiler of segments runs it: alone or fused.
+        live_nbytes: non-model, while it runs: inputs, outputs, what later operators need; no earlier final gradients.
+        live_after_nbytes: the same without its dead inputs and its own final gradients.
         dtype: of its first floating-point operand, by torch's name; empty where there is none.
-        num_kernels: kernels that it launches: none for a view, and where operators are fused one for all.
+        num_kernels: none for a view, and where operators are fused one for all.
         tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
         source: the user's line that called it (``model.py:31``); empty where unknown.
-        saved_nbytes: of its results that backward reads.
-        read_by: positions of the backward operators that read them.
+        saved_nbytes, read_by: of its results that backward reads; positions of the operators that read them.
     """
 
     name: str
@@ -96,15 +83,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class SavedValue:
-    """A value that the forward makes and backward reads.
-
-    Attributes:
-        name: of the forward operator that makes it.
-        source: the user's line that called the operator (``model.py:31``); empty where unknown.
-        nbytes: of its storages.
-        made_by: position of that operator in the forward graph.
-        read_by: positions of the backward operators that read it.
-    """
+    """A value of ``nbytes`` that forward makes and backward reads; other fields as in `Operator`."""
 
     name: str
     source: str
@@ -134,11 +113,10 @@ class GraphSchedule:
 class Schedule:
     """One iteration: parameters, forward graph, and backward graph (no operators in an evaluation).
 
-    ``params`` are all parameters of the model in ``named_parameters()`` order, those that no graph uses included.
-    ``held_nbytes`` are non-model bytes that the user holds across the iteration (inputs and outputs). ``also_trained``
-    are parameters whose gradients come from elsewhere: another graph of the model, or eager operators.
-    ``num_samples`` is the size of the first dimension of the largest input, ``num_tokens`` the elements of the largest
-    integer input with two dimensions or more (for example ``input_ids``); 0 where there is none.
+    ``params``: in ``named_parameters()`` order, unused ones included. ``held_nbytes``: non-model bytes that the user
+    holds across the iteration. ``also_trained``: parameters whose gradients come from another graph or eager operators.
+    ``num_samples``: first dimension of the largest input; ``num_tokens``: elements of the largest integer input with
+    two dimensions or more; 0 where there is none.
     """
 
     params: tuple[ParamInfo, ...]
@@ -151,7 +129,6 @@ class Schedule:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether there is nothing to train: a forward without gradients."""
         return not self.backward.operators
 
     @property
@@ -163,15 +140,12 @@ class Schedule:
         return frozenset(p for graph in self.graphs for op in graph.operators for p in (*op.reads, *op.grads))
 
     def trained_params(self) -> frozenset[int]:
-        """Indexes of the parameters for which backward produces a gradient."""
         return frozenset(p for op in self.backward.operators for p in op.grads)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data for ``json.dump``."""
         return asdict(self)
 
     def saved_values(self) -> tuple[SavedValue, ...]:
-        """All values that the forward makes and backward reads."""
         operators = enumerate(self.forward.operators)
         return tuple(
             SavedValue(op.name, op.source, op.saved_nbytes, i, op.read_by) for i, op in operators if op.read_by
@@ -189,10 +163,7 @@ class Schedule:
 def largest_saved(
     values: Sequence[SavedValue], graph: GraphKind, first_op: int, end_op: int, limit: int = 3
 ) -> list[tuple[str, int, int]]:
-    """Lines of the user whose saved values take most while a segment runs: ``(source, count, bytes)``.
-
-    The segment has the operators ``first_op:end_op`` of ``graph``. A value of unknown source goes by its own name.
-    """
+    """``(source, count, bytes)`` of the user's lines whose saved values take most while a segment runs."""
     sums: dict[str, tuple[int, int]] = {}
     for value in values:
         is_alive = value.made_by < end_op if graph == "forward" else max(value.read_by) >= first_op

@@ -25,7 +25,6 @@ class StateSpec:
 
     @property
     def nbytes_per_element(self) -> int:
-        """Bytes of the master and all states of one element."""
         return sum(DTYPE_NBYTES[dtype] for _, dtype in self.lists())
 
     def __str__(self) -> str:

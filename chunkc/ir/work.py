@@ -23,10 +23,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Operators of one kind and dtype (of the first floating-point operand; empty: none) together.
-
-    ``nbytes``: moved to and from device memory.
-    """
+    """Operators of one kind and dtype (of the first floating-point operand; empty: none) together."""
 
     kind: Kind
     dtype: str
@@ -36,7 +33,6 @@ class Work:
 
 
 def kind_of(operator: Operator) -> Kind:
-    """By its operations and its name."""
     if operator.flops == 0:
         return Kind.MEMORY
     return Kind.ATTENTION if "scaled_dot_product" in operator.target else Kind.MATMUL

@@ -58,20 +58,13 @@ class Plan(ir.Plan):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The plan that ``to_json`` described.
-
-        Raises:
-            ValueError: on another format version.
-        """
+        """The plan that ``to_json`` described; ValueError on another format version."""
         return cls.of(ir.Plan.from_json(data))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote, and prove it safe as planning does.
 
-        Raises:
-            OSError: the file cannot be read.
-            PlanError: it holds no plan, one of a format that this release does not read, or one that the verifier
-                refuses; the message names the file and the place inside.
+        Raises OSError, and PlanError, with file and place, for another format and for a plan that is not safe.
         """
         return cls.of(load_plan(path))

@@ -155,11 +155,7 @@ def _origin_ms(plan: Plan, timeline: Timeline) -> float:
 
 
 def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
-    """The window of ``plan``'s steady iteration; in the order of actions where there is no timeline.
-
-    Raises:
-        ChunkcError: when the timeline is one of another plan.
-    """
+    """The window of a steady iteration, by ``timeline`` or in plan order; raises as `clock_of`."""
     clock, period = clock_of(plan, timeline)
     done = [(p, label, action) for p, label, action in plan.labelled() if action.op is not Op.KEEP]
     unordered = [_bar(plan, program, label, action, clock[label], period) for program, label, action in done]

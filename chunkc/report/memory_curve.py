@@ -69,11 +69,7 @@ class MemoryCurve:
 
 
 def memory_curve(plan: Plan, timeline: Timeline | None) -> MemoryCurve:
-    """The curve of ``plan``'s steady iteration, in actions where there is no timeline.
-
-    Raises:
-        ChunkcError: when the timeline is one of another plan.
-    """
+    """The curve of a steady iteration, in actions without a timeline; raises as `clock_of`."""
     clock, period = clock_of(plan, timeline)
     held = _Replay(plan, clock, period)
     edges, sums = _steps([*held.intervals(), *_nonmodel(plan, clock)], period)

@@ -16,15 +16,11 @@ from chunkc.ir.plan import Plan, Program, Segment
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The device before one segment runs.
+    """The device before one segment runs; ``position`` is that of its ``run`` action in the program.
 
-    Attributes:
-        position: of the ``run`` action in its program.
-        segment: the segment that runs.
-        resident: pairs of a target (``c3``, ``os3``) and the slot that holds it, by slot; chunks of other ranks too.
-        gathered: communication groups of which chunks of other ranks stand here, gradient chunks apart.
-        used_nbytes: bytes of the slots in ``resident``.
-        total_nbytes: whole arena and the segment's non-model bytes.
+    ``resident`` pairs a target (``c3``, ``os3``) with its slot, by slot; chunks of other ranks too. ``gathered``:
+    groups of which chunks of other ranks stand here, gradient chunks apart. ``total_nbytes``: the whole arena and
+    non-model bytes.
     """
 
     position: int

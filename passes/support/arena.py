@@ -36,7 +36,6 @@ class Buffer:
 
 
 def payload_slots(layout: Layout, num_slots: int) -> tuple[Slot, ...]:
-    """``num_slots`` adjacent slots of one chunk each."""
     nbytes = chunk_nbytes(layout)
     return tuple(Slot(i, i * nbytes, nbytes) for i in range(num_slots))
 
@@ -48,7 +47,6 @@ def num_payload_slots(layout: Layout) -> int:
 
 
 def _first_buffer(layout: Layout) -> int:
-    """The index of the first slot that does not begin where the one before it ends."""
     return next((s.index for before, s in pairwise(layout.slots) if s.offset != before.end), len(layout.slots))
 
 

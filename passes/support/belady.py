@@ -37,18 +37,10 @@ def belady(
 ) -> tuple[ResidencyInterval, ...]:
     """The residency intervals of all blocks with the least known volume, in order of their first step.
 
-    An interval of a dirty block without a later use ends with its last use.
-
-    Args:
-        steps: blocks needed in each step, all at once.
-        modified: those of them that each step leaves dirty.
-        num_ranges: slot ranges, at least ``min_ranges``.
-        widths: slot ranges of each block.
-        weights: bytes of each block, to compare runs; default one.
-        isolate_wide: whether narrow blocks keep out of the room of wide ones, which then displace none in use.
-
-    Raises:
-        ValueError: when a step needs more slot ranges.
+    ``steps``: blocks needed in each, all at once; ``modified``: those that it leaves dirty, whose interval without a
+    later use ends with the last use. ``widths``: slot ranges of each block; ``weights``: bytes of each, to compare
+    runs. With ``isolate_wide`` narrow blocks keep out of the room of wide ones, which then displace none in use.
+    ValueError when a step needs more than ``num_ranges``.
     """
     cost = [1] * len(widths) if weights is None else weights
     candidates = [
@@ -116,7 +108,6 @@ def volume(intervals: Sequence[ResidencyInterval], weights: Sequence[int]) -> in
 
 
 def _writes_early(intervals: Sequence[ResidencyInterval]) -> bool:
-    """Whether a block is written back although it is needed again."""
     last = {s.block: s.begin for s in intervals}
     return any(s.dirty and s.begin < last[s.block] for s in intervals)
 
@@ -305,12 +296,10 @@ def min_ranges(steps: Sequence[Sequence[int]], widths: Sequence[int], isolate_wi
 
 
 def _most_narrow(steps: Sequence[Sequence[int]], widths: Sequence[int]) -> int:
-    """The most narrow blocks that a step needs."""
     return max((sum(1 for b in step if widths[b] == 1) for step in steps), default=0)
 
 
 def _end_of_spans(starts: Sequence[int], widths: Sequence[int]) -> int:
-    """The end of the last span of a wide block; 0 where there is none."""
     return max((starts[b] + w for b, w in enumerate(widths) if w > 1), default=0)
 
 

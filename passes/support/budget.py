@@ -27,15 +27,10 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]] | None
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes that one mapping takes.
+    """Bytes that one mapping takes, resident and evicted.
 
-    Attributes:
-        range_nbytes: of one slot range.
-        num_ranges: slot ranges that would hold every block at once.
-        resident_nbytes: device bytes with everything resident.
-        evicted_nbytes: least device bytes with all homes on the host.
-        resident_host_nbytes, evicted_host_nbytes: host bytes of homes in both cases.
-        triples_nbytes: what the first k triples that stay on the device move there from the host, for k from 0 to all.
+    ``num_ranges``: slot ranges that would hold every block at once. ``evicted_nbytes``: least device bytes, all homes
+    on the host. ``triples_nbytes``: what the first k triples (none to all) that stay on the device move there.
     """
 
     range_nbytes: int
@@ -79,7 +74,6 @@ def _moving(
 
 
 def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
-    """Peak non-model bytes when segments start at ``cuts`` only."""
     peak = 0
     for which, costs in enumerate(liveness.costs):
         starts = sorted({0, *(() if cuts is None else cuts[which])}) if costs.live else []
@@ -88,7 +82,6 @@ def whole_graph_nbytes(liveness: Liveness, cuts: Cuts) -> int:
 
 
 def chunk_nbytes(layout: Layout) -> int:
-    """Bytes of every chunk and payload slot of ``layout``."""
     return layout.chunk_numel * DTYPE_NBYTES[commonest_dtype(layout.params)]
 
 
@@ -106,7 +99,6 @@ def with_homes(layout: Layout, home: Home) -> Layout:
 
 
 def with_resident_triples(layout: Layout, liveness: Liveness, num: int) -> Layout:
-    """``layout`` with ``num`` of this rank's triples, and their groups' others, on the device."""
     groups = {layout.group_of(c).index for c in residence_order(layout, liveness)[:num]}
     chunks = (replace(c, os_home=Home.DEVICE) if layout.group_of(c.index).index in groups else c for c in layout.chunks)
     return replace(layout, chunks=tuple(chunks))
@@ -138,7 +130,6 @@ def _with_resident_payloads(layout: Layout, demand: Demand) -> Layout:
 
 
 def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> Sizes:
-    """Bytes that ``layout`` takes, resident and evicted."""
     range_nbytes = chunk_nbytes(layout) * layout.world_size
     num_ranges = sum(demand.blocks.num_groups)
     os_nbytes = layout.os_nbytes()
@@ -157,10 +148,7 @@ def sizes_of(layout: Layout, demand: Demand, liveness: Liveness, cuts: Cuts) -> 
 
 
 def resident_triples(sizes: Sizes, target: Target, options: PlanOptions) -> int | None:
-    """How many triples stand on the device when payloads are at home on the host.
-
-    As many as ``options`` wish, or more so that the host has room for the others; None where it never has.
-    """
+    """How many triples stay on the device: as wished, or more to save host memory; None: never enough."""
     missing_nbytes = sizes.evicted_host_nbytes - target.host_budget_nbytes
     count = max(_wished(sizes, options), bisect_left(sizes.triples_nbytes, missing_nbytes))
     return count if count < len(sizes.triples_nbytes) else None
@@ -208,9 +196,8 @@ def available_ranges(layout: Layout, demand: Demand, target: Target, options: Pl
 def needed_nbytes(sizes: Sizes, target: Target, options: PlanOptions) -> tuple[int, int]:
     """``(device, host)`` budgets with which the mapping works.
 
-    Where the device has room for the segments and what ``options`` wish there, host memory is what misses: the least
-    with which the device's is enough, as many triples as fit standing there. Else, and unless host memory does not even
-    hold the payloads, device memory misses: the least with which the host's is enough.
+    Host memory misses where the device has room for the segments and the wishes, or the host none for the payloads:
+    the least beside the device's, with as many triples there as fit. Else device memory: the least beside the host's.
     """
     if options.os_home == "device":
         return sizes.resident_nbytes, sizes.resident_host_nbytes

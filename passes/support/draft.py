@@ -68,21 +68,15 @@ class PlanOptions:
     """Wishes of the caller.
 
     Attributes:
-        chunk_numel: elements per chunk, rounded up to multiples of 256 bytes (Inductor clones less aligned inputs);
-            None: search.
-        os_home: where optimizer states live; ``auto``: on the device where everything fits.
+        chunk_numel: rounded up to multiples of 256 bytes (Inductor clones less aligned inputs); None: search.
+        os_home: of optimizer states; ``auto``: on the device where everything fits.
         cuts: operator indexes at which a segment must start, for forward and backward.
-        max_slots: use no more payload slots than this.
-        num_resident_triples: OS triples of this rank that stand on the device for good although others are at home on
-            the host; more do where the host has no room for the others.
-        keeps_payloads: whether their payloads stand there too: where one rank trains, for chunks that no larger tensor
-            spans, and if all of them fit.
+        num_resident_triples: of this rank, on the device for good; more where the host lacks room for the others.
+        keeps_payloads: theirs too, where one rank trains, in chunks that no larger tensor spans, and if all fit.
         streamed_share: of the triples at home on the host, the share in [0, 1] that each step updates on the device.
-        accumulate: micro-batches whose gradients one step takes, at most. With more than one, gradients have chunks of
-            their own, since the next micro-batch reads the parameters again.
-        tracks_grad_norm: whether norms of gradients are taken as they land, and updates follow a decision on them.
-        scales: whether backward multiplies its tangents by a loss scale.
-        state_spec: the optimizer's states, of a layout that is made anew.
+        accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
+        tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
+        scales: backward multiplies its tangents by a loss scale.
     """
 
     chunk_numel: int | None = None
@@ -129,13 +123,10 @@ class Liveness:
 
     Attributes:
         use_order: parameters in order of first use, forward graph first.
-        trained: parameters for which backward makes a gradient, ascending.
-        last_read_op: last operator of backward that reads the parameter.
-        final_op: operator of backward after which its gradient is final.
-        landing_op: operator of backward at whose segment's end the gradient lands in the payload or gradient chunk.
+        final_op: operator of backward after which the gradient is final.
+        landing_op: operator of backward at whose segment's end it lands in the payload or gradient chunk.
         needs: per graph, per operator: the parameters that it reads or whose gradient lands over them there.
-        costs: per graph.
-        has_grad_chunks: whether gradients land in chunks of their own, as soon as they are final.
+        has_grad_chunks: gradients land in chunks of their own, as soon as they are final.
     """
 
     use_order: tuple[int, ...]
@@ -150,12 +141,9 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class ChunkBlocks:
-    """The chunk blocks of a layout.
+    """The chunk blocks of a layout, and those of each parameter and its gradient.
 
-    Attributes:
-        first_group, num_groups: per block.
-        of_param: block of each parameter; -1 where it takes no bytes or no graph uses it.
-        of_grad: blocks in which the gradient of each parameter lands.
+    ``of_param``: -1 where a parameter takes no bytes or no graph uses it.
     """
 
     first_group: tuple[int, ...]
@@ -246,7 +234,6 @@ class Draft:
     programs: tuple[Program, ...] | None = None
 
     def with_stage(self, record: StageRecord) -> Draft:
-        """This draft with one more stage recorded."""
         return replace(self, stages=(*self.stages, record), note="")
 
 
@@ -261,11 +248,7 @@ class Overlay:
 
 
 def decided(fact: T | None, name: str) -> T:
-    """``fact``, which the contract says is decided.
-
-    Raises:
-        ValueError: when no pass has decided it.
-    """
+    """``fact``, which the contract says is decided; ValueError when no pass has decided it."""
     if fact is None:
         raise ValueError(f"no pass has decided {name!r} yet; check the order of the passes")
     return fact

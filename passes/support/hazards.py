@@ -112,10 +112,7 @@ def synchronise(
     *,
     accumulates: bool = False,
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of the four programs with the waits of a repeated iteration.
-
-    ``overlaps`` as in `Analysis`; ``accumulates``: iterations have one micro-batch or more.
-    """
+    """The actions of the four programs with the waits of a repeated iteration."""
     analysis = Analysis(overlaps)
     accesses: dict[Role, Sequence[ActionAccess]] = {"forward": forward, "backward": backward, "step": step}
     graphs: tuple[Role, ...] = ("forward", "backward")
@@ -133,7 +130,6 @@ def synchronise(
 
 
 def _both(action: Action, same: Action) -> Action:
-    """An action with the waits of two analyses."""
     if action.waits == same.waits:
         return action
     waits = dict.fromkeys((*same.waits, *action.waits))

@@ -88,8 +88,7 @@ def on_host(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]
 def step_accesses(layout: Layout, liveness: Liveness, share: float, host: Sequence[int]) -> tuple[ActionAccess, ...]:
     """Write the updates of one step in a layout with its arena.
 
-    The chunks ``host`` are updated on the host, in this order and first, so that the host has its work before a device
-    that computes on the launching thread; all others on the device.
+    The chunks ``host`` come first, in this order: the host has work before a device that computes on its thread.
     """
     streamed, static, payloads = _streamed(layout, liveness, share), static_triples(layout), static_payloads(layout)
     next_buffer, next_slot = cycle(buffers_of(layout)), cycle(spare_slots(layout))
