@@ -117,7 +117,8 @@ class CaptureSession:
         held_nbytes, is_host = runtime.parameters.staging.nbytes(), runtime.device.torch_device.type == "cpu"
         has_norms = any(executor.norm_table is not None for executor in runtime.executors.values())
         wanted = runtime.tracks_grad_norm and (layout is None or has_norms)
-        options = replace(settings.options, tracks_grad_norm=settings.options.tracks_grad_norm or wanted)
+        wanted = settings.options.tracks_grad_norm or wanted
+        options = replace(settings.options, tracks_grad_norm=wanted, state_spec=runtime.parameters.state_spec)
         return PlanRequest(target, options, settings.passes, layout, held_nbytes, is_host, settings.ranks_per_node)
 
     def agree_on_budgets(self) -> None:
