@@ -22,10 +22,10 @@ _TORCH = re.compile(r"[/\\]torch[/\\]")
 
 
 class Saved(NamedTuple):
-    """Bytes of one forward operator's results that backward reads, and their readers' positions."""
+    """Bytes of one forward operator's results that backward reads, and its first and last reader."""
 
     nbytes: int
-    read_by: tuple[int, ...]
+    read_by: tuple[int, int]
 
 
 def find_saved(forward: CapturedGraph, backward: CapturedGraph) -> dict[int, Saved]:
@@ -45,7 +45,10 @@ def find_saved(forward: CapturedGraph, backward: CapturedGraph) -> dict[int, Sav
                 if storage in maker:
                     sizes[maker[storage]][storage] = nbytes
                     read_by[maker[storage]].add(position)
-    return {position: Saved(sum(sizes[position].values()), tuple(sorted(read_by[position]))) for position in sizes}
+    return {
+        position: Saved(sum(sizes[position].values()), (min(read_by[position]), max(read_by[position])))
+        for position in sizes
+    }
 
 
 def source_line(node: Node) -> str:

@@ -42,7 +42,7 @@ _BRINGS: Final = dict.fromkeys(("batch", "seq"), "brings its own inputs") | {
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Options of commands that plan several micro-batches a step, and nodes with all of the model data."""
+    """Options of commands that plan micro-batches, nodes with all of the model data, and other optimizers."""
     parser.add_argument(
         "--accumulate",
         type=up_to(MAX_MICRO_BATCHES),
@@ -57,10 +57,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
         default="all",
         help="divide model data over all ranks, or within each node, so that every node has all of it (default: all)",
     )
-
-
-def add_optimizer_option(parser: argparse.ArgumentParser) -> None:
-    """For commands that can plan other optimizer states than AdamW's."""
     parser.add_argument(
         "--optimizer",
         choices=OPTIMIZERS,

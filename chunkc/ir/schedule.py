@@ -60,7 +60,7 @@ class Operator:
         num_kernels: none for a view, and where operators are fused one for all.
         tangents_nbytes: of live gradients that autograd handed to backward; part of ``live_nbytes``.
         source: the user's line that called it (``model.py:31``); empty where unknown.
-        saved_nbytes, read_by: of its results that backward reads; positions of the operators that read them.
+        saved_nbytes, read_by: of its results that backward reads; positions of the first and last operator that does.
     """
 
     name: str

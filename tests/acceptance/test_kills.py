@@ -11,7 +11,7 @@ from pathlib import Path
 import killed_runs
 import pytest
 import torch
-from children import environment
+from child_environment import environment
 
 SCRIPT = Path(killed_runs.__file__)
 KEEP = 3

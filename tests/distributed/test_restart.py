@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import restarted_run
 import torch
-from children import environment
+from child_environment import environment
 from job import Pool
 
 pytestmark = pytest.mark.distributed

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from children import environment
+from child_environment import environment
 from hypothesis import given
 from schedules import (
     PLENTY,

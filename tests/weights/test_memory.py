@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import weights_memory
-from children import environment
+from child_environment import environment
 
 SCRIPT = Path(weights_memory.__file__)
 MIB = 1 << 20

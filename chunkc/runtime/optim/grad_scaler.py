@@ -205,8 +205,8 @@ class GradScaler:
 def _runtime_of(optimizer: torch.optim.Optimizer) -> OptimizerSteps:
     if not isinstance(optimizer, ChunkOptimizer):
         raise ChunkcError(
-            f"chunkc.GradScaler goes with chunkc.AdamW and chunkc.Adam, found {type(optimizer).__name__}; use "
-            "torch.amp.GradScaler for parameters of plain models"
+            f"chunkc.GradScaler goes with chunkc.AdamW and its like (Adam, SGD, Lion), found "
+            f"{type(optimizer).__name__}; use torch.amp.GradScaler for parameters of plain models"
         )
     return optimizer.runtime
 

@@ -249,7 +249,11 @@ class ChunkOptimizer(torch.optim.Optimizer):
             return {}
         for group in state_dict["param_groups"]:
             self.check_group(group)
-        return check_states(self.declare(state_dict["param_groups"]), state_dict, self.param_groups)
+        rule = self._rule_of(state_dict["param_groups"])
+        self._has_room(self.runtime, rule)
+        states = check_states(rule, state_dict, self.param_groups)
+        self.declare(state_dict["param_groups"])
+        return states
 
     def _groups_by_index(self) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
         return {managed(param)[1]: (param, group) for group in self.param_groups for param in group["params"]}
@@ -264,18 +268,23 @@ class ChunkOptimizer(torch.optim.Optimizer):
 
     def _declare(self, runtime: OptimizerSteps, groups: Groups) -> UpdateRule:
         rule = self._rule_of(groups)
-        if runtime.parameters.layout is None:
+        if not self._has_room(runtime, rule):
             runtime.parameters.state_spec = rule.states
-        found = rule_of(runtime.parameters.state_spec)
-        if found.title != rule.title or not set(rule.states.names) <= set(found.states.names):
-            name = type(self).__name__
-            raise ChunkcError(
-                f"the model's plan has room for the states of {found.title} ({found.states}), and chunkc.{name} keeps "
-                f"{rule.states}: make the optimizer before the first forward, or name it: "
-                f"chunkc.compile(..., optimizer={name.lower()!r})"
-            )
         self._counts.rule = rule
         return rule
+
+    def _has_room(self, runtime: OptimizerSteps, rule: UpdateRule) -> bool:
+        """Whether plans make room for the states of ``rule``; ChunkcError where it is too late for that."""
+        planned = rule_of(runtime.parameters.state_spec)
+        has_room = planned.title == rule.title and set(rule.states.names) <= set(planned.states.names)
+        if not has_room and runtime.parameters.layout is not None:
+            name = type(self).__name__
+            raise ChunkcError(
+                f"the model's plan has room for the states of {planned.title} ({planned.states}), and chunkc.{name} "
+                f"keeps {rule.states}: make the optimizer before the first forward, or name it: "
+                f"chunkc.compile(..., optimizer={name.lower()!r})"
+            )
+        return has_room
 
     def _warn_without_gradients(self) -> None:
         if not self._has_warned:

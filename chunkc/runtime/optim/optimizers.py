@@ -109,6 +109,12 @@ class SGD(ChunkOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(PLAIN_SGD, params, {**defaults, "nesterov": nesterov, **_IMPLEMENTATIONS}, max_grad_norm)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; parameters of groups without momentum are taken for stepped without a buffer."""
+        super().load_state_dict(state_dict)
+        plain = [group for group in self.param_groups if not float(group["momentum"])]
+        self._without_buffer.update(param for group in plain for param in group["params"])
+
     def _rule_of(self, groups: Groups) -> UpdateRule:
         return SGD_MOMENTUM if any(float(group.get("momentum", 0)) for group in groups) else super()._rule_of(groups)
 

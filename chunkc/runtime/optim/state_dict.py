@@ -33,7 +33,8 @@ UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
 def find_runtime(param: Tensor) -> tuple[OptimizerSteps, int] | None:
     """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
     store = getattr(param, "_chunkc_store", None)
-    return None if store is None else (store.runtime.steps, param._chunkc_index)  # type: ignore[attr-defined]
+    runtime = getattr(store, "runtime", None)  # gradients and parts of states have a store without one
+    return None if runtime is None else (runtime.steps, param._chunkc_index)  # type: ignore[attr-defined]
 
 
 def managed(param: Tensor) -> tuple[OptimizerSteps, int]:
@@ -86,10 +87,14 @@ def check_states(rule: UpdateRule, state_dict: Mapping[str, Any], groups: Groups
         raise ChunkcError(
             f"the loaded state dict has states of {unknown[:5]}, for which this optimizer has no parameter"
         )
-    states = {}
+    states, known = {}, {"step", *rule.states.names, MASTER_PART, *(["momentum_buffer"] if rule.title == "SGD" else [])}
     for key, state in state_dict["state"].items():
         runtime, index = managed(params[key])
         states[index] = {**state, "step": check_state(rule, runtime, index, params[key], state)}
+        unused = [part for part in state if part not in known]
+        if unused:
+            name = runtime.parameters.name_of(index)
+            raise ChunkcError(f"the loaded state of {name!r} is not {rule.title}'s: it has {unused} too")
     return states
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import environment
+from child_environment import environment
 from fake_cuda import GIB, FakeCuda
 
 import chunkc

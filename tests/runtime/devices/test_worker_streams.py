@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from awaiting import once
-from children import environment
+from child_environment import environment
 
 from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream

@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.optim.optimizers import SGD, AdamW, Lion
-from chunkc.runtime.update.rules import ADAM, SGD_MOMENTUM
+from chunkc.runtime.update.rules import ADAM, LION, SGD_MOMENTUM
 from chunkc.runtime.update.rules import SGD as PLAIN_SGD
 
 Options = dict[str, Any]
@@ -166,10 +166,12 @@ def test_other_states_than_the_layouts_are_refused(make: Callable[[nn.Module], o
     runtime.drain()
 
 
-def test_room_for_momentum_serves_sgd_without() -> None:
+@pytest.mark.parametrize("has_layout", [True, False])
+def test_room_for_momentum_serves_sgd_without(has_layout: bool) -> None:
+    """Room that was named stays, so that momentum may come later."""
     model, runtime, plain = make_pair()
     runtime.state_spec = SGD_MOMENTUM.states
-    runtime.layout = object()
+    runtime.layout = object() if has_layout else None
     optimizers = [SGD(model.parameters(), lr=1e-2), torch.optim.SGD(plain.parameters(), lr=1e-2)]
     steps([model, plain], optimizers, 0, 3)
     runtime.drain()
@@ -185,6 +187,38 @@ def test_states_of_other_rules_are_refused(make: Callable[[Any], Any], wrong: st
     optimizer = make(model.parameters())
     with pytest.raises(ChunkcError, match=rf"is not {wrong}'s: .* missing, found \['step', 'sum'\]"):
         optimizer.load_state_dict({**optimizer.state_dict(), "state": other.state_dict()["state"]})
+
+
+def test_states_with_parts_of_another_rule_are_refused() -> None:
+    """Lion's momentum has the name of one of Adam's moments; nothing has changed after the refusal."""
+    model, runtime, plain = make_pair()
+    reference = torch.optim.AdamW(plain.parameters())
+    steps([plain], [reference], 0, 1)
+    optimizer = Lion(model.parameters())
+    with pytest.raises(ChunkcError, match=r"is not Lion's: it has \['exp_avg_sq'\] too"):
+        optimizer.load_state_dict(reference.state_dict())
+    assert runtime.state_spec == LION.states and optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_a_refused_load_leaves_the_rule() -> None:
+    model, runtime, plain = make_pair()
+    reference = torch.optim.SGD(plain.parameters(), momentum=0.9)
+    steps([plain], [reference], 0, 1)
+    saved = reference.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(1)
+    optimizer = SGD(model.parameters())
+    with pytest.raises(ChunkcError, match=r"it has \['exp_avg'\] too"):
+        optimizer.load_state_dict(saved)
+    assert runtime.state_spec == PLAIN_SGD.states
+
+
+def test_dampening_behind_a_load_without_momentum_is_refused() -> None:
+    model, _, _ = make_pair()
+    optimizer = SGD(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0].update(momentum=0.9, dampening=0.5)
+    with pytest.raises(ChunkcError, match="stepped with momentum=0"):
+        steps([model], [optimizer], 0, 1)
 
 
 def test_sixteen_bit_states_carry_the_master_parameter() -> None:

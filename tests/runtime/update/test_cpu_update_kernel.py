@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import environment
+from child_environment import environment
 from torch import Tensor
 from torch._dynamo.utils import counters
 

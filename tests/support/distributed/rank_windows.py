@@ -112,7 +112,7 @@ def load_after_a_discarded_window(hw: str, directory: str) -> tuple[Failure | No
         if is_refused:
             runtime.parameters.write_own = _refuse
         found.append(attempt(lambda: chunkc.load_checkpoint(directory, side.model, side.optimizer)))
-        vars(runtime).pop("write_own", None)
+        vars(runtime.parameters).pop("write_own", None)
     side.run("forward backward forward backward step zero state")
     return found[0], found[1]
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 
 import torch
-from children import environment
+from child_environment import environment
 
 TIMEOUT_S = 500
 
