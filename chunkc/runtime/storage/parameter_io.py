@@ -134,12 +134,8 @@ class ChunkValues:
                 first = part.first - run[0].first
                 taken = slice(first, first + part.end - part.start)
                 if is_trained:
-                    lists = {MASTER: value, **states}
-                    for name, kept in self._states(chunk).items():
-                        if name in lists:
-                            kept[part.in_chunk].copy_(lists[name][position][taken])
-                        else:
-                            kept[part.in_chunk].zero_()
+                    for name, flats in {MASTER: value, **states}.items():
+                        self._states(chunk)[name][part.in_chunk].copy_(flats[position][taken])
                 if payload or not is_trained:
                     self._payload(chunk)[part.in_chunk].copy_(value[position][taken])
 
