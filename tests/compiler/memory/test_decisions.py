@@ -94,7 +94,7 @@ def test_norms_count_all_the_while_and_scaled_tangents_as_long_as_tangents_live(
     for tracks_grad_norm, scales in ((True, False), (False, True), (True, True)):
         beside = with_decisions(found, tracks_grad_norm=tracks_grad_norm, scales=scales)
         norms = norms_nbytes(found.schedule.params) if tracks_grad_norm else 0
-        assert (beside.beside_nbytes, beside.scales) == (found.beside_nbytes + norms, scales)
+        assert (beside.concurrent_nbytes, beside.scales) == (found.concurrent_nbytes + norms, scales)
         for graph, before in zip(beside.schedule.graphs, found.schedule.graphs, strict=True):
             for index, (old, new) in enumerate(zip(before.operators, graph.operators, strict=True)):
                 copies = 6000 if scales and graph.kind == "backward" else 0
