@@ -61,6 +61,7 @@ class ChunkOptimizer(torch.optim.Optimizer):
         return self._counts.rule
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
+        """Hyperparameters of a group as the rule takes them; every optimizer has its own."""
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
