@@ -46,7 +46,7 @@ from chunkc.cost.sharing import MEASURED_STREAMS, Alone, Use
 from chunkc.cost.timeline import Timeline
 from chunkc.hardware.profile import CopyRate, DtypeRate, Figure, Rates, Slowdown
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.devices.throttle import Span
 
@@ -275,7 +275,7 @@ def _train(case: Case, num_steps: int, settings: str) -> Run:
 
 def _read(plan: Plan, simulated: Timeline, marks_ms: Sequence[float], spans: Sequence[Span], peak_nbytes: int) -> Run:
     """The times that follow from the spans of complete iterations, warm-up included."""
-    names = [(n, p.name, str(a)) for p in plan.programs if p.name in REPEATED_PROGRAMS for n, a in p.labelled()]
+    names = [(n, p.name, str(a)) for p in plan.programs if p.is_repeated for n, a in p.labelled()]
     tasks, steps = _tasks(spans), list(pairwise(marks_ms))
     steps_ms = tuple(end - begin for begin, end in steps)
     engine = Engine(Alone(), tasks=tasks)

@@ -80,8 +80,7 @@ def parts_ms(work: Work, rates: CostRates, resident_share: float, streamed_share
     host_s = (1 - streamed_share) * others / rates.of_dtype(rates.cpu_update_gparam_per_s, DTYPE) / 1e9
     return {
         "compute_ms": compute_s * 1e3,
-        "h2d_ms": copied / rates.h2d.gb_per_s / 1e6,
-        "d2h_ms": copied / rates.d2h.gb_per_s / 1e6,
+        **{f"{stream}_ms": copied / law.gb_per_s / 1e6 for stream, law in rates.copies.items()},
         "host_update_ms": host_s * 1e3,
     }
 

@@ -108,8 +108,7 @@ def machine_of(alias: str, num_gpus: int, constants: Mapping[str, float]) -> Mac
         rates,
         sharing=Capacities(shared),
         matmul_tflops={**rates.matmul_tflops, "float16": whole.tflops.fp16 * constants["matmul_efficiency"]},
-        h2d=replace(rates.h2d, gb_per_s=link),
-        d2h=replace(rates.d2h, gb_per_s=link),
+        copies={stream: replace(law, gb_per_s=link) for stream, law in rates.copies.items()},
         cpu_update_gparam_per_s=dict.fromkeys(rates.cpu_update_gparam_per_s, update),
     )
     return replace(machine, rates=rates)

@@ -36,11 +36,12 @@ from chunkc.distributed.agreement import Kind
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError, PlanNotReadyError
 from chunkc.hardware import Hardware
-from chunkc.hardware.usable_memory import UsableMemory
+from chunkc.hardware.usable_memory import Budget
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import MAX_MICRO_BATCHES
 from chunkc.ir.schedule import ParamInfo
-from chunkc.passes import Pass, PlanOptions, Target
+from chunkc.ir.tiers import Tier
+from chunkc.passes import Pass, PlanOptions, Target, budgets_of
 from chunkc.report import Plan
 from chunkc.runtime.devices.cpu_affinity import own_cores
 from chunkc.runtime.devices.host_slab import map_private
@@ -48,7 +49,7 @@ from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.params.module_hooks import attach
 from chunkc.runtime.update.loss_scale import LossScale
 from chunkc.runtime.update.rules import states_of
-from chunkc.weights.initial import buffer_values
+from chunkc.weights.initial import moved_buffers
 from chunkc.weights.streamed import stream_saves
 
 logger = logging.getLogger("chunkc")
@@ -138,17 +139,16 @@ def compile(  # the name that torch.compile taught users
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
-        device_budget_nbytes=device.device_budget_nbytes - reserve,
-        reserved_nbytes=reserve + device.overhead_nbytes,
-        leaves_slack=device.leaves_slack,
-        host_budget_nbytes=device.host_budget_nbytes,
-        reserved_host_nbytes=device.kept_host_nbytes,
+        budgets={
+            Tier.DEVICE: Budget(device.device_budget_nbytes, device.overhead_nbytes, device.leaves_slack),
+            Tier.HOST: Budget(device.host_budget_nbytes, device.kept_host_nbytes),
+        },
         world_size=world_size,
         rank=ranks.shard_rank,
         num_replicas=num_replicas,
         rates=known_rates(at_hand(machine, device, cores, ranks)),
         runs_inline=machine.emulated,
-    )
+    ).less({Tier.DEVICE: reserve})
     settings = Settings(
         target=target,
         options=replace(options, tracks_grad_norm=factor is not None, scales=factor is not None),
@@ -166,7 +166,7 @@ def compile(  # the name that torch.compile taught users
     )
     if cores is not None:
         device.use_cores(cores)
-    buffers = _moved_buffers(model, device.torch_device)
+    buffers = moved_buffers(model, device.torch_device)
     runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     runtime.parameters.state_spec = options.state_spec
     if factor is not None:
@@ -227,20 +227,15 @@ def plan(
     machine = Hardware.of(hw)
     num_sharing, num_replicas = machine.sharding(shard, world_size)
     reserve += reduction_nbytes(reduce_dtype, machine, num_sharing * num_replicas, num_replicas)
-    memory = UsableMemory.of(machine)
     target = Target(
         model=type(model).__name__,
         hw=str(machine),
-        device_budget_nbytes=memory.device_nbytes - reserve,
-        reserved_nbytes=reserve + memory.context_nbytes,
-        leaves_slack=memory.leaves_slack,
-        host_budget_nbytes=memory.host_nbytes,
-        reserved_host_nbytes=memory.kept_host_nbytes,
+        budgets=budgets_of(machine),
         world_size=num_sharing,
         num_replicas=num_replicas,
         rates=known_rates(machine) if machine.num_gpus == num_sharing * num_replicas else None,
         runs_inline=machine.emulated,
-    )
+    ).less({Tier.DEVICE: reserve})
     computed = compute_dtype(dtype, list(unique_params(model)), machine)
     in_fp32 = fp32_modules(model, keep_fp32, computed)
     factor = _loss_scale(loss_scale, param_infos(model, computed, in_fp32.params))
@@ -288,13 +283,12 @@ def stats(model: nn.Module) -> dict[str, int]:
     """
     plan, compiled = plan_of(model), _compiled(model)
     compiled.runtime.parameters.drain()
-    layout = plan.layout
     return {
         "budget_nbytes": plan.memory.device_budget_nbytes,
         "planned_peak_nbytes": plan.memory.device_peak_nbytes,
         "measured_peak_nbytes": compiled.runtime.accounting.measured_peak_nbytes,
-        "host_nbytes": layout.host_nbytes(),
-        "model_data_nbytes": layout.model_data_nbytes(),
+        "host_nbytes": plan.memory.host_nbytes,
+        "model_data_nbytes": plan.layout.model_data_nbytes(),
         "h2d_nbytes": compiled.runtime.moved_nbytes(Stream.H2D),
         "d2h_nbytes": compiled.runtime.moved_nbytes(Stream.D2H),
         "comm_nbytes": compiled.runtime.moved_nbytes(Stream.COMM),
@@ -333,14 +327,6 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     """
     runtime = _compiled(model).runtime
     return runtime.transactions.run(lambda: runtime.clipping.clip(float(max_norm), float(norm_type)))
-
-
-def _moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Places of the buffers that are not on ``device``, and their values there; shared ones stay shared."""
-    places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
-    made = buffer_values(model)
-    moved = {b: made.get(b, b).to(device) for _, _, b in places if b.device != device}
-    return [(module, name, moved[b]) for module, name, b in places if b in moved]
 
 
 def _share_buffers(model: nn.Module, ranks: Ranks) -> None:

@@ -23,7 +23,7 @@ from chunkc.ir.plan import Plan
 from chunkc.report.measured import joined_trace, measured_trace
 from chunkc.report.trace import trace
 from chunkc.runtime.devices.throttle import Span
-from chunkc.runtime.model.step_timer import StepWindow
+from chunkc.runtime.model.optimizer_steps import StepWindow
 
 logger = logging.getLogger("chunkc")
 
@@ -57,7 +57,7 @@ def metrics(model: nn.Module) -> dict[str, float]:
     """
     numbers: dict[str, float] = dict(stats(model))
     runtime = compiled_of(model).runtime
-    steps = runtime.accounting.steps
+    steps = runtime.steps.log
     numbers["num_steps"] = steps.num_steps
     numbers["evaluation_peak_nbytes"] = runtime.accounting.evaluation_peak_nbytes
     numbers |= runtime.device.allocator_peaks()

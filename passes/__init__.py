@@ -13,7 +13,7 @@ from chunkc.passes.pipeline import (
     make_plan,
     measuring_plan,
 )
-from chunkc.passes.support.draft import Draft, PlanOptions, Target
+from chunkc.passes.support.draft import Draft, PlanOptions, Target, budgets_of
 
 __all__ = [
     "PIPELINE",
@@ -24,6 +24,7 @@ __all__ = [
     "Planned",
     "Target",
     "assemble",
+    "budgets_of",
     "check_order",
     "make_evaluation_plan",
     "make_fastest_plan",

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from chunkc.errors import PlanError
-from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Home, Layout, Placement
+from chunkc.ir.layout import ALIGNMENT_NBYTES, Chunk, ChunkList, Group, Layout, Placement
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import Tier
 from chunkc.passes.support.draft import ChunkBlocks, Draft, Liveness, decided
 
 UNUSED_DTYPE = "float32"
@@ -105,10 +106,10 @@ def pack(
                 placements[param] = Placement(param, first + chunk, offset, num_chunks)
             else:
                 placements[param] = Placement(param, max(0, first + packer.num_chunks - 1), 0, 0)
-        os_home = Home.HOST if kind is ChunkList.TRAINED else None
+        os_home = Tier.HOST if kind is ChunkList.TRAINED else None
         for chunk in range(packer.num_chunks):
             used = packer.used_of(chunk)
-            chunks.append(Chunk(first + chunk, kind, dtype, packer.numel, used, Home.HOST, os_home))
+            chunks.append(Chunk(first + chunk, kind, dtype, packer.numel, used, Tier.HOST, os_home))
     if (ChunkList.UNUSED, UNUSED_DTYPE) not in lists:
         chunks += _grad_chunks(chunks, liveness)
     return Layout(

@@ -3,7 +3,7 @@
 Candidates come from the model alone (fractions of its size, sizes of layers and of large tensors), never from the
 budget, so that the least budgets named in a ``BudgetError`` really work. Each is packed, without a look-back for gaps
 and with one where that makes fewer chunks, and its residency planned. Of those that pack well, the least bytes moved by
-all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where triples are to be
+all ranks together win (all must choose alike), then the least waste, then the fewest chunks. Where states are to be
 streamed, sizes with which two can be under way at once come first.
 """
 
@@ -13,26 +13,27 @@ import re
 from dataclasses import dataclass, replace
 
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import ALIGNMENT_NBYTES, Home, Layout
+from chunkc.ir.layout import ALIGNMENT_NBYTES, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES, Schedule, commonest_dtype
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import SLOWER_TIERS, Tier
 from chunkc.passes.chunk_mapping import aligned_numel, pack
-from chunkc.passes.residency import moved_nbytes, plan_intervals
+from chunkc.passes.residency import moved_nbytes, plan_intervals, used_ranges
 from chunkc.passes.support.arena import buffers_of, lay_out
 from chunkc.passes.support.budget import (
     Sizes,
     available_ranges,
     choose_home,
     demand_of,
+    least_budgets,
     most_ranges,
-    needed_nbytes,
     refuse,
-    resident_triples,
+    resident_states,
     sizes_of,
     with_residents,
 )
 from chunkc.passes.support.draft import Demand, Draft, Liveness, PlanOptions, Target, decided
-from chunkc.passes.support.triples import streamed_chunks
+from chunkc.passes.support.resident_states import streamed_chunks
 from chunkc.passes.support.updates import step_nbytes
 
 DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96)
@@ -126,21 +127,21 @@ def _priced(
     demand = demand_of(layout, liveness, options.cuts)
     sizes = sizes_of(layout, demand, liveness, options.cuts)
     home = choose_home(sizes, target, options)
-    candidate = Candidate(numel, layout, demand, sizes, 0 if home is Home.DEVICE else None, lookback)
-    if home is not Home.HOST:
-        return candidate
-    triples, share = resident_triples(sizes, target, options), options.streamed_share
+    candidate = Candidate(numel, layout, demand, sizes, None, lookback)
+    if home is None or home.is_fastest:
+        return candidate if home is None else replace(candidate, moved_nbytes=0)
+    num_states, share = resident_states(sizes, target, options), options.streamed_share
     homes = layout
-    if triples:
-        homes, demand = with_residents(layout, demand, liveness, target, options, triples)
+    if num_states:
+        homes, demand = with_residents(layout, demand, liveness, target, options, num_states)
     num_ranges = available_ranges(homes, demand, target, options)
     if num_ranges < demand.min_ranges:
         return candidate
     intervals = plan_intervals(homes, demand, num_ranges)
     moved = moved_nbytes(homes, demand, intervals, all_ranks=True)
-    if not triples and not share:
+    if not num_states and not share:
         return replace(candidate, moved_nbytes=moved)
-    used = max((s.slot_range + demand.blocks.num_groups[s.block] for s in intervals), default=0)
+    used = used_ranges(demand, intervals)
     whole = lay_out(homes, liveness, used, most_ranges(homes, demand, target, options), share)
     missing = min(2, len(streamed_chunks(whole, liveness, share))) - len(buffers_of(whole))
     moved += step_nbytes(whole, liveness, share)
@@ -175,13 +176,11 @@ def _none_fits(draft: Draft, tried: list[Candidate]) -> BudgetError | ValueError
         least = min(c.demand.min_ranges for c in tried) * target.world_size
         return ValueError(f"max_slots={options.max_slots} is too few: an operator needs {least} slots at once")
 
-    def order(c: Candidate) -> tuple[int, int, int]:
-        device_nbytes, host_nbytes = needed_nbytes(c.sizes, target, options)
-        if device_nbytes <= target.device_budget_nbytes:
-            return 0, host_nbytes, device_nbytes
-        if host_nbytes <= target.host_budget_nbytes:
-            return 1, device_nbytes, host_nbytes
-        return 2, device_nbytes, host_nbytes
+    def order(c: Candidate) -> tuple[list[bool], list[int]]:
+        """Those for which a slower tier is too small come first, then those that need least of it."""
+        needs = least_budgets(c.sizes, target, options)
+        tier = target.short_tier(needs) or SLOWER_TIERS[-1]
+        return [needs[t] > target.budget_nbytes(t) for t in Tier], [needs[tier], *needs.values()]
 
     best = min(tried, key=order)
     return refuse(draft.schedule, target, options, best.demand, best.sizes, best.chunk_numel)

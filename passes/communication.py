@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Segment
 from chunkc.passes.residency import block_chunks, landed_chunks
@@ -34,8 +34,8 @@ def home_name(chunk: int) -> str:
     return f"h{chunk}"
 
 
-def triple_name(chunk: int) -> str:
-    """The resource name of a triple's home."""
+def states_name(chunk: int) -> str:
+    """The resource name of the home of a chunk's states."""
     return f"o{chunk}"
 
 
@@ -99,10 +99,10 @@ class ActionEmitter:
         self.add(Op.DROP, f"c{chunk}", after, [], [slot_name(slot)], slot=slot)
 
     def load(self, chunk: int, slot: int) -> None:
-        self.add(Op.LOAD, f"os{chunk}", Stream.H2D, [triple_name(chunk)], [slot_name(slot)], slot=slot)
+        self.add(Op.LOAD, f"os{chunk}", Stream.H2D, [states_name(chunk)], [slot_name(slot)], slot=slot)
 
     def store(self, chunk: int, slot: int) -> None:
-        self.add(Op.STORE, f"os{chunk}", Stream.D2H, [], [slot_name(slot), triple_name(chunk)], slot=slot)
+        self.add(Op.STORE, f"os{chunk}", Stream.D2H, [], [slot_name(slot), states_name(chunk)], slot=slot)
 
     def run(self, segment: Segment) -> None:
         """The segment, and then the gradients that land with it: over parameters, or added in gradient chunks."""
@@ -143,7 +143,7 @@ class ActionEmitter:
 def write_intervals(
     layout: Layout, demand: Demand, lines: tuple[Timeline, Timeline]
 ) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The accesses of forward and backward of a plan with residency intervals."""
+    """The accesses of forward and backward with the residency intervals of a plan; one rank may have none."""
     emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     intervals = [interval for line in lines for freed in line.frees for interval in freed]
     landed = dict(zip(intervals, landed_chunks(layout, demand, intervals), strict=True))
@@ -206,27 +206,24 @@ def _leave(
 
 
 def write_resident(layout: Layout, lines: tuple[Timeline, Timeline]) -> tuple[tuple[ActionAccess, ...], ...]:
-    """The accesses of forward and backward of a resident plan: chunk ``i`` stands in slot ``i``."""
+    """The accesses of a resident plan of several ranks, in which chunk ``i`` stands in slot ``i``."""
     emitter = ActionEmitter(layout, payload_residents(static_payloads(layout)))
     used = [c for c in layout.chunks if c.list is not ChunkList.UNUSED]
-    shared = layout.world_size > 1
     gathered = sorted({c.index // layout.world_size for c in used if c.list is not ChunkList.GRAD})
     first, last = _landings(layout, lines[1])
     result = []
     for line in lines:
-        if shared and line.graph == "forward":
+        if line.graph == "forward":
             for group in gathered:
                 emitter.gather(group)
         for segment in line.segments:
-            for group in sorted(
-                g for g, name in first.items() if name == segment.name and g not in gathered and shared
-            ):
+            for group in sorted(g for g, name in first.items() if name == segment.name and g not in gathered):
                 emitter.open_remote(group)
             emitter.run(segment)
-            for group in sorted(g for g, name in last.items() if name == segment.name and shared):
+            for group in sorted(g for g, name in last.items() if name == segment.name):
                 emitter.reduce(group)
                 emitter.release(group, Stream.COMM)
-        if shared and line.graph == "backward":
+        if line.graph == "backward":
             for group in gathered:
                 if group not in last:
                     emitter.release(group)
@@ -264,7 +261,7 @@ class CommunicationPass:
     def __call__(self, draft: Draft) -> Draft:
         layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
         lines = decided(draft.timelines, "prefetch")
-        if draft.os_home is Home.DEVICE:
+        if draft.is_resident and layout.world_size > 1:
             forward, backward = write_resident(layout, lines)
         else:
             forward, backward = write_intervals(layout, demand, lines)

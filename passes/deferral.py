@@ -2,19 +2,18 @@
 
 Every chunk must have a slot of its own: plans whose chunks come and go have no memory for a whole copy of the
 gradients. Groups stay gathered, and gradients for other ranks' chunks add up where they land (DDP: ``no_sync``). The
-programs repeat ``forward``, ``backward`` and ``accumulate`` with ``keep`` in place of exchanges; ``reduce_all`` makes
-up for them when a step, or anything that wants to see gradients, comes early.
+programs repeat ``forward``, ``backward`` and ``accumulate`` without exchanges; ``reduce_all`` makes up for them when a
+step, or anything that wants to see gradients, comes early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.ir.plan import Program, State
-from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
+from chunkc.ir.actions import Action, Op, Stream
+from chunkc.ir.layout import ChunkList, Layout
+from chunkc.ir.plan import Position, Program, State
 from chunkc.passes.communication import ActionEmitter
 from chunkc.passes.norms import with_norms
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
@@ -26,14 +25,35 @@ def defers_reduction(draft: Draft) -> bool:
     layout = decided(draft.layout, "layout")
     trained = {p.param for p in layout.placements if p.num_chunks and layout.chunks[p.chunk].list is ChunkList.TRAINED}
     is_shared = layout.world_size > 1 and draft.options.accumulate > 1
-    return is_shared and draft.os_home is Home.DEVICE and trained <= draft.schedule.trained_params()
+    return is_shared and draft.is_resident and trained <= draft.schedule.trained_params()
 
 
-def without_exchanges(name: str, twin: Program, entry: State, exit_state: State) -> Program:
-    """The program ``name`` of `WITHOUT_EXCHANGES`: that of its twin, which has other exchanges."""
-    _, exchanges = WITHOUT_EXCHANGES[name]
-    actions = (replace(a, op=Op.KEEP, slot=None) if a.op in exchanges else a for a in twin.actions)
-    return Program(name, twin.role, entry, exit_state, tuple(actions))
+def variant(twin: Program, entry: State, exit_state: State, position: Position, *, reduces: bool) -> Program:
+    """The program that repeats ``twin`` but for what it leaves out."""
+    program = replace(twin, entry=entry, exit=exit_state, position=position, reduces=reduces)
+    kept = _ordered_alike(twin, program.left_out)
+    return replace(program, actions=tuple(kept.values()), numbers=tuple(kept))
+
+
+def _ordered_alike(twin: Program, left_out: Set[Op]) -> dict[int, Action]:
+    """The other actions of ``twin`` by number, each behind all others that it is behind in ``twin``.
+
+    Where a left-out action stood, an order that went through it goes on: who waited for it, or follows it on its
+    stream, waits for what it waited for and for the last action on its stream.
+    """
+    kept: dict[int, Action] = {}
+    behind: dict[str, tuple[str, ...]] = {}  # by label of a left-out action: labels of kept ones and other programs
+    owed: dict[Stream, tuple[str, ...]] = {}
+    latest: dict[Stream, str] = {}
+    for number, (label, action) in enumerate(twin.labelled()):
+        waits = (*(w for each in action.waits for w in (each, *behind.get(each, ()))), *owed.get(action.stream, ()))
+        if action.op in left_out:
+            owed[action.stream] = waits
+            behind[label] = (*waits, *((latest[action.stream],) if action.stream in latest else ()))
+        else:
+            kept[number] = replace(action, waits=tuple(dict.fromkeys(waits)))
+            owed[action.stream], latest[action.stream] = (), label
+    return kept
 
 
 def reduce_accesses(
@@ -50,17 +70,18 @@ def reduce_accesses(
 
 
 def deferring_programs(
-    layout: Layout, accesses: tuple[ActionAccess, ...], programs: Mapping[str, Program], *, tracks_grad_norm: bool
+    layout: Layout, accesses: tuple[ActionAccess, ...], graphs: Sequence[Program], *, tracks_grad_norm: bool
 ) -> tuple[Program, ...]:
-    """Programs of micro-batches that exchange nothing; ``accesses`` are those of backward."""
-    saved, graded = programs["backward"].entry, programs["backward"].exit
-    opened = [(a.target, a.slot) for a in programs["backward"].actions if a.op is Op.OPEN and a.slot is not None]
+    """Programs of micro-batches that exchange nothing, from forward and both backwards (``accesses``)."""
+    forward, backward, accumulate = graphs
+    saved, graded = backward.entry, backward.exit
+    opened = [(a.target, a.slot) for a in backward.actions if a.op is Op.OPEN and a.slot is not None]
     unreduced = State("unreduced", (*saved.resident, *opened))
     reduce = joined(reduce_accesses(layout, accesses, unreduced, tracks_grad_norm=tracks_grad_norm))
     return (
-        without_exchanges("forward_again", programs["forward"], unreduced, unreduced),
-        without_exchanges("backward_unreduced", programs["backward"], saved, unreduced),
-        without_exchanges("accumulate_unreduced", programs["accumulate"], unreduced, unreduced),
-        without_exchanges("accumulate_last", programs["accumulate"], unreduced, graded),
-        Program("reduce_all", "transition", unreduced, graded, reduce),
+        variant(forward, unreduced, unreduced, "later", reduces=False),
+        variant(backward, saved, unreduced, "first", reduces=False),
+        variant(accumulate, unreduced, unreduced, "later", reduces=False),
+        variant(accumulate, unreduced, graded, "last", reduces=True),
+        Program("reduce_all", unreduced, graded, reduce),
     )

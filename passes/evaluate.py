@@ -26,9 +26,9 @@ class EvaluatePass:
 
     def __call__(self, draft: Draft) -> Draft:
         layout, (forward, backward) = decided(draft.layout, "layout"), decided(draft.accesses, "actions")
-        static, triples = static_residents(layout)
-        cold = State("cold", (*((f"c{c}", s) for c, s in sorted(static.items())), *triples))
+        static, states = static_residents(layout)
+        cold = State("cold", (*((f"c{c}", s) for c, s in sorted(static.items())), *states))
         actions = Analysis().run("evaluate", (*forward, *backward))
-        program = Program("evaluate", "evaluate", cold, cold, actions)
+        program = Program("evaluate", cold, cold, actions)
         note = f"{len(actions)} actions, {sum(len(a.waits) for a in actions)} waits"
         return replace(draft, programs=(program,), note=note)

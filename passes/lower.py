@@ -20,48 +20,31 @@ from torch.fx import Graph, GraphModule, Node
 from chunkc._torch_compat.core import pytree
 from chunkc.errors import CaptureError
 from chunkc.ir.plan import Segment
+from chunkc.ir.values import GraphValues, SegmentValues
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredSegment:
+class LoweredSegment(SegmentValues):
     """One segment, ready to be compiled.
 
     Attributes:
         name: the plan's name for it, for example ``fwd.3``.
         module: takes one positional argument per entry of ``inputs`` and returns a tuple, one value per ``outputs``.
-        inputs: names of the values it takes; a parameter's name is that of its placeholder.
-        params: (position in ``inputs``, parameter index) of the inputs that are payloads.
-        outputs: names of the values it makes for later segments and for the graph's result.
-        dies: positions in ``inputs`` of the values that nothing needs afterwards.
         examples: fake tensors (or constants) for ``inputs``.
         key: equal for segments with equal code and inputs.
     """
 
     name: str
     module: GraphModule
-    inputs: tuple[str, ...]
-    params: tuple[tuple[int, int], ...]
-    outputs: tuple[str, ...]
-    dies: tuple[int, ...]
     examples: tuple[Any, ...]
     key: str
 
 
 @dataclass(frozen=True, slots=True)
-class LoweredGraph:
-    """A whole graph in segments.
+class LoweredGraph(GraphValues):
+    """A whole graph in segments."""
 
-    Attributes:
-        inputs: names of the graph's inputs in call order.
-        segments: in execution order.
-        result: what the graph returns, one entry per output: the name of a value, or a constant in a 1-tuple.
-        last_use: position of the last segment that takes a value, by name.
-    """
-
-    inputs: tuple[str, ...]
     segments: tuple[LoweredSegment, ...]
-    result: tuple[str | tuple[Any], ...]
-    last_use: Mapping[str, int]
 
     def code(self) -> str:
         """The segments as readable programs, one below the other."""

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Memory, Plan, StageRecord
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.passes.chunk_mapping import ChunkMappingPass
 from chunkc.passes.chunk_size import ChunkSizePass
 from chunkc.passes.communication import CommunicationPass
@@ -94,7 +94,7 @@ def make_fastest_plan(
     `make_plan`, which takes and raises the same. All ranks must choose alike, so candidates are planned for rank 0.
     """
     planned = make_plan(schedule, target, options, passes=passes, check=check)
-    moves = planned.plan.moved_nbytes(Stream.H2D) + planned.plan.moved_nbytes(Stream.D2H)
+    moves = planned.plan.moved_nbytes(*COPIED_TIERS)
     if target.rates is None or (not moves and target.world_size == 1):
         return planned
     started, first_rank = time.perf_counter(), replace(target, rank=0)
@@ -188,12 +188,12 @@ def assemble(draft: Draft, schedule_digest: str | None = None) -> Plan:
         segments=segments,
         programs=decided(draft.programs, "programs"),
         memory=Memory(
-            device_budget_nbytes=draft.target.device_budget_nbytes,
-            host_budget_nbytes=draft.target.host_budget_nbytes,
+            device_budget_nbytes=draft.target.budget_nbytes(Tier.DEVICE),
+            host_budget_nbytes=draft.target.budget_nbytes(Tier.HOST),
             arena_nbytes=layout.arena_nbytes,
             nonmodel_nbytes=0 if worst is None else worst.nonmodel_nbytes,
             nonmodel_segment="" if worst is None else worst.name,
-            host_nbytes=layout.host_nbytes(),
+            host_nbytes=layout.nbytes_in(Tier.HOST),
         ),
         stages=draft.stages,
         saved=draft.schedule.saved_values(),

@@ -12,10 +12,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind, Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.ir.work import work_of
+from chunkc.passes.residency import used_ranges
 from chunkc.passes.segments import GRAPHS, ranges, segment_costs
 from chunkc.passes.support.arena import lay_out
 from chunkc.passes.support.budget import most_ranges
@@ -145,7 +147,7 @@ class PrefetchPass:
         layout = _with_arena(draft)
         liveness, demand = decided(draft.liveness, "liveness"), decided(draft.demand, "demand")
         intervals, cuts = decided(draft.intervals, "residency"), draft.options.cuts
-        if draft.os_home is Home.DEVICE:
+        if draft.is_resident:
             shared = layout.world_size > 1
             both = [
                 {0, *(() if cuts is None else cuts[w]), *(exchange_starts(demand, w) if shared else ())}
@@ -153,13 +155,13 @@ class PrefetchPass:
                 else ()
                 for w in (0, 1)
             ]
-            first, second = (_segments(draft.schedule, liveness, w, sorted(both[w])) for w in (0, 1))
-            lines = (_bare("forward", first), _bare("backward", second))
-            return replace(draft, layout=layout, timelines=lines, note="nothing to fetch")
+            whole = (_segments(draft.schedule, liveness, w, sorted(both[w])) for w in (0, 1))
+            forward, backward = (timeline(*line, [], [], range(0)) for line in zip(GRAPHS, whole, strict=True))
+            return replace(draft, layout=layout, timelines=(forward, backward), note="nothing to fetch")
         num_steps = len(demand.steps)
         num_forward = sum(1 for s in demand.steps if s.graph == "forward")
         timings = time_intervals(intervals, demand.blocks.num_groups, num_forward, num_steps)
-        cap_nbytes = draft.target.device_budget_nbytes - layout.arena_nbytes
+        cap_nbytes = draft.target.budget_nbytes(Tier.DEVICE) - layout.arena_nbytes
         starts = merged_starts(demand, timings, cuts, cap_nbytes)
         timelines = []
         for which, steps in enumerate((range(num_forward), range(num_forward, num_steps))):
@@ -203,17 +205,11 @@ def _last_landed(demand: Demand, steps: Sequence[BaseSegment]) -> list[set[int]]
     return [{block for block, at in last.items() if at == index} for index in range(len(steps))]
 
 
-def _bare(graph: GraphKind, segments: tuple[Segment, ...]) -> Timeline:
-    empty = ((),) * len(segments)
-    return Timeline(graph, segments, empty, empty)
-
-
 def _with_arena(draft: Draft) -> Layout:
-    """The layout with slots for the intervals and for triples; a fixed or resident one is kept."""
+    """The layout with slots for the intervals and for states; a fixed or resident one is kept."""
     layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
-    if draft.fixed_layout is not None or draft.os_home is Home.DEVICE:
+    if draft.fixed_layout is not None or draft.is_resident:
         return layout
-    widths = demand.blocks.num_groups
-    used = max((s.slot_range + widths[s.block] for s in decided(draft.intervals, "residency")), default=0)
+    used = used_ranges(demand, decided(draft.intervals, "residency"))
     most = most_ranges(layout, demand, draft.target, draft.options)
     return lay_out(layout, decided(draft.liveness, "liveness"), used, most, draft.options.streamed_share)

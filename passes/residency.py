@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.layout import Layout
 from chunkc.passes.support.arena import num_payload_slots
 from chunkc.passes.support.belady import belady
 from chunkc.passes.support.budget import available_ranges
@@ -25,6 +25,12 @@ def plan_intervals(layout: Layout, demand: Demand, num_ranges: int) -> tuple[Res
     modified = [sorted({block for p in s.lands for block in of_grad[p]}) for s in demand.steps]
     weights, isolate_wide = _weights(layout, demand), layout.world_size > 1
     return belady(steps, modified, num_ranges, widths=widths, weights=weights, isolate_wide=isolate_wide)
+
+
+def used_ranges(demand: Demand, intervals: Iterable[ResidencyInterval]) -> int:
+    """Slot ranges that ``intervals`` use, and at least those that serve any shape of the layout."""
+    widths = demand.blocks.num_groups
+    return max(demand.min_ranges, *(i.slot_range + widths[i.block] for i in intervals), 0)
 
 
 def block_chunks(layout: Layout, demand: Demand, block: int) -> range:
@@ -80,7 +86,7 @@ class ResidencyPass:
 
     def __call__(self, draft: Draft) -> Draft:
         layout, demand = decided(draft.layout, "layout"), decided(draft.demand, "demand")
-        if draft.os_home is Home.DEVICE:
+        if draft.is_resident:
             return replace(draft, intervals=(), note="everything resident")
         if draft.fixed_layout is not None:
             num_ranges = num_payload_slots(layout) // layout.world_size

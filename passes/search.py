@@ -1,10 +1,10 @@
 """The search: options that no rule decides are decided by simulated time.
 
-Larger chunks copy faster, smaller ones overlap better; a triple in device memory saves an update on the host and costs
+Larger chunks copy faster, smaller ones overlap better; states in device memory save an update on the host and cost
 room for payloads. So candidates are planned whole, by the same passes, and simulated on the machine's rates; the least
 step time wins, then the earlier candidate. The plan that the passes make by themselves is a candidate too.
 
-    passes' own plan -> triples on the device -> chunk size -> triples again, with a share of the others streamed
+    passes' own plan -> states on the device -> chunk size -> states again, with a share of the others streamed
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from chunkc.cost.rates import CostRates
 from chunkc.cost.simulate import price
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
-from chunkc.passes.os_placement import most_resident_triples
+from chunkc.ir.tiers import Tier
+from chunkc.passes.os_placement import most_resident_states
 from chunkc.passes.support.budget import demand_of, with_homes
 from chunkc.passes.support.draft import Draft, PlanOptions, decided
 
@@ -67,13 +67,13 @@ class Search:
         best = self._price(self.options, "the passes' own choice")
         if best.compute_ms >= best.step_ms * (1 - MIN_GAIN):
             return best  # the step is computation, of which every plan of this schedule has as much
-        best = self._vary_counts(self._place_triples(best), with_shares=False)
+        best = self._vary_counts(self._place_states(best), with_shares=False)
         sized = self._best_of(best, self._sizes(best, first))
-        best = best if sized is best else self._place_triples(sized)
+        best = best if sized is best else self._place_states(sized)
         return self._vary_counts(best, with_shares=True)
 
     def _sizes(self, best: Candidate, first: Draft) -> Iterable[PlanOptions]:
-        """Of every octave of chunk sizes the one that moves least, with as many bytes of triples."""
+        """Of every octave of chunk sizes the one that moves least, with as many bytes of states."""
         sizes, chosen = first.fitting_numels, decided(first.chunk_numel, "chunk_numel")
         if self.options.chunk_numel is not None or not sizes:
             return
@@ -82,13 +82,13 @@ class Search:
             octaves.setdefault(round(math.log2(numel / chosen)), numel)
         for octave in sorted(octaves, key=lambda o: (abs(o), o)):
             numel = octaves[octave]
-            triples = best.options.num_resident_triples
-            triples = triples if self._is_placed() else triples * chosen // numel
-            keeps = best.options.keeps_payloads and triples > 0
-            yield replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
+            num_states = best.options.num_resident_states
+            num_states = num_states if self._is_placed() else num_states * chosen // numel
+            keeps = best.options.keeps_payloads and num_states > 0
+            yield replace(best.options, chunk_numel=numel, num_resident_states=num_states, keeps_payloads=keeps)
 
-    def _place_triples(self, best: Candidate) -> Candidate:
-        """Choose how many triples stand on the device, in chunks of the best size.
+    def _place_states(self, best: Candidate) -> Candidate:
+        """Choose for how many chunks, of the best size, states stand on the device.
 
         Tried are as many as fit beside all payloads, more at the cost of payloads, and as many as fit. Where one rank
         trains, all are tried with their payloads, then as many without.
@@ -100,30 +100,30 @@ class Search:
         keeps = draft.target.world_size == 1
         numel = draft.chunk_numel  # kept: a pass would search for it again
 
-        def with_(triples: int, *, keeps: bool) -> PlanOptions:
-            keeps = keeps and triples > 0
-            return replace(best.options, chunk_numel=numel, num_resident_triples=triples, keeps_payloads=keeps)
+        def with_(num_states: int, *, keeps: bool) -> PlanOptions:
+            keeps = keeps and num_states > 0
+            return replace(best.options, chunk_numel=numel, num_resident_states=num_states, keeps_payloads=keeps)
 
-        counts = {best.options.num_resident_triples, without_cost, (without_cost + most) // 2, most}
+        counts = {best.options.num_resident_states, without_cost, (without_cost + most) // 2, most}
         best = self._best_of(best, [with_(k, keeps=keeps) for k in sorted(counts)])
         again = {
             without_cost,
-            best.options.num_resident_triples,
+            best.options.num_resident_states,
             alone,
         }
         return self._best_of(best, [with_(k, keeps=False) for k in sorted(again)])
 
     def _vary_counts(self, best: Candidate, *, with_shares: bool) -> Candidate:
-        """Vary the count of resident triples around ``best`` (pattern search: Hooke and Jeeves, 1961).
+        """Vary the count of resident states around ``best`` (pattern search: Hooke and Jeeves, 1961).
 
-        ``with_shares``: vary the share of streamed triples too, alone and against the count. Steps begin with half of
-        the triples that fit and with the share that keeps host and link busy alike; they are halved where none gains.
+        ``with_shares``: vary the share of streamed states too, alone and against the count. Steps begin with half of
+        the states that fit and with the share that keeps host and link busy alike; they are halved where none gains.
         """
         draft = self._drafts[best.options]
         if not self._decides_homes(draft):
             return best
         most, numel = max(_margins(draft)), draft.chunk_numel
-        count, share = max(1, most // 2), self._balanced_share() if with_shares else 0.0
+        count, share = max(1, most // 2), self.balanced_share() if with_shares else 0.0
         may_keep = draft.target.world_size == 1
 
         def around(options: PlanOptions) -> Iterable[PlanOptions]:
@@ -137,20 +137,20 @@ class Search:
 
     def _decides_homes(self, draft: Draft) -> bool:
         """Whether the search decides where optimizer states stand and are updated."""
-        return draft.os_home is Home.HOST and not self._is_placed()
+        return not draft.is_resident and not self._is_placed()
 
     def _is_placed(self) -> bool:
         """Whether the caller says where optimizer states stand and are updated."""
-        return bool(self.options.num_resident_triples or self.options.streamed_share)
+        return bool(self.options.num_resident_states or self.options.streamed_share)
 
-    def _balanced_share(self) -> float:
-        """The share of streamed triples that keeps host and link busy alike.
+    def balanced_share(self) -> float:
+        """The share of streamed states that keeps host and link busy alike.
 
         It is B / (B + 12 U) (Deep Optimizer States, section 4; 12 bytes are Adam's states) where the slower direction
         copies B bytes a second and the host updates U parameters a second.
         """
         rates, states = self.rates, self.options.state_spec
-        copied, table = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s), rates.cpu_update_gparam_per_s
+        copied, table = min(law.gb_per_s for law in rates.copies.values()), rates.cpu_update_gparam_per_s
         updated = max(rates.update_gparam_per_s(table, dtype, states) for dtype in table)
         return copied / (copied + states.nbytes_per_element * updated)
 
@@ -183,19 +183,19 @@ class Search:
 
 
 def _margins(draft: Draft) -> tuple[int, int, int]:
-    """Triples that fit beside all payloads, beside the fewest slot ranges (and payloads), and alone."""
-    layout = with_homes(decided(draft.layout, "layout"), Home.HOST)
+    """Chunks whose states fit beside all payloads, beside the least slot ranges (and payloads), alone."""
+    layout = with_homes(decided(draft.layout, "layout"), Tier.HOST)
     liveness, target = decided(draft.liveness, "liveness"), draft.target
     demand = demand_of(layout, liveness, draft.options.cuts)
-    without_cost = most_resident_triples(layout, demand, liveness, target, sum(demand.blocks.num_groups))
-    alone = most_resident_triples(layout, demand, liveness, target)
+    without_cost = most_resident_states(layout, demand, liveness, target, sum(demand.blocks.num_groups))
+    alone = most_resident_states(layout, demand, liveness, target)
     if layout.world_size > 1:
         return without_cost, alone, alone
-    return without_cost, most_resident_triples(layout, demand, liveness, target, keeps_payloads=True), alone
+    return without_cost, most_resident_states(layout, demand, liveness, target, keeps_payloads=True), alone
 
 
 def _around(options: PlanOptions, count: int, share: float, most: int, *, may_keep: bool) -> Iterable[PlanOptions]:
-    """Options one step of ``count`` triples, of ``share``, or of both in opposite directions away.
+    """Options one step of ``count`` chunks' states, of ``share``, or of both in opposite directions away.
 
     With ``may_keep``, ``options`` and those of opposite steps also come with ``keeps_payloads`` turned over.
     """
@@ -203,20 +203,20 @@ def _around(options: PlanOptions, count: int, share: float, most: int, *, may_ke
     moves = [(options.keeps_payloads, [(count, 0.0), (-count, 0.0), (0, share), (0, -share), *opposite])]
     moves += [(not options.keeps_payloads, [(0, 0.0), *opposite])] if may_keep else []
     for keeps, steps in moves:
-        for more_triples, more_share in steps:
-            triples, streamed = options.num_resident_triples + more_triples, options.streamed_share + more_share
-            if triples <= most:
+        for more_states, more_share in steps:
+            num_states, streamed = options.num_resident_states + more_states, options.streamed_share + more_share
+            if num_states <= most:
                 yield replace(
                     options,
-                    num_resident_triples=max(0, triples),
-                    keeps_payloads=keeps and triples > 0,
+                    num_resident_states=max(0, num_states),
+                    keeps_payloads=keeps and num_states > 0,
                     streamed_share=min(max(0.0, streamed), 1.0),
                 )
 
 
 def _keeps_payloads(draft: Draft) -> bool:
     """Whether payloads stay on the device although others move."""
-    return draft.os_home is Home.HOST and any(c.home is Home.DEVICE for c in decided(draft.layout, "layout").chunks)
+    return not draft.is_resident and any(c.is_resident for c in decided(draft.layout, "layout").chunks)
 
 
 def _difference(options: PlanOptions, wished: PlanOptions) -> str:
@@ -224,8 +224,8 @@ def _difference(options: PlanOptions, wished: PlanOptions) -> str:
     parts = []
     if options.chunk_numel != wished.chunk_numel:
         parts.append(f"chunks of {options.chunk_numel} elements")
-    if options.num_resident_triples != wished.num_resident_triples:
-        parts.append(f"{options.num_resident_triples} optimizer states resident")
+    if options.num_resident_states != wished.num_resident_states:
+        parts.append(f"{options.num_resident_states} optimizer states resident")
     if options.streamed_share != wished.streamed_share:
         parts.append(f"{options.streamed_share:.0%} streamed")
     return ", ".join(parts)

@@ -14,13 +14,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Phase, Program, State
+from chunkc.ir.tiers import Tier
 from chunkc.passes.communication import ActionEmitter, payload_residents, slot_name
 from chunkc.passes.deferral import deferring_programs, defers_reduction
 from chunkc.passes.norms import with_decision, with_norms
-from chunkc.passes.support.arena import shared_bytes, static_payloads, static_triples
+from chunkc.passes.support.arena import shared_bytes, static_payloads, static_states
 from chunkc.passes.support.draft import ActionAccess, Draft, decided
 from chunkc.passes.support.hazards import joined, synchronise
 from chunkc.passes.support.update_order import host_order
@@ -59,8 +60,8 @@ def resume_accesses(layout: Layout, slots: dict[int, int], static: dict[int, int
 
 
 def static_residents(layout: Layout) -> tuple[dict[int, int], tuple[tuple[str, int], ...]]:
-    """Payloads (chunk -> slot) that never move, and triples that never move as a state lists them."""
-    return static_payloads(layout), tuple((f"os{chunk}", slot) for chunk, slot in static_triples(layout).items())
+    """Payloads (chunk -> slot) that never move, and states that never move as a state lists them."""
+    return static_payloads(layout), tuple((f"os{chunk}", slot) for chunk, slot in static_states(layout).items())
 
 
 def seen_by_backward(
@@ -136,7 +137,7 @@ class StepPass:
         accumulates = draft.options.accumulate > 1
         if accumulates:
             forward, backward = seen_by_forward(forward, backward)
-        static, triples = static_residents(layout)
+        static, states = static_residents(layout)
         saved = standing(forward, static, layout)
         abandon = abandon_accesses(layout, saved, static)
         overlaps = {slot_name(s): tuple(map(slot_name, others)) for s, others in shared_bytes(layout).items()}
@@ -144,27 +145,28 @@ class StepPass:
         resume = joined(resume_accesses(layout, saved, static))
 
         def state(phase: Phase, slots: dict[int, int]) -> State:
-            return State(phase, (*payload_residents(slots), *triples))
+            return State(phase, (*payload_residents(slots), *states))
 
         cold, between, graded = state("cold", static), state("saved", saved), state("graded", static)
         restores = tuple(replace(a, op=Op.RESTORE) if a.op is Op.UPDATE else a for a in actions[2])
-        backwards = [Program("backward", "backward", between, graded, first_of_step(actions[1], layout))]
+        graphs = [
+            Program("forward", cold, between, actions[0]),
+            Program("backward", between, graded, first_of_step(actions[1], layout)),
+        ]
         if accumulates:
-            backwards.append(Program("accumulate", "backward", between, graded, actions[1]))
-        programs: tuple[Program, ...] = (
-            Program("forward", "forward", cold, between, actions[0]),
-            *backwards,
-            Program("step", "step", graded, cold, actions[2]),
-            Program("restore", "step", graded, cold, restores),
-            Program("abandon", "transition", between, cold, actions[3]),
-            Program("resume", "transition", cold, between, resume),
+            graphs.append(Program("backward", between, graded, actions[1], "later"))
+        programs = (
+            *graphs,
+            Program("step", graded, cold, actions[2]),
+            Program("restore", graded, cold, restores),
+            Program("abandon", between, cold, actions[3]),
+            Program("resume", cold, between, resume),
         )
         if defers_reduction(draft):
-            named = {p.name: p for p in programs}
             accesses = decided(draft.accesses, "actions")[1]
-            programs += deferring_programs(layout, accesses, named, tracks_grad_norm=draft.options.tracks_grad_norm)
+            programs += deferring_programs(layout, accesses, graphs, tracks_grad_norm=draft.options.tracks_grad_norm)
         waits = sum(len(a.waits) for p in programs for a in p.actions)
         streams = [a.stream for a in actions[2] if a.op is Op.UPDATE]
-        counts = ((streams.count(Stream.COMPUTE), Home.DEVICE), (streams.count(Stream.CPU), Home.HOST))
+        counts = ((streams.count(Stream.COMPUTE), Tier.DEVICE), (streams.count(Stream.CPU), Tier.HOST))
         updated = ", ".join(f"{count} updates on the {at}" for count, at in counts if count or at is home)
         return replace(draft, programs=programs, note=f"{updated}, {waits} waits")

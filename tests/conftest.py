@@ -4,14 +4,16 @@ torch and hypothesis are imported inside hooks: what is imported while conftest 
 that a warning is an error, which holds for the versions in constraints.txt only. A machine with a GPU has others.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os
 import signal
+from collections import Counter
+from itertools import chain
 
 import pytest
+
+NUM_SLOWEST = 20
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -28,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
+    gc.set_threshold(50_000, 20, 20)  # captured graphs are millions of objects: a tenth of all time goes to collections
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with it ignored
     if importlib.util.find_spec("hypothesis") is not None:  # tests of the GPU take none of it
         _choose_profile("soak" if config.getoption("--soak") else "test")
@@ -61,6 +64,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in absent.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List the files that took longest, where whole folders ran."""
+    durations_s: Counter[str] = Counter()
+    for report in chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            durations_s[report.nodeid.partition("::")[0]] += report.duration
+    if len(durations_s) > NUM_SLOWEST:
+        terminalreporter.section(f"{NUM_SLOWEST} slowest files, {durations_s.total():.0f} s in all")
+        for name, duration_s in durations_s.most_common(NUM_SLOWEST):
+            terminalreporter.line(f"{duration_s:7.1f} s  {name}")
 
 
 def pytest_unconfigure() -> None:

@@ -1,7 +1,5 @@
 """A checkout's root and any other folder import the package after a plain install, each file of which is there once."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -28,7 +26,6 @@ print(json.dumps({name: sys.modules[name].__file__ for name in names if name in 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what an installation reads."""
     root = tmp_path_factory.mktemp("checkout")
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -39,7 +36,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that a plain install of the checkout filled."""
     pytest.importorskip("setuptools", "77", reason="setuptools builds the package")
     target = tmp_path_factory.mktemp("installed")
     source = target.with_name("source")
@@ -51,10 +47,7 @@ def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def imported_from(folder: Path, *installed: Path) -> dict[str, str]:
-    """Files of the modules that `PROGRAM` imports in ``folder``, where chunkc is in no folders but ``installed``.
-
-    ``-S`` leaves out what site-packages adds to an interpreter by ``.pth`` files, such as an editable install.
-    """
+    """Files that `PROGRAM` imports in ``folder``, with ``-S``: chunkc is in no folders but ``installed``."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, installed), *DEPENDENCIES])}
     command = [sys.executable, "-S", "-c", PROGRAM]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)

@@ -1,7 +1,5 @@
 """The pages in docs/ are right where that can be read off: errors say what they are listed by, links lead somewhere."""
 
-from __future__ import annotations
-
 import ast
 import pkgutil
 import re
@@ -61,7 +59,6 @@ def test_the_glossary_leads_to_code() -> None:
 
 
 def test_files_that_pages_name_exist() -> None:
-    """In backticks, from the root of the checkout."""
     named = {
         name
         for page in PAGES
@@ -76,7 +73,6 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_names_of_the_package_in_python_blocks_exist() -> None:
-    """A name that a page calls must be one of the package's."""
     used = set()
     for page in PAGES:
         for block in re.findall(r"^```(?:python|diff)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):

@@ -1,11 +1,4 @@
-"""The tests of the GPU, where there is none: that they start with what such a machine has, and that they are right.
-
-They run in a process of their own on a stand-in (see ``tests/gpu/conftest.py``), and once without plugins of pytest,
-whose options in ``pyproject.toml`` must then not stop them. ``tests/gpu/run.py`` runs them file by file; what it keeps
-when a test, a process or itself is killed is shown on files of a few lines.
-"""
-
-from __future__ import annotations
+"""The tests of the GPU on a stand-in and without plugins of pytest, and what their runner keeps when it is killed."""
 
 import os
 import random
@@ -24,7 +17,6 @@ WITHOUT_PLUGINS = ("-p", "no:timeout", "-p", "no:xdist", "-p", "no:cacheprovider
 
 
 def run(*arguments: str, timeout_s: float = 500.0) -> str:
-    """What pytest says about the tests of the GPU; it must succeed."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
@@ -111,7 +103,6 @@ def test_environment(): assert os.environ["TORCHINDUCTOR_VEC_ISA_OK"] == "1"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files as ``tests/gpu`` has them, which need nothing but pytest."""
     found = tmp_path / "files"
     found.mkdir()
     (found / "conftest.py").write_text(CONFTEST)
@@ -121,14 +112,12 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, out: Path, stems: str, **options: Any) -> subprocess.Popen[str]:
-    """The runner on some of the files."""
     command = [sys.executable, str(RUN), "--tests", str(folder), "--out", str(out), "--only", stems]
     command += [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def journal_of(out: Path) -> list[dict[str, Any]]:
-    """The runner's records."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         from journal import records
@@ -137,7 +126,6 @@ def journal_of(out: Path) -> list[dict[str, Any]]:
 
 
 def outcomes(out: Path) -> dict[str, dict[str, Any]]:
-    """Records of tests that have ended, by file and name."""
     found = [record for record in journal_of(out) if record["kind"] == "test"]
     return {record["test"]: record for record in found}
 
@@ -207,7 +195,6 @@ def test_files_without_time_are_not_run(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_a_runner_that_is_killed_keeps_what_it_found(seed: int, folder: Path, tmp_path: Path) -> None:
-    """Every line parses, and tests that had ended when it was killed are there."""
     runner = start(folder, tmp_path, "fails,many")
     deadline_s = time.monotonic() + 100
     while len(outcomes(tmp_path)) < 4 and time.monotonic() < deadline_s:
@@ -225,7 +212,6 @@ def test_a_runner_that_is_killed_keeps_what_it_found(seed: int, folder: Path, tm
 
 
 def end_group(pid: int) -> None:
-    """What a killed runner left."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

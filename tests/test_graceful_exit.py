@@ -1,7 +1,5 @@
 """Signals between two steps: noted, never in the middle of anything, and everything as before afterwards."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -76,7 +74,6 @@ def test_it_belongs_to_the_main_thread() -> None:
 
 
 def test_a_forked_child_ends_as_usual() -> None:
-    """A worker that the handler would keep alive could not be terminated."""
     ready, started = os.pipe()
     with chunkc.graceful_exit() as stop:
         pid = os.fork()

@@ -4,8 +4,6 @@ The table below is the architecture's: a module may import from its own group an
 anywhere in its text. Circles are looked for among imports that run when a module is imported.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Mapping
 from graphlib import CycleError, TopologicalSorter
@@ -62,7 +60,6 @@ MAY_IMPORT: Mapping[str, set[str]] = {
 
 
 def group_of(module: str) -> str:
-    """The row of `MAY_IMPORT` that a module of ours falls under."""
     inside = module.removeprefix("chunkc").removeprefix(".")
     while inside not in MAY_IMPORT and "." in inside:
         inside = inside.rpartition(".")[0]
@@ -88,7 +85,6 @@ def floor_faults(modules: Mapping[str, str]) -> list[str]:
 
 
 def circles(modules: Mapping[str, str]) -> list[str]:
-    """One circle of imports at import time, or none."""
     graph = {
         module: {found.target for found in imports_of(module, modules) if found.at_import and found.target in modules}
         for module in modules
@@ -127,10 +123,7 @@ def private_torch_faults(modules: Mapping[str, str]) -> list[str]:
 
 
 def finalizer_faults(modules: Mapping[str, str]) -> list[str]:
-    """Calls that Python makes when an object goes, other than by ``chunkc._torch_compat.core.Finalizer``.
-
-    Those are ``__del__``, ``weakref.finalize`` and callbacks of weak references.
-    """
+    """``__del__``, ``weakref.finalize`` and callbacks of weak references, outside of `Finalizer`."""
     faults = []
     for module in modules:
         if module == "chunkc._torch_compat.core":
@@ -145,7 +138,6 @@ def finalizer_faults(modules: Mapping[str, str]) -> list[str]:
 
 
 def _calls_back(call: ast.Call) -> bool:
-    """Whether the call makes a weak reference that calls a function when its object goes."""
     function = ast.unparse(call.func)
     num_given = len(call.args) + len(call.keywords)
     return function == "weakref.finalize" or (function in ("weakref.ref", "weakref.WeakMethod") and num_given > 1)

@@ -1,7 +1,5 @@
 """Ctrl-C ends the command without a traceback while torch is imported, and importing the package imports no torch."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -24,7 +22,6 @@ COMMANDS = {
 
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
-    """Of a process that finds another torch than ours."""
     (tmp_path / "torch.py").write_text(TORCH["slow"], encoding="utf-8")
     return {**os.environ, "PYTHONPATH": str(tmp_path)}
 

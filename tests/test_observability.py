@@ -1,7 +1,5 @@
 """Numbers of each step, the names that torch's profiler shows, and planned beside measured times in one trace."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -19,7 +17,6 @@ from torch import nn
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import REPEATED_PROGRAMS
 
 WIDTH, DEPTH, VOCABULARY = 48, 4, 50
 NUM_TOKENS = 32  # of a batch of four with eight each
@@ -27,7 +24,6 @@ PROFILE_ALL_THREADS = torch._C._profiler._ExperimentalConfig(profile_all_threads
 
 
 def step(pair: Pair, seed: int = 0) -> None:
-    """One step of the compiled side."""
     pair.model(*batch(seed)).backward()
     pair.optimizer.step()
     pair.optimizer.zero_grad()
@@ -35,7 +31,6 @@ def step(pair: Pair, seed: int = 0) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Pair:
-    """A pair whose compiled side has taken two steps."""
     pair = Pair()
     step(pair)
     step(pair)
@@ -43,9 +38,8 @@ def trained() -> Pair:
 
 
 def actions_of(pair: Pair) -> Counter[str]:
-    """The text of every action of one step."""
     plan = chunkc.plan_of(pair.model)
-    return Counter(str(a) for p in plan.programs if p.name in REPEATED_PROGRAMS for a in p.actions)
+    return Counter(str(a) for p in plan.programs if p.is_repeated for a in p.actions)
 
 
 def test_metrics_are_numbers_and_hold_all_of_stats(trained: Pair) -> None:
@@ -125,8 +119,6 @@ def test_a_model_without_tokens_has_no_tokens_per_second() -> None:
 
 
 class Broken(nn.Module):
-    """Two layers, with or without a graph break between them."""
-
     def __init__(self, breaks: bool) -> None:
         super().__init__()
         self.first, self.second, self.breaks = nn.Linear(16, 32), nn.Linear(32, 16), breaks
@@ -165,7 +157,6 @@ def test_the_profiler_shows_the_other_streams_where_it_profiles_all_threads(trai
 
 
 def profiled(pair: Pair, config: Any) -> Counter[str]:
-    """How often each name was seen in one step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=config) as seen:
         step(pair)
         compiled_of(pair.model).runtime.parameters.drain()

@@ -1,7 +1,5 @@
 """Blocks that commands printed stand in the pages as they are printed now, and the comparison finds what is stale."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The public surface, frozen: a name or an option that comes or goes is a decision, made here."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import TypeVar, get_type_hints

@@ -1,7 +1,5 @@
 """README.md is right: its programs run (with a smaller model), its commands exist, its links lead somewhere."""
 
-from __future__ import annotations
-
 import copy
 import re
 import shlex
@@ -38,7 +36,6 @@ def commands(program: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, in which the README's gpt.py is written."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
@@ -47,7 +44,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def written(folder: Path) -> Path:
-    """A folder with the README's gpt.py over a smaller model."""
     (source,) = blocks("python")
     for large, small in SMALLER.items():
         assert large in source

@@ -1,7 +1,5 @@
 """The folders of the package: packaged, small, listed, without circles; docstrings that begin with a short line."""
 
-from __future__ import annotations
-
 import ast
 import tomllib
 from graphlib import TopologicalSorter
@@ -12,6 +10,7 @@ MAX_LINES = 400
 MAX_FIRST_LINE = 100
 MAX_MODULES = 20
 MAX_ROOT_MODULES = 8
+MAX_ROOMS = 26
 MAX_FLOORS = 11
 
 
@@ -49,6 +48,7 @@ def test_rooms_are_small_and_know_each_other_in_one_direction() -> None:
     assert max(floors.values()) <= MAX_FLOORS, sorted(floors.items(), key=lambda item: item[1])
     sizes = {room: sum(m.rpartition(".")[0] == room for m in MODULES) for room in graph}
     assert {room: size for room, size in sizes.items() if size > MAX_MODULES} == {}
+    assert sum(size > 0 and not sizes.get(outer[room]) for room, size in sizes.items()) <= MAX_ROOMS
     assert sum(path.suffix == ".py" for path in (ROOT / "chunkc").iterdir()) <= MAX_ROOT_MODULES
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo
 import torch._dynamo.exc
+import torch._dynamo.utils
 import torch._functorch.config
 import torch._guards
 import torch._prims.rng_prims
@@ -29,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from chunkc._torch_compat.release import compilations_forgotten
+from chunkc._torch_compat.release import forget_compilations, sources
 
 StorageKey = StorageWeakRef
 CaptureFailed = torch._dynamo.exc.TorchDynamoException
@@ -347,8 +348,13 @@ def capture_settings() -> Iterator[None]:
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
     settings = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
-    with compilations_forgotten(), settings:
-        yield
+    first = sources.next_id
+    try:
+        with settings:
+            yield
+    finally:
+        if sources.next_id > first or torch._dynamo.utils.get_metrics_context()._edits:
+            forget_compilations(first)
 
 
 @contextmanager

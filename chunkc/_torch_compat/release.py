@@ -30,7 +30,8 @@ from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-_sources = torch.fx.graph_module._loader
+sources = torch.fx.graph_module._loader
+"""Texts of graph modules, numbered: ``next_id`` grows with each that is compiled."""
 
 
 class ReleasableBackend:
@@ -78,20 +79,25 @@ def _drop_frame(entry: Any) -> None:
 
 @contextmanager
 def compilations_forgotten() -> Iterator[None]:
-    """Drop tracebacks of this thread's compilations, and texts of graph modules, made in the block.
-
-    Messages of a compilation under way show its tracebacks. Texts of other threads go as well.
-    """
-    first = _sources.next_id
+    """Forget, as `forget_compilations`, what the block compiles."""
+    first = sources.next_id
     try:
         yield
     finally:
-        if _sources.next_id > first:
-            for name in [n for n in list(_sources.eval_cache) if _number(n) >= first]:
-                _forget_source(name)
-        metrics = torch._dynamo.utils.get_metrics_context()
-        if not metrics.in_progress():
-            metrics._edits.clear()
+        forget_compilations(first)
+
+
+def forget_compilations(first: int) -> None:
+    """Drop texts of graph modules from number ``first`` on, and tracebacks of this thread's compilations.
+
+    Messages of a compilation under way show its tracebacks. Texts of other threads go as well.
+    """
+    if sources.next_id > first:
+        for name in [n for n in list(sources.eval_cache) if _number(n) >= first]:
+            _forget_source(name)
+    metrics = torch._dynamo.utils.get_metrics_context()
+    if not metrics.in_progress():
+        metrics._edits.clear()
 
 
 def forget_source(module: torch.fx.GraphModule) -> None:
@@ -105,5 +111,5 @@ def _number(source: str) -> int:
 
 
 def _forget_source(name: str) -> None:
-    _sources.eval_cache.pop(name, None)
+    sources.eval_cache.pop(name, None)
     linecache.cache.pop(name, None)

@@ -2,7 +2,7 @@
 
 A rank's own chunk of a group is on the device or on the host; the other ranks' chunks are on the device from the first
 use of the group in a pass to its last (algorithms 1 and 2 of the paper). Where there is no room for a group, the one
-used last is evicted (Belady), or in the order of the list. In the update a triple needs its gradients beside it.
+used last is evicted (Belady), or in the order of the list. In the update states need their gradients beside them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class NoRoom(Exception):
 
 @dataclass(slots=True)
 class ChunkCache:
-    """The steady iteration of one rank, with the triples of the first groups on the device.
+    """The steady iteration of one rank, with the states of the first groups on the device.
 
     ``room_nbytes``: for chunks while a stretch runs, gathered ones included. ``by_list_order``: evict in the order of
     the list, not what is used last.
@@ -47,7 +47,7 @@ class ChunkCache:
     packing: Packing
     payload_nbytes: int
     room_nbytes: Callable[[Stretch], int]
-    num_device_triples: int
+    num_device_states: int
     by_list_order: bool = False
 
     def iteration(self) -> tuple[list[Move], int]:
@@ -128,9 +128,9 @@ class _Walk:
         return uses[later] if later < len(uses) else uses[0] + len(self.cache.course.stretches)
 
     def _update(self) -> Iterator[Move]:
-        """Activations are gone by then, so that a group whose triple is on the device finds room there."""
+        """Activations are gone by then, so that a group whose states are on the device finds room there."""
         for group in range(self.cache.packing.num_groups):
-            if group < self.cache.num_device_triples:
+            if group < self.cache.num_device_states:
                 if group not in self.standing:
                     self.standing.add(group)
                     yield Move("fetch", group)

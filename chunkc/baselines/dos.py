@@ -29,7 +29,7 @@ def stride(machine: Machine, dtype: str) -> int:
     """The least integer k for which the device's share of updates does not outlast the host's."""
     rates = machine.rates
     update = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
-    bandwidth = min(rates.h2d.gb_per_s, rates.d2h.gb_per_s)
+    bandwidth = min(law.gb_per_s for law in rates.copies.values())
     return max(2, math.ceil(1 + ADAM_STATES.nbytes_per_element * update / bandwidth))
 
 

@@ -26,7 +26,7 @@ class Machine:
         return cls(
             name=str(hw),
             rates=cost_rates(hw),
-            device_nbytes=memory.device_nbytes - reserved_nbytes,
-            host_nbytes=memory.host_nbytes,
+            device_nbytes=memory.device.nbytes - reserved_nbytes,
+            host_nbytes=memory.host.nbytes,
             world_size=hw.num_gpus,
         )

@@ -9,7 +9,7 @@ from chunkc.baselines.machine import Machine
 from chunkc.baselines.writer import Writer
 from chunkc.cost.simulate import Facts, simulate_script
 from chunkc.cost.timeline import Flops, Peaks, Timeline
-from chunkc.ir.actions import Stream
+from chunkc.ir.tiers import COPIED_TIERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Outcome:
         """Bytes that one rank copies between host and device in an iteration; 0 where the model does not fit."""
         if self.timeline is None:
             return 0
-        return self.timeline.stream(Stream.H2D).nbytes + self.timeline.stream(Stream.D2H).nbytes
+        return sum(self.timeline.stream(stream).nbytes for stream in COPIED_TIERS)
 
     def to_json(self) -> dict[str, Any]:
         figures = ("step_ms", "tokens_per_s", "patrickstar_tflops", "model_tflops", "bound")

@@ -3,11 +3,11 @@
 PatrickStar (Fang et al., 2021, sections 6 and 7). Model data are 14 bytes a parameter in chunks, each in one place at a
 time; gradients are copied over their parameters (section 6.1). In the warm-up iteration a fifth of the device's memory
 is for chunks: that and host memory bound what it can hold. From then on chunks have what activations leave at each
-moment, and triples fill the *margin*: memory less peak activations less parameters. Copies, collectives and updates
+moment, and states fill the *margin*: memory less peak activations less parameters. Copies, collectives and updates
 take turns with the computation.
 
 ``static`` is the same without the tracer: chunks have a fifth of the device's memory at any moment, are evicted in the
-order of the list, and all triples are on the host (the ablation of the paper's figure 15).
+order of the list, and all states are on the host (the ablation of the paper's figure 15).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM_UP_PERCENT = 20
 
 @dataclass(frozen=True, slots=True)
 class PatrickStar:
-    """The policy: ``sizes`` of chunks to search, in elements, and whether triples may stand in the margin.
+    """The policy: ``sizes`` of chunks to search, in elements, and whether states may stand in the margin.
 
     ``traced``: whether it knows what activations take at each moment; else it is ``static``.
     """
@@ -53,7 +53,7 @@ class PatrickStar:
         return packings(course, self.sizes, machine.world_size)
 
     def total_nbytes(self, course: Course, packing: Packing) -> int:
-        """Bytes of one rank's chunks, payloads and triples."""
+        """Bytes of one rank's chunks, payloads and states."""
         element = DTYPE_NBYTES[course.dtype] + ADAM_STATES.nbytes_per_element
         return packing.num_groups * packing.chunk_numel * element
 
@@ -66,11 +66,11 @@ class PatrickStar:
         return self.warm_up_nbytes(machine) + machine.host_nbytes
 
     def margin(self, course: Course, machine: Machine, packing: Packing) -> int:
-        """Triples that the margin takes (+), or bytes of parameters that spill, as triples (-); Table 4."""
+        """Chunks whose states the margin takes (+), or parameters that spill, in such chunks (-); Table 4."""
         chunk_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
         left = machine.device_nbytes - course.nonmodel_nbytes - packing.num_groups * chunk_nbytes
-        triple_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
-        return left // triple_nbytes if left >= 0 else -(-left // triple_nbytes)
+        states_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
+        return left // states_nbytes if left >= 0 else -(-left // states_nbytes)
 
     def _with(self, course: Course, machine: Machine, packing: Packing) -> Outcome:
         warm_up_nbytes, total_nbytes = self.warm_up_nbytes(machine), self.total_nbytes(course, packing)
@@ -79,28 +79,28 @@ class PatrickStar:
         if refusal is not None:
             return refusal
         margin = self.margin(course, machine, packing) if self.traced and self.os_on_device else 0
-        for triples in range(max(0, min(margin, packing.num_groups)), -1, -1):
+        for num_states in range(max(0, min(margin, packing.num_groups)), -1, -1):
             try:
-                return self._steady(course, machine, packing, triples)
+                return self._steady(course, machine, packing, num_states)
             except NoRoom as error:
                 missing_nbytes, stretch = error.missing_nbytes, error.stretch
         why_not = f"device memory of a rank: {stretch} needs {missing_nbytes / 2**30:.1f} GiB more for its chunks"
         device_nbytes = machine.device_nbytes + missing_nbytes
         return Outcome(self.name, machine.name, why_not, missing_nbytes, device_nbytes, total_nbytes - warm_up_nbytes)
 
-    def _steady(self, course: Course, machine: Machine, packing: Packing, triples: int) -> Outcome:
-        """With so many triples on the device; NoRoom when a stretch does not fit beside them."""
+    def _steady(self, course: Course, machine: Machine, packing: Packing, num_states: int) -> Outcome:
+        """With the states of so many chunks on the device; NoRoom when a stretch does not fit beside them."""
         payload_nbytes = packing.chunk_numel * DTYPE_NBYTES[course.dtype]
-        triple_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
+        states_nbytes = packing.chunk_numel * ADAM_STATES.nbytes_per_element
 
         def room_nbytes(stretch: Stretch) -> int:
             if not self.traced:
                 return self.warm_up_nbytes(machine)
-            return machine.device_nbytes - stretch.nonmodel_nbytes - triples * triple_nbytes
+            return machine.device_nbytes - stretch.nonmodel_nbytes - num_states * states_nbytes
 
-        cache = ChunkCache(course, packing, payload_nbytes, room_nbytes, triples, by_list_order=not self.traced)
+        cache = ChunkCache(course, packing, payload_nbytes, room_nbytes, num_states, by_list_order=not self.traced)
         moves, most_on_host = cache.iteration()
-        host_nbytes = (packing.num_groups - triples) * triple_nbytes + most_on_host * payload_nbytes
+        host_nbytes = (packing.num_groups - num_states) * states_nbytes + most_on_host * payload_nbytes
         refusal = refused(self.name, machine, 0, host_nbytes)
         if refusal is not None:
             return refusal
@@ -109,7 +109,7 @@ class PatrickStar:
             _write(writer, packing, payload_nbytes, move)
         notes = (
             f"chunks of {packing.chunk_numel / 2**20:g} Mi elements, {100 * packing.utilisation:.1f} % of them in use",
-            f"{triples} of {packing.num_groups} optimizer-state chunks on the device",
+            f"{num_states} of {packing.num_groups} optimizer-state chunks on the device",
         )
         return simulated(self.name, writer, machine.device_nbytes, host_nbytes, notes)
 

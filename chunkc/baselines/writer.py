@@ -45,8 +45,7 @@ class Writer:
 
     def copy(self, text: str, stream: Stream, sizes: Sequence[int], *waits: str) -> str:
         """Copies of so many bytes each, one after another; without any: nothing but a place to wait for."""
-        rates = self.machine.rates
-        law = rates.h2d if stream is Stream.H2D else rates.d2h
+        law = self.machine.rates.copies[stream]
         alone_ms = sum(law.time_ms(nbytes) for nbytes in sizes)
         return self._add(text, stream, alone_ms, sum(sizes), waits)
 

@@ -2,7 +2,7 @@
 
 ZeRO-Offload (Ren et al., 2021, sections 4 and 5): every rank keeps all of param16. While backward goes on, gradients
 are reduced to their owners and copied to the host, each rank its part. When backward is done the host updates, the new
-parameters are copied back, and ranks gather them. The host holds 16 bytes for each parameter: a triple, a gradient and
+parameters are copied back, and ranks gather them. The host holds 16 bytes for each parameter: states, a gradient and
 a copy of the parameter. The delayed update, which trains with old gradients, is left out.
 """
 

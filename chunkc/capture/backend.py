@@ -261,9 +261,6 @@ def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:
 
 def boxed(function: BoxedCallable) -> BoxedCallable:
     """Mark ``function`` as taking one list that it empties, so that inputs die at their last use."""
-
-    def call(args: list[Any]) -> Sequence[Any]:
-        return function(args)
-
+    call = partial(function)
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -114,7 +114,7 @@ def save_checkpoint(
         def gather_and_save() -> Future[Path]:
             steps = check_optimizer(optimizer, runtime)
             contents = gather(model, runtime, steps, scheduler, extra, max_copied_nbytes, agreed)
-            work = partial(_save, root, model, runtime, contents, keep)
+            work = partial(write_checkpoint, root, model, runtime, contents, keep)
             try:
                 if asynchronous and contents.is_lasting:
                     runtime.saving = _beside(work)
@@ -245,7 +245,7 @@ def _finish_last(runtime: ModelRuntime) -> BaseException | None:
     return last.exception()
 
 
-def _save(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Contents, keep: int | None) -> Path:
+def write_checkpoint(root: Path, model: nn.Module, runtime: ModelRuntime, contents: Contents, keep: int | None) -> Path:
     """Write a checkpoint and end the snapshot; ``model`` is held so that its memory stays."""
     started_s = time.perf_counter()
     try:

@@ -145,7 +145,7 @@ def commit(path: Path, manifest: Manifest) -> Path:
     Raises:
         OSError: it cannot; the folder has its old name then, and ``latest`` names what it named.
     """
-    write_json(path / MANIFEST_NAME, _signed(asdict(manifest)))
+    write_json(path / MANIFEST_NAME, sign(asdict(manifest)))
     flush_folder(path)
     final = path.parent / "-".join(path.name.rsplit("-", 3)[1:])
     with _pointer_to(final) as pointer:
@@ -198,7 +198,7 @@ def read_manifest(path: Path) -> Manifest:
 def _parse_manifest(path: Path) -> tuple[Manifest | None, str]:
     try:
         signed = Decoder().decode(_SignedManifest, read_json(path / MANIFEST_NAME, max_nbytes=_MANIFEST_MAX_NBYTES))
-        if _signed(signed.manifest)["sha256"] != signed.sha256:
+        if sign(signed.manifest)["sha256"] != signed.sha256:
             return None, "changed since it was written"
         manifest = Decoder().decode(Manifest, _known_of(signed.manifest))
         for name in manifest.files:
@@ -269,7 +269,7 @@ def _is_complete(path: Path) -> bool:
     return all((path / name).is_file() and (path / name).stat().st_size == d.nbytes for name, d in files)
 
 
-def _signed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+def sign(manifest: Mapping[str, Any]) -> dict[str, Any]:
     text = json.dumps(manifest, sort_keys=True)
     return {"manifest": manifest, "sha256": sha256(text.encode()).hexdigest()}
 

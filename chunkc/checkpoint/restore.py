@@ -40,7 +40,7 @@ class Fit:
     Attributes:
         params: index of the parameter that each stored name (the first of a tied one) is here.
         buffers: first name here of each stored buffer.
-        states: those of the optimizer given, by name; none without one.
+        states: those of the optimizer given, by name; None without one.
     """
 
     path: Path
@@ -50,7 +50,7 @@ class Fit:
     stored: Mapping[str, StoredTensor]
     params: dict[str, int] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
-    states: tuple[str, ...] = ()
+    states: tuple[str, ...] | None = None
 
     def refuse(self, misfit: str) -> CheckpointError:
         return CheckpointError(f"{self.path} does not fit the model: {misfit}", path=self.path)
@@ -133,7 +133,9 @@ def check_optimizer_fits(fit: Fit, optimizer: ChunkOptimizer, saved: Mapping[str
     untrained = [name for name in saved["steps"] if not runtime.parameters.is_trained(fit.params[name])]
     if untrained:
         raise fit.refuse(f"{_listed(untrained)} have optimizer states there and are not trained here")
-    fit.states = optimizer.declare(groups).states.names
+    needed = optimizer.needed_rule(groups).states.names
+    stored = {key.rpartition(".")[2] for key in fit.stored if key.startswith("optimizer.state.")}
+    fit.states = tuple(s for s in optimizer.declare(groups).states.names if s in needed or s in stored)
     for name in saved["steps"]:
         for key in _keys_of(fit, name, is_stepped=True):
             _check_shape(fit, key, runtime.infos[fit.params[name]].shape)
@@ -183,7 +185,7 @@ def write_model(fit: Fit, objects: Mapping[str, Any]) -> None:
 
 def _keys_of(fit: Fit, name: str, *, is_stepped: bool) -> list[str]:
     keys = [f"model.{name}"]
-    keys += [f"optimizer.state.{name}.{state}" for state in fit.states if is_stepped]
+    keys += [f"optimizer.state.{name}.{state}" for state in fit.states or () if is_stepped]
     master = f"optimizer.state.{name}.{MASTER_PART}"
     return [*keys, master] if master in fit.stored else keys
 
@@ -226,25 +228,27 @@ class _Writer:
             self._write_param(name, self._held.pop(name))
 
     def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
-        """Write the finest value that was stored, and optimizer states where there are any."""
+        """Write the finest value that was stored and, for an optimizer, its states: zeros where none were stored."""
         fit, prefix = self._fit, f"optimizer.state.{name}"
         runtime, index = fit.runtime, fit.params[name]
         source = f"{prefix}.{MASTER_PART}" if f"{prefix}.{MASTER_PART}" in held else f"model.{name}"
-        states = {state: held[key] for state in fit.states if (key := f"{prefix}.{state}") in held}
+        states = {state: held[key] for state in fit.states or () if (key := f"{prefix}.{state}") in held}
         handed_over = runtime.parameters.staging.dtypes[index]
         is_finer = torch.promote_types(DTYPES[fit.stored[source].dtype], handed_over) is not handed_over
-        is_exact = runtime.parameters.is_trained(index) and (bool(states) or is_finer)
+        is_exact = runtime.parameters.is_trained(index) and (fit.states is not None or is_finer)
         if runtime.parameters.staging.holds(index):
-            _stage(runtime, index, self._share(name, ()), held[source], states, is_exact=is_exact)
+            known = None if fit.states is None else states
+            _stage(runtime, index, self._share(name, ()), held[source], known, is_exact=is_exact)
             return
         value = [flat.float() if is_exact else round_to(flat, handed_over) for flat in held[source]]
-        runtime.parameters.write_own(index, value, states if is_exact else {})
+        runtime.parameters.write_own(index, value, None if fit.states is None else states)
 
 
 def _stage(
-    runtime: ModelRuntime, index: int, share: Share, value: Flats, states: Mapping[str, Flats], *, is_exact: bool
+    runtime: ModelRuntime, index: int, share: Share, value: Flats, states: Mapping[str, Flats] | None, *, is_exact: bool
 ) -> None:
-    """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value."""
+    """Write a parameter without chunks, without ``states`` beside the old ones: rank 0 keeps it, the others learn that
+    it has a value."""
     if not share.ranges:
         runtime.parameters.write_param(index, stand_in(runtime.parameters.staging.dtypes[index], share.shape))
         return
@@ -254,7 +258,8 @@ def _stage(
         return
     kept = runtime.parameters.staging.kept(index)[1]
     lists = {} if kept is None else dict(kept.lists)
-    lists.update((name, share.tensor(flats)) for name, flats in states.items())
+    if states is not None:
+        lists = {name: share.tensor(flats) for name, flats in states.items()}
     runtime.parameters.write_state(index, lists, whole.float())
 
 

@@ -18,7 +18,7 @@ from chunkc.cli.output import show, tell
 from chunkc.cli.subjects import MODEL_HELP, add_training_options, scenario_of, transformer_of
 from chunkc.errors import ChunkcError
 from chunkc.hardware import Hardware
-from chunkc.ir.actions import Stream
+from chunkc.ir.tiers import COPIED_TIERS
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, duration
 from chunkc.report.units import size
@@ -103,7 +103,7 @@ def _of_answer(answer: Answer) -> dict[str, Any]:
 
 
 def _moved_nbytes(timeline: Timeline) -> int:
-    return timeline.stream(Stream.H2D).nbytes + timeline.stream(Stream.D2H).nbytes
+    return sum(timeline.stream(stream).nbytes for stream in COPIED_TIERS)
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from chunkc.cli.advice import Advice, missing
 from chunkc.hardware import Hardware
-from chunkc.hardware.usable_memory import UsableMemory
+from chunkc.hardware.usable_memory import Budget
+from chunkc.ir.tiers import Tier
+from chunkc.passes import budgets_of
 from chunkc.report.columns import table, wrapped
 from chunkc.report.timeline import Timeline, bounds, duration
 from chunkc.report.units import percent, size
@@ -37,32 +39,31 @@ def render_answer(answer: Answer, hw: Hardware, advice: Sequence[Advice], title:
 
 def _memory(answer: Answer, hw: Hardware) -> str:
     """Table of what one rank needs of the memory for training, and lines on what is kept from it."""
-    rows, usable = [], UsableMemory.of(hw)
-    for kind, needed, there in zip(
-        ("device", "host"), _needs(answer, hw), (usable.device_nbytes, usable.host_nbytes), strict=True
-    ):
+    rows, needs, budgets = [], _needs(answer, hw), budgets_of(hw)
+    for tier, budget in budgets.items():
+        needed, there = needs[tier], budget.nbytes
         tight = "tight" if answer.fits and needed > TIGHT_SHARE * there else ""
-        rows.append((kind, size(needed), size(there), size(there - needed), percent(needed, there), tight))
-    needs = table(("memory", "needed", "there", "left", "share", ""), rows, "lrrrrl")
-    return "\n".join((needs, *_kept(hw, usable)))
+        rows.append((tier, size(needed), size(there), size(there - needed), percent(needed, there), tight))
+    lines = table(("memory", "needed", "there", "left", "share", ""), rows, "lrrrrl")
+    return "\n".join((lines, *_kept(hw, budgets)))
 
 
-def _kept(hw: Hardware, usable: UsableMemory) -> Iterator[str]:
+def _kept(hw: Hardware, budgets: Mapping[Tier, Budget]) -> Iterator[str]:
     if not hw.emulated:
-        of_device, of_host = hw.gpu_memory_nbytes - usable.device_nbytes, hw.host_nbytes_per_rank - usable.host_nbytes
+        of_device = hw.gpu_memory_nbytes - budgets[Tier.DEVICE].nbytes
+        of_host = hw.host_nbytes_per_rank - budgets[Tier.HOST].nbytes
         yield wrapped(f"kept (assumed): {size(of_device)} for CUDA and fragments, {size(of_host)} for the system", "  ")
 
 
-def _needs(answer: Answer, hw: Hardware) -> tuple[int, int]:
-    """Device and host bytes of one rank: of the plan, or the least with which there would be one."""
+def _needs(answer: Answer, hw: Hardware) -> dict[Tier, int]:
+    """Bytes of one rank: of the plan, or the least with which there would be one."""
     if answer.plan is not None:
-        return answer.plan.memory.device_peak_nbytes, answer.plan.memory.host_nbytes
+        return answer.plan.memory.needs
     if answer.shortage is None:
         raise ValueError("an answer has a plan or a shortage")
     host_nbytes = answer.shortage.min_host_nbytes * hw.gpus_per_node
     least = replace(hw, gpu_memory_nbytes=answer.shortage.min_device_nbytes, host_memory_nbytes=host_nbytes)
-    usable = UsableMemory.of(least)
-    return usable.device_nbytes, usable.host_nbytes
+    return {tier: budget.nbytes for tier, budget in budgets_of(least).items()}
 
 
 def _speed(answer: Answer) -> Iterator[str]:

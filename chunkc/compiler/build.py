@@ -24,10 +24,10 @@ from chunkc.compiler.memory.decisions import plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError
-from chunkc.ir.actions import Stream
 from chunkc.ir.layout import ChunkList, Layout
 from chunkc.ir.plan import Plan, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
+from chunkc.ir.tiers import COPIED_TIERS, Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import (
     Pass,
@@ -134,7 +134,7 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
         verify(built.plan)  # with the bytes that its compiled segments take
     held_nbytes, layout = request.held_nbytes, request.layout
     if layout is not None:
-        of_rank = layout.host_nbytes() + (layout.arena_nbytes if request.is_host else 0)
+        of_rank = layout.nbytes_in(Tier.HOST) + (layout.arena_nbytes if request.is_host else 0)
         held_nbytes += of_rank * request.ranks_per_node
     check_free_memory(built.plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
@@ -209,7 +209,7 @@ def _corrected(schedule: Schedule, built: CompiledPlan) -> Schedule:
 
 
 def _moved_nbytes(plan: Plan) -> int:
-    return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)
+    return plan.moved_nbytes(*COPIED_TIERS)
 
 
 @dataclass(slots=True)
@@ -229,7 +229,7 @@ class _Search:
         request = self.request
         target = request.target
         if device_nbytes is not None:
-            target = replace(target, device_budget_nbytes=device_nbytes)
+            target = target.with_budget(Tier.DEVICE, device_nbytes)
         try:
             planned = _plan(schedule, target, request)
             verify(planned.plan)
@@ -254,7 +254,7 @@ class _Search:
         segment_bytes = iteration_bytes(self.captured, plan.segments, built.lowered, footprints)
         is_bound = not all(f.is_exact for of_graph in footprints.values() for f in of_graph)
         true = stated(plan, segment_bytes, is_bound=is_bound)
-        memory = replace(true.memory, device_budget_nbytes=self.request.target.device_budget_nbytes)
+        memory = replace(true.memory, device_budget_nbytes=self.request.target.budget_nbytes(Tier.DEVICE))
         mib = 2**20
         note = (
             f"{memory.nonmodel_nbytes / mib:.2f} MiB of activations as compiled, planned with "
@@ -286,7 +286,7 @@ class _Search:
         return best
 
     def _fits(self, built: CompiledPlan) -> bool:
-        return built.needed_nbytes <= self.request.target.device_budget_nbytes
+        return built.needed_nbytes <= self.request.target.budget_nbytes(Tier.DEVICE)
 
     def _better(self, schedule: Schedule, than: CompiledPlan) -> CompiledPlan | None:
         """A plan with the bytes of ``schedule`` that moves less, compiled; it may turn out not to fit."""
@@ -323,5 +323,5 @@ class _Search:
         try:
             self.plan(schedule, 0)
         except BudgetError as error:
-            return error.min_device_nbytes - self.request.target.reserved_nbytes
+            return error.min_device_nbytes - self.request.target.budgets[Tier.DEVICE].reserved_nbytes
         return 0

@@ -29,6 +29,7 @@ from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import ShapeTable, entry_maker
 from chunkc.distributed.agreement import Kind
+from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
 from chunkc.runtime.model.model import ModelRuntime
 
@@ -68,7 +69,7 @@ class CaptureSession:
         self.planned: list[Planned] = []
         self.started_s = 0.0
         self._planner = planner
-        self._least: tuple[int, int] | None = None
+        self._least: dict[Tier, int] = {}
 
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
@@ -108,12 +109,10 @@ class CaptureSession:
         """Return the request for a plan made now, with the budgets that other models leave."""
         settings, runtime = self.settings, self.runtime
         accounting, layout = runtime.accounting, runtime.layout
-        if accounting.others_device_nbytes() or accounting.others_host_nbytes(layout):
+        if any(accounting.others_nbytes(layout).values()):
             gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
-        target = _without(settings.target, accounting.others_device_nbytes(), accounting.others_host_nbytes(layout))
-        if self._least is not None:
-            device, host = map(min, self._least, (target.device_budget_nbytes, target.host_budget_nbytes))
-            target = _without(target, target.device_budget_nbytes - device, target.host_budget_nbytes - host)
+        target = settings.target.less(accounting.others_nbytes(layout))
+        target = target.less({tier: max(0, target.budget_nbytes(tier) - n) for tier, n in self._least.items()})
         held_nbytes, is_host = runtime.parameters.staging.nbytes(), runtime.device.torch_device.type == "cpu"
         has_norms = any(executor.norm_table is not None for executor in runtime.executors.values())
         wanted = runtime.tracks_grad_norm and (layout is None or has_norms)
@@ -123,22 +122,13 @@ class CaptureSession:
 
     def agree_on_budgets(self) -> None:
         """Take the least budgets of all ranks, by which their first plans lay out the same chunks."""
-        self._least = None
+        self._least = {}
         target, ranks = self.request().target, self.runtime.ranks
-        budgets = (target.device_budget_nbytes, target.host_budget_nbytes)
-        device, host = (min(ranks.agree(Kind.PLAN, lambda: [target.model], number=n)) for n in budgets)
-        self._least = (device, host)
+        self._least = {
+            tier: min(ranks.agree(Kind.PLAN, lambda: [target.model], number=budget.nbytes))
+            for tier, budget in target.budgets.items()
+        }
 
 
 Planner = Callable[[CaptureSession, Captured, GraphEntry], None]
 """Plans a captured iteration, now or later, and lets its entry run by the plan."""
-
-
-def _without(target: Target, device_nbytes: int, host_nbytes: int) -> Target:
-    """``target`` with budgets that are less by what is taken elsewhere."""
-    return replace(
-        target,
-        device_budget_nbytes=target.device_budget_nbytes - device_nbytes,
-        reserved_nbytes=target.reserved_nbytes + device_nbytes,
-        host_budget_nbytes=target.host_budget_nbytes - host_nbytes,
-    )

@@ -89,8 +89,9 @@ class CompiledModel:
                 "move the break to the top of the forward"
             )
         self.runtime.watch(outputs)
-        self.breaks.after_call()
-        self.runtime.accounting.steps.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
+        if self.runtime.layout is None:
+            self.breaks.after_call()
+        self.runtime.steps.log.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
         return outputs
 
     def counts_since_warm_up(self) -> dict[str, int]:
@@ -170,11 +171,11 @@ class CompiledModel:
         """The module must still hold the managed parameters, all of them and no others."""
         current, params = list(dict.fromkeys(self._model.parameters())), self.runtime.params
         if len(current) == len(params) and all(
-            p is q and getattr(p, "_chunkc_index", None) == i
+            p is q and getattr(p, "chunkc_index", None) == i
             for i, (p, q) in enumerate(zip(current, params, strict=True))
         ):
             return
-        managed = {p for p in params if hasattr(p, "_chunkc_index")}
+        managed = {p for p in params if hasattr(p, "chunkc_index")}
         strange = [n for n, p in self._model.named_parameters() if p not in managed]
         raise ChunkcError(
             f"parameters of the compiled model were replaced, added or removed ({', '.join(strange[:5]) or 'removed'});"

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
-from chunkc.compiler.throttle import Throttle
+from chunkc.compiler.throttle import pace_law
 from chunkc.cost.rates import cost_rates
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import HardwareError
@@ -51,10 +51,10 @@ class SharedEmulated(EmulatedDevice):
     """An emulated device that remembers the ``Hardware`` object it belongs to, whose id so stays taken."""
 
     def __init__(self, hw: Hardware, settings: DebugSettings) -> None:
-        law, memory = Throttle(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
-        super().__init__(str(hw), memory.device_nbytes, memory.host_nbytes, settings, law)
-        self.overhead_nbytes, self.leaves_slack = memory.context_nbytes, memory.leaves_slack
-        self.kept_host_nbytes = memory.kept_host_nbytes
+        law, memory = pace_law(cost_rates(hw)) if settings.throttle else None, UsableMemory.of(hw)
+        super().__init__(str(hw), memory.device.nbytes, memory.host.nbytes, settings, law)
+        self.overhead_nbytes, self.leaves_slack = memory.device.reserved_nbytes, memory.device.leaves_slack
+        self.kept_host_nbytes = memory.host.reserved_nbytes
         self.hardware = hw
 
 

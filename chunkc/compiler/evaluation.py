@@ -165,7 +165,7 @@ class _Entry(RuntimeReference):
     def forward(self, args: list[Any]) -> list[Any]:
         """Run the program between joined streams, from cold to cold. A backward that waits resumes from cold."""
         runtime, executor = self.runtime(), self._executor()
-        executor.agree(Kind.EVALUATE, "evaluate")
+        executor.agree(Kind.EVALUATE, executor.program("evaluate"))
         with runtime.ranks.collective_section("an evaluation", runtime.device.synchronize):
             runtime.settle()
             runtime.state.to_cold()

@@ -44,7 +44,7 @@ def full_params(model: nn.Module) -> Iterator[nn.Module]:
     runtime, opened = compiled.runtime, list[_Opened]()
 
     def plain(param: torch.Tensor) -> torch.Tensor:
-        index: int = param._chunkc_index  # type: ignore[attr-defined]
+        index: int = param.chunkc_index  # type: ignore[attr-defined]
         blank = runtime.parameters.staging.is_blank(index)
         value = (
             runtime.parameters.staging.empty(index).fill_(torch.nan) if blank else runtime.parameters.read_exact(index)

@@ -91,12 +91,11 @@ class BrokenForwards:
         self._session.install(built, entry)
 
     def after_call(self) -> None:
-        """A training forward has run; say once why it still does so without a plan."""
-        runtime = self._session.runtime
-        if runtime.layout is not None or not self._recorded:
+        """A training forward has run before there was a layout; say once why it still does so."""
+        if not self._recorded:
             return
         self._num_unplanned += 1
-        if self._num_unplanned == MAX_UNPLANNED_STEPS * runtime.accumulate:
+        if self._num_unplanned == MAX_UNPLANNED_STEPS * self._session.runtime.accumulate:
             logger.warning(
                 "%s has run %d training forwards operator by operator, outside of any plan and budget. Its forward "
                 "breaks into several graphs (%s), which are planned together at the first step() of chunkc's "

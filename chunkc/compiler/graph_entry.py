@@ -21,7 +21,6 @@ from chunkc.runtime.execution.bound_action import CompiledGraph
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model.model import ModelRuntime
-from chunkc.runtime.params.managed_tensor import inner_of
 from chunkc.runtime.storage.parameter_io import static_slots
 
 
@@ -112,8 +111,9 @@ class GraphEntry(RuntimeReference):
 
         Where Dynamo may compile no more, it runs any code whose guards hold, also that of another model of the class.
         """
+        shells = runtime.parameters.shells
         for position, index in self._params:
-            if args[position] is not inner_of(runtime.params[index]):
+            if args[position] is not shells[index]:
                 name = runtime.parameters.name_of(index)
                 raise ChunkcError(
                     f"compiled code was run on a tensor that is not {name} of the model that it was "

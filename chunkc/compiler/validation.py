@@ -46,7 +46,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse what cannot be trained as a compiled model; errors as `check_plannable`."""
     check_plannable(model)
     params = unique_params(model)
-    if any(hasattr(p, "_chunkc_store") for p in params):
+    if any(hasattr(p, "chunkc_store") for p in params):
         raise ChunkcError(
             f"{type(model).__name__} is compiled already; chunkc.compile works in place and takes a model once"
         )

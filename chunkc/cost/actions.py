@@ -7,7 +7,7 @@
                            behind a reduction among replicas, what all owners of a node receive over its network
     sum                    the latency of each rank: its bytes are few
     update, restore, norm  the rate of the update; of the others by the share of its bytes that they move
-    open, drop, release, keep, decide    bookkeeping: the host's launch
+    open, drop, release, decide    bookkeeping: the host's launch
 
 Kernels are launched by the host, which is one more place where time goes: an action ends no earlier than the host has
 launched its last kernel.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from chunkc.cost.rates import CostRates, Links, update_nbytes
-from chunkc.cost.sharing import FROM_DEVICE, HOST_DRAM, TO_DEVICE, Use
+from chunkc.cost.sharing import COPY_RESOURCES, FROM_DEVICE, HOST_DRAM, TO_DEVICE, Use
 from chunkc.errors import HardwareError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import Chunk
@@ -108,8 +108,7 @@ class ActionCosts:
 
     def _copy(self, action: Action) -> tuple[float, int, int]:
         nbytes = self._layout.moved_nbytes(action)
-        law = self._rates.h2d if action.stream is Stream.H2D else self._rates.d2h
-        return law.time_ms(nbytes), nbytes, 0
+        return self._rates.copies[action.stream].time_ms(nbytes), nbytes, 0
 
     def _links(self) -> Links:
         if self._rates.links is None:
@@ -166,10 +165,8 @@ class ActionCosts:
 
 def stream_use(stream: Stream, rates: CostRates, dtype: str = "float32") -> Use:
     """Demand of an action on ``stream`` at full speed; ``dtype``: what a host update writes."""
-    if stream is Stream.H2D:
-        return Use(stream, ((HOST_DRAM, rates.h2d.gb_per_s), (TO_DEVICE, rates.h2d.gb_per_s)))
-    if stream is Stream.D2H:
-        return Use(stream, ((HOST_DRAM, rates.d2h.gb_per_s), (FROM_DEVICE, rates.d2h.gb_per_s)))
+    if stream in rates.copies:
+        return Use(stream, tuple((resource, rates.copies[stream].gb_per_s) for resource in COPY_RESOURCES[stream]))
     if stream is Stream.CPU:
         rate = rates.of_dtype(rates.cpu_update_gparam_per_s, dtype)
         return Use(stream, ((HOST_DRAM, rate * update_nbytes(dtype)),))

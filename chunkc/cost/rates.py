@@ -15,8 +15,10 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import Assumed, Host, assumed, host_of
 from chunkc.hardware.profile import DtypeRate, Rates
+from chunkc.ir.actions import Stream
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import COPIED_TIERS
 
 _SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -51,6 +53,7 @@ class Links:
 class CostRates:
     """One rank's rates: 1e12 operations per second by dtype (``float32`` is always there), and others.
 
+    ``copies``: between adjacent tiers, as `chunkc.ir.tiers.COPIED_TIERS` says of each stream.
     Updates are Adam's by dtype of the payload, 1e9 parameters per second. ``compute_launch_us``, ``copy_launch_us``:
     host time for an action on the compute stream, on another. ``handoff_us``: from the end of an action on one stream
     to the start of one on another that waits for it. ``runs_inline``: the host computes itself what it launches.
@@ -60,8 +63,7 @@ class CostRates:
     matmul_tflops: Mapping[str, float]
     attention_tflops: Mapping[str, float]
     device_memory_gb_per_s: float
-    h2d: CopyLaw
-    d2h: CopyLaw
+    copies: Mapping[Stream, CopyLaw]
     cpu_update_gparam_per_s: Mapping[str, float]
     gpu_update_gparam_per_s: Mapping[str, float]
     links: Links | None = None
@@ -123,8 +125,7 @@ def _of_catalogue(hw: Hardware) -> CostRates:
         matmul_tflops={d: rate * share.matmul_efficiency for d, rate in peak.items() if rate},
         attention_tflops={d: rate * share.attention_efficiency for d, rate in peak.items() if rate},
         device_memory_gb_per_s=memory,
-        h2d=copy,
-        d2h=copy,
+        copies=dict.fromkeys(COPIED_TIERS, copy),
         cpu_update_gparam_per_s={d: _cpu_update(hw, host, share, d) for d in DTYPE_NBYTES},
         gpu_update_gparam_per_s={d: memory / update_nbytes(d) for d in DTYPE_NBYTES},
         links=_links(hw, host, share),
@@ -167,8 +168,10 @@ def _of_calibration(hw: Hardware, rates: Rates, known: CostRates | None) -> Cost
         matmul_tflops=_by_dtype(rates.matmul_tflops),
         attention_tflops=_by_dtype(rates.attention_tflops),
         device_memory_gb_per_s=rates.device_memory_gb_per_s.median,
-        h2d=CopyLaw(rates.h2d.latency_us.median, rates.h2d.gb_per_s.median),
-        d2h=CopyLaw(rates.d2h.latency_us.median, rates.d2h.gb_per_s.median),
+        copies={
+            stream: CopyLaw(rate.latency_us.median, rate.gb_per_s.median)
+            for stream, rate in ((Stream.H2D, rates.h2d), (Stream.D2H, rates.d2h))
+        },
         cpu_update_gparam_per_s={
             dtype: rate / hw.gpus_per_node for dtype, rate in _by_dtype(rates.cpu_update_gparam_per_s).items()
         },

@@ -8,7 +8,7 @@ from chunkc.cost.engine import Engine, Task
 from chunkc.cost.timeline import OVERHEAD, Peaks, Slice, Stall, StreamTime
 from chunkc.ir.actions import Op, Stream
 from chunkc.ir.occupancy import Occupancy
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
+from chunkc.ir.plan import Plan, Program
 
 _SHORTEST_STALL_MS = 1e-6
 Names = Sequence[tuple[str, str, str]]
@@ -113,7 +113,7 @@ def _sums(parts: Iterator[tuple[str, float, float]]) -> dict[str, float]:
 def peaks_of(plan: Plan) -> Peaks:
     """Most bytes at any segment of an iteration, in program order."""
     device, used = (0, ""), (0, "")
-    for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
+    for program in (p for p in plan.programs if p.is_repeated):
         for segment, used_nbytes, total_nbytes in _moments(plan, program):
             device = max(device, (total_nbytes, segment), key=lambda peak: peak[0])
             used = max(used, (used_nbytes, segment), key=lambda peak: peak[0])

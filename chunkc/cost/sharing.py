@@ -16,6 +16,7 @@ from chunkc.ir.actions import Stream
 HOST_DRAM = "host DRAM"
 TO_DEVICE = "host link to the device"
 FROM_DEVICE = "host link from the device"
+COPY_RESOURCES = {Stream.H2D: (HOST_DRAM, TO_DEVICE), Stream.D2H: (HOST_DRAM, FROM_DEVICE)}
 MEASURED_STREAMS = (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.CPU)
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -81,10 +81,8 @@ class Ranks:
         """`agree` with the digest of ``lines()`` at hand."""
         return [number]
 
-    @contextmanager
-    def agreement_scope(self) -> Iterator[None]:
-        """Within the block the ranks come to an agreement; one that raises before joins as ``refused``."""
-        yield
+    agreement_scope: Callable[[], AbstractContextManager[None]] = staticmethod(nullcontext)
+    """Within the block the ranks come to an agreement; one that raises before joins as ``refused``."""
 
     def announce_failure(self) -> None:
         """This rank's call was refused: the others hear of it at their next agreement."""

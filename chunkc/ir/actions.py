@@ -1,9 +1,13 @@
 """Actions: what a plan is made of. Each has a one-line text form that parses back.
 
 An action names its stream and what it waits for; nothing relies on program order except that one stream carries out its
-own actions in program order. An action's *label* is its program's role letter and its position, for example ``f12``
-for the thirteenth action of the forward program. A wait on a label of another program means the latest run of a
-program with that role; where none has run yet, it is satisfied.
+own actions in program order. An action's *label* is its program's letter and a number, for example ``f12`` for the
+thirteenth action of the forward program. Programs of one letter differ by kinds of actions that some leave out; these
+skip the labels of what they leave out, so that a label stands for the same work in all of them.
+
+A wait for a label means the latest action launched under that label; where there is none since all streams were joined,
+it is satisfied. So labels that a micro-batch leaves out mean actions of those before it: a later one waits for a chunk
+that the first one has opened. The verifier counts on labels only from the first micro-batch of a step on.
 
     fetch c12 -> d3 @h2d after f9 s4        payload host to device
     open c12 -> d3 @h2d after f9 s4         the slot is c12's, with nothing in it yet: it will be written, not copied
@@ -17,7 +21,6 @@ program with that role; where none has run yet, it is satisfied.
         decide @compute                         clip coefficient, overflow, loss scale
         update c12 @cpu / restore c12 @compute  the optimizer on a chunk; only its param16 from param32
     load os7 -> d9 @h2d / store os7 <- d9 @d2h       optimizer states to the device, back home
-    keep g4 @comm after b12                 nothing is done: in place of what a program of the same role does here
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ class Op(StrEnum):
     every residency interval of its group, the own one in the first backward of a step, unless it never leaves the
     device: then that backward stashes over it. REDUCE adds up: the owner holds the sum so far and its part of this
     micro-batch, the others their parts; with replicas the own chunk then becomes its mean over its owners in all of
-    them. KEEP stands in for what it replaces, so that labels and waits are the same.
+    them.
     """
 
     FETCH = "fetch"
@@ -54,7 +57,6 @@ class Op(StrEnum):
     RESTORE = "restore"
     LOAD = "load"
     STORE = "store"
-    KEEP = "keep"
 
 
 class Stream(StrEnum):
@@ -83,7 +85,6 @@ _ALLOWED_STREAMS: dict[Op, frozenset[Stream]] = {
     Op.SUM: frozenset({Stream.COMM}),
     Op.RELEASE: frozenset({Stream.COMPUTE, Stream.COMM}),
     Op.DROP: frozenset({Stream.COMPUTE, Stream.COMM}),
-    Op.KEEP: frozenset({Stream.COMPUTE, Stream.COMM, Stream.H2D}),
     Op.UPDATE: frozenset({Stream.COMPUTE, Stream.CPU}),
     Op.RESTORE: frozenset({Stream.COMPUTE, Stream.CPU}),
 }
@@ -99,12 +100,12 @@ _TEXT = re.compile(
     rf" @(?P<stream>{'|'.join(Stream)})"
     rf"(?: after (?P<waits>[a-z]{_NUMBER}(?: [a-z]{_NUMBER})*))?"
 )
-_CHUNK, _GROUP, _TRIPLE = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}"
+_CHUNK, _GROUP, _STATES = rf"c{_NUMBER}", rf"g{_NUMBER}", rf"os{_NUMBER}"
 _TARGETS: dict[Op, str] = {
     Op.FETCH: _CHUNK, Op.OPEN: _CHUNK, Op.EVICT: _CHUNK, Op.DROP: _CHUNK, Op.GATHER: _GROUP,
     Op.RELEASE: _GROUP, Op.REDUCE: _GROUP, Op.RUN: rf"(fwd|bwd)\.{_NUMBER}", Op.STASH: _CHUNK,
     Op.ADD: _CHUNK, Op.NORM: _CHUNK, Op.SUM: r"", Op.DECIDE: r"", Op.UPDATE: _CHUNK, Op.RESTORE: _CHUNK,
-    Op.LOAD: _TRIPLE, Op.STORE: _TRIPLE, Op.KEEP: rf"([gc]{_NUMBER})?",
+    Op.LOAD: _STATES, Op.STORE: _STATES,
 }  # fmt: skip
 
 

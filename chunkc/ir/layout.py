@@ -2,8 +2,8 @@
 
 One layout per model, fixed, shared by all its programs. The lists param16, param32 and the optimizer's states share one
 mapping: ``c7`` names the payload (param16, or grad16 where it overlays it), ``os7`` the OS of the same chunk: param32
-and states, with Adam an OS triple. A tensor larger than a chunk spans chunks without a gap, and so do their slots
-wherever an operator reads it.
+and the optimizer's states. A tensor larger than a chunk spans chunks without a gap, and so do their slots wherever an
+operator reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import StrEnum
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.schedule import DTYPE_NBYTES, ParamInfo
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import Tier
 
 ALIGNMENT_NBYTES = 256
 
@@ -32,24 +33,20 @@ class ChunkList(StrEnum):
     GRAD = "grad"
 
 
-class Home(StrEnum):
-    """Place of a payload or of states that no action has moved: host memory, or its device slot."""
-
-    HOST = "host"
-    DEVICE = "device"
-
-
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """``numel`` elements of ``dtype``; the first ``used_numel`` hold data, with padding between tensors."""
+    """``numel`` elements of ``dtype``; the first ``used_numel`` hold data, with padding between tensors.
+
+    ``home``, ``os_home``: the tier of payload and OS that no action has moved; in the fastest they have a slot.
+    """
 
     index: int
     list: ChunkList
     dtype: str
     numel: int
     used_numel: int
-    home: Home = Home.HOST
-    os_home: Home | None = None
+    home: Tier = Tier.HOST
+    os_home: Tier | None = None
     partner: int | None = None
 
     @property
@@ -60,6 +57,18 @@ class Chunk:
     def used_nbytes(self) -> int:
         """Bytes that a copy of the payload moves."""
         return self.used_numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def is_resident(self) -> bool:
+        return self.home.is_fastest
+
+    @property
+    def has_resident_os(self) -> bool:
+        return self.os_home is not None and self.os_home.is_fastest
+
+    @property
+    def has_os_below(self) -> bool:
+        return self.os_home is not None and not self.os_home.is_fastest
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,22 +197,22 @@ class Layout:
         lines += [f"c{c.index}: {c.list}, {c.numel} elements of {c.dtype}, {c.used_numel} used" for c in self.chunks]
         return lines
 
-    def payload_nbytes(self) -> int:
-        """Bytes of all payloads and gradient chunks that this rank owns, padding included."""
-        return sum(c.nbytes for c in self.owned())
+    def payload_nbytes(self, tier: Tier | None = None) -> int:
+        """Bytes of this rank's payloads and gradient chunks, padding included; at home in ``tier``, or all."""
+        return sum(c.nbytes for c in self.owned() if tier in (None, c.home))
 
-    def os_nbytes(self) -> int:
-        return sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is not None)
+    def os_nbytes(self, tier: Tier | None = None) -> int:
+        return sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is not None and tier in (None, c.os_home))
+
+    def nbytes_in(self, tier: Tier) -> int:
+        """Bytes of this rank's payloads and optimizer states that are at home in ``tier``."""
+        return self.payload_nbytes(tier) + self.os_nbytes(tier)
 
     def os_nbytes_of(self, chunk: Chunk) -> int:
         return chunk.numel * self.state_spec.nbytes_per_element
 
     def used_os_nbytes_of(self, chunk: Chunk) -> int:
         return chunk.used_numel * self.state_spec.nbytes_per_element
-
-    def host_nbytes(self) -> int:
-        payloads = sum(c.nbytes for c in self.owned() if c.home is Home.HOST)
-        return payloads + sum(self.os_nbytes_of(c) for c in self.owned() if c.os_home is Home.HOST)
 
     def model_data_nbytes(self) -> int:
         """Bytes of parameters and optimizer states as elements count, without padding; no gradients."""

@@ -7,12 +7,15 @@ over everything that decides what happens.
     restore                 in place of step: param16 from param32 instead of an update, action for action
     abandon                 transition from the forward's exit to cold
     resume                  transition from cold to there, for a backward after something else ran
-    accumulate              backward of all micro-batches but the first: gradients are added to gradient chunks
-        backward_unreduced, accumulate_unreduced, forward_again      with ``keep`` in place of exchanges, where the
-                                micro-batches before the last exchange nothing (``defers_reduction``)
-    accumulate_last         reduces what all micro-batches have made
-    reduce_all              transition that does the same when something else comes before that
     evaluate                the only program of a plan for evaluation, from cold to cold
+
+A program has a role, a position among the micro-batches of a step, and reduces gradients or not. Later ones add to
+gradient chunks; in some plans ranks exchange nothing before the last (`Plan.defers_reduction`, `Program.left_out`).
+
+    position    first               later                               last
+    reduces     forward, backward   accumulate                          accumulate_last, what all have made
+    does not    backward_unreduced  forward_again, accumulate_unreduced
+    reduce_all              transition that does the same when something else comes before the last
 
 A transition, and ``evaluate``, ends with all streams joined; all but ``abandon`` begin so too.
 """
@@ -29,23 +32,36 @@ from chunkc.files import Decoder, FormatError, save_text, shown
 from chunkc.ir.actions import Action, Op, Stream, parse
 from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import SEGMENT_PREFIX, GraphKind, SavedValue, digest_of
+from chunkc.ir.tiers import Tier
 from chunkc.ir.work import Work
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
-Role = Literal["forward", "backward", "step", "transition", "evaluate"]
-ROLE_LETTER: dict[Role, str] = {"forward": "f", "backward": "b", "step": "s", "transition": "t", "evaluate": "e"}
+Role = Literal["forward", "backward", "step", "restore", "abandon", "resume", "reduce_all", "evaluate"]
+ROLE_LETTER: dict[Role, str] = {
+    "forward": "f", "backward": "b", "step": "s", "restore": "s",
+    "abandon": "t", "resume": "t", "reduce_all": "t", "evaluate": "e",
+}  # fmt: skip
+"""The letter of labels; programs of one letter take turns, and share what their labels stand for."""
 ROLE_GRAPH: dict[Role, GraphKind] = {"forward": "forward", "backward": "backward", "evaluate": "forward"}
 """The graph whose segments a program of that role runs."""
+TRANSITIONS: frozenset[Role] = frozenset({"abandon", "resume", "reduce_all"})
+Position = Literal["first", "later", "last"]
+"""Of a micro-batch in its step; ``last``: behind others that have left gradients unreduced."""
+Key = tuple[Role, Position, bool]
+"""Role, position, and whether the program reduces gradients."""
+_NAMES: dict[Key, str] = {
+    ("forward", "later", False): "forward_again",
+    ("backward", "later", True): "accumulate",
+    ("backward", "first", False): "backward_unreduced",
+    ("backward", "later", False): "accumulate_unreduced",
+    ("backward", "last", True): "accumulate_last",
+}
+"""Names for people; other programs are called as their role."""
+_EXCHANGES = frozenset({Op.GATHER, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})
 MAX_MICRO_BATCHES: Final = 4096
 """Of an iteration at most, since simulations and reports list all of its actions one by one."""
 
-DEFERRING_PROGRAMS = ("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all")
-"""Those of micro-batches that exchange nothing before the last one."""
-REPEATED_PROGRAMS = ("forward", "backward", "accumulate", "step", "evaluate", *DEFERRING_PROGRAMS)
-"""What may be part of an iteration, or of an evaluation; ``Plan.iteration`` says what is, and how often."""
-FIRST_BACKWARDS = frozenset({"backward", "backward_unreduced"})
-"""The backwards of a first micro-batch, which find no gradients of their step."""
 Phase = Literal["cold", "saved", "graded", "unreduced"]
 
 
@@ -92,20 +108,54 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Actions of one graph, of the step, or of a transition; ``role`` gives the letter of its labels."""
+    """Actions of one graph, of the step, or of a transition, told apart by `key`.
 
-    name: str
+    ``numbers``: those of the actions' labels where the program leaves some out; empty: 0, 1, 2 and so on.
+    """
+
     role: Role
     entry: State
     exit: State
     actions: tuple[Action, ...]
+    position: Position = "first"
+    reduces: bool = True
+    numbers: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Key:
+        return self.role, self.position, self.reduces
+
+    @property
+    def name(self) -> str:
+        return name_of(self.key)
+
+    @property
+    def begins_step(self) -> bool:
+        """Whether this is the backward of a first micro-batch, which finds no gradients of its step."""
+        return self.role == "backward" and self.position == "first"
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether an iteration, or an evaluation, may have it; `Plan.iteration` says which it has."""
+        return self.role not in ("restore", "abandon", "resume")
+
+    @property
+    def left_out(self) -> frozenset[Op]:
+        """Kinds of actions that others of its role have: exchanges, and openings of what is open."""
+        exchanges = frozenset[Op]() if self.reduces else _EXCHANGES
+        return exchanges | {Op.OPEN} if self.entry.phase == "unreduced" else exchanges
 
     def label(self, position: int) -> str:
-        return f"{ROLE_LETTER[self.role]}{position}"
+        return f"{ROLE_LETTER[self.role]}{self.numbers[position] if self.numbers else position}"
 
     def labelled(self) -> Iterator[tuple[str, Action]]:
         for position, action in enumerate(self.actions):
             yield self.label(position), action
+
+
+def name_of(key: Key) -> str:
+    """The name of a program for people."""
+    return _NAMES.get(key, key[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +174,15 @@ class Memory:
     def device_peak_nbytes(self) -> int:
         """Static arena plus peak non-model bytes, workspace allowance included."""
         return self.arena_nbytes + self.nonmodel_nbytes
+
+    @property
+    def budgets(self) -> dict[Tier, int]:
+        return {Tier.DEVICE: self.device_budget_nbytes, Tier.HOST: self.host_budget_nbytes}
+
+    @property
+    def needs(self) -> dict[Tier, int]:
+        """Most bytes that the plan takes of each tier."""
+        return {Tier.DEVICE: self.device_peak_nbytes, Tier.HOST: self.host_nbytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,30 +230,33 @@ class Plan:
     @property
     def defers_reduction(self) -> bool:
         """Whether micro-batches before the last one of a step can do without exchanges between ranks."""
-        return any(p.name == "reduce_all" for p in self.programs)
+        return any(p.role == "reduce_all" for p in self.programs)
 
     @property
     def cold(self) -> State:
         """The canonical state: what stands on the device before the first program."""
         return self.program("evaluate" if self.is_evaluation else "forward").entry
 
-    def program(self, name: str) -> Program:
-        """The program called ``name``; KeyError when there is none."""
+    def program(self, role: Role, position: Position = "first", reduces: bool = True) -> Program:
+        """The program of that key; KeyError when there is none."""
+        key = (role, position, reduces)
         for program in self.programs:
-            if program.name == name:
+            if program.key == key:
                 return program
-        raise KeyError(f"the plan has no program {name!r}; it has {', '.join(p.name for p in self.programs)}")
+        raise KeyError(f"the plan has no program {key}; it has {', '.join(p.name for p in self.programs)}")
 
     def iteration(self) -> tuple[Program, ...]:
         """The programs of one iteration, or of one evaluation, in the order in which they run."""
         if self.is_evaluation:
             return (self.program("evaluate"),)
-        if self.defers_reduction:
-            between = ["backward_unreduced", *("forward_again", "accumulate_unreduced") * (self.accumulate - 2)]
-            between += ["forward_again", "accumulate_last"]
-        else:
-            between = ["backward", *("forward", "accumulate") * (self.accumulate - 1)]
-        return tuple(map(self.program, ("forward", *between, "step")))
+        defers, forward = self.defers_reduction, self.program("forward")
+        programs = [forward, self.program("backward", "first", not defers)]
+        if self.accumulate > 1:
+            again = self.program("forward", "later", False) if defers else forward
+            later = self.program("backward", "later", not defers)
+            last = self.program("backward", "last") if defers else later
+            programs += [*(again, later) * (self.accumulate - 2), again, last]
+        return (*programs, self.program("step"))
 
     def labelled(self) -> Iterator[tuple[Program, str, Action]]:
         """Actions of one iteration in order, with program and unique label (``2:f12``: micro-batch 2)."""
@@ -214,12 +276,12 @@ class Plan:
     def graph_segments(self, graph: GraphKind) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if s.graph == graph)
 
-    def moved_nbytes(self, stream: Stream) -> int:
+    def moved_nbytes(self, *streams: Stream) -> int:
         return sum(
             self.layout.moved_nbytes(action)
             for program in self.iteration()
             for action in program.actions
-            if action.stream is stream
+            if action.stream in streams
         )
 
     def digest(self) -> str:

@@ -157,8 +157,7 @@ def _origin_ms(plan: Plan, timeline: Timeline) -> float:
 def frame_of(plan: Plan, timeline: Timeline | None) -> Frame:
     """The window of a steady iteration, by ``timeline`` or in plan order; raises as `clock_of`."""
     clock, period = clock_of(plan, timeline)
-    done = [(p, label, action) for p, label, action in plan.labelled() if action.op is not Op.KEEP]
-    unordered = [_bar(plan, program, label, action, clock[label], period) for program, label, action in done]
+    unordered = [_bar(plan, program, label, action, clock[label], period) for program, label, action in plan.labelled()]
     order = {stream: number for number, stream in enumerate(Stream)}
     bars = tuple(sorted(unordered, key=lambda bar: (order[bar.stream], bar.start)))
     in_ms = timeline is not None

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.layout import Chunk, ChunkList, Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import DTYPE_NBYTES, largest_saved
+from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import table, wrapped
 from chunkc.report.units import BOUND_NOTE, Unit, percent, plural, printable, ranges, repeated, replicas_of, unit_of
 
@@ -44,8 +45,9 @@ def _memory(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
     yield "device peak", unit.of(peak), unit.of(budget), percent(peak, budget), f"at {segment.name}"
     yield "of it arena", unit.of(memory.arena_nbytes), "", percent(memory.arena_nbytes, budget), "static, all the time"
     yield "of it non-model", unit.of(memory.nonmodel_nbytes), "", percent(memory.nonmodel_nbytes, budget), workspace
-    host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
-    yield "host", unit.of(host), unit.of(host_budget), percent(host, host_budget), "homes of chunks and their states"
+    for tier in SLOWER_TIERS:
+        needed, there = memory.needs[tier], memory.budgets[tier]
+        yield tier, unit.of(needed), unit.of(there), percent(needed, there), "homes of chunks and their states"
 
 
 def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
@@ -58,7 +60,7 @@ def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
         yield _kind(f"param16 ({dtype})", sum(i.numel for i in infos), nbytes, *_payloads(payloads), unit)
     numel = sum(layout.params[p.param].numel for p in layout.placements if _trained(layout, p.chunk))
     stored = sum(c.numel for c in owned if c.os_home is not None)
-    resident = sum(c.numel for c in owned if c.os_home is Home.DEVICE)
+    resident = sum(c.numel for c in owned if c.has_resident_os)
     for name, dtype in layout.state_spec.lists():
         size = DTYPE_NBYTES[dtype]
         yield _kind(f"{name} ({dtype})", numel, numel * size, stored * size, resident * size, unit)
@@ -66,9 +68,7 @@ def _model_data(layout: Layout, unit: Unit) -> Iterator[tuple[str, ...]]:
     apart_numel, apart_nbytes = _apart_gradients(layout)
     yield _kind("gradients (overlay param16)", numel - apart_numel, 0, 0, 0, unit)
     yield _kind("gradients (own chunks)", apart_numel, apart_nbytes, *_payloads(grads), unit)
-    resident_nbytes = sum(c.nbytes for c in owned if c.home is Home.DEVICE)
-    resident_nbytes += resident * layout.state_spec.nbytes_per_element
-    stored_all = layout.payload_nbytes() + layout.os_nbytes()
+    stored_all, resident_nbytes = layout.payload_nbytes() + layout.os_nbytes(), layout.nbytes_in(Tier.DEVICE)
     yield "total", "", unit.of(layout.model_data_nbytes() + apart_nbytes), unit.of(stored_all), unit.of(resident_nbytes)
 
 
@@ -85,7 +85,7 @@ def _apart_gradients(layout: Layout) -> tuple[int, int]:
 
 def _payloads(chunks: Sequence[Chunk]) -> tuple[int, int]:
     """Bytes stored, and bytes of it that never leave the device."""
-    return sum(c.nbytes for c in chunks), sum(c.nbytes for c in chunks if c.home is Home.DEVICE)
+    return sum(c.nbytes for c in chunks), sum(c.nbytes for c in chunks if c.is_resident)
 
 
 def _kind(name: str, numel: int, nbytes: int, stored: int, resident: int, unit: Unit) -> tuple[str, ...]:
@@ -130,9 +130,9 @@ def _moved(plan: Plan, unit: Unit) -> Iterator[tuple[str, ...]]:
         copies = [a for a in actions if a.op is op]
         stream = Stream.H2D if op in (Op.FETCH, Op.LOAD) else Stream.D2H
         yield f"{op} {noun}", str(stream), f"{len(copies):,}", unit.of(_copied(plan, copies))
-    for stream, name in ((Stream.H2D, "host to device"), (Stream.D2H, "device to host")):
-        copies = [a for a in actions if a.stream is stream and a.op is not Op.KEEP]
-        yield f"total {name}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
+    for stream, (source, destination) in COPIED_TIERS.items():
+        copies = [a for a in actions if a.stream is stream]
+        yield f"total {source} to {destination}", str(stream), f"{len(copies):,}", unit.of(plan.moved_nbytes(stream))
     if plan.layout.world_size == 1:
         return
     for op, noun in ((Op.GATHER, "groups"), (Op.REDUCE, "groups")):
@@ -149,8 +149,8 @@ def _copied(plan: Plan, actions: Sequence[Action]) -> int:
 
 def _notes(plan: Plan, unit: Unit) -> Iterator[str]:
     owned = plan.layout.owned()
-    payloads = [c.index for c in owned if c.home is Home.DEVICE]
-    states = [c.index for c in owned if c.os_home is Home.DEVICE]
+    payloads = [c.index for c in owned if c.is_resident]
+    states = [c.index for c in owned if c.has_resident_os]
     names = " ".join(part for part in (ranges("c", payloads), ranges("os", states)) if part)
     counts = f"{plural(len(payloads), 'chunk')}, {plural(len(states), 'state')}"
     yield f"residents (never moved): {counts}{': ' if names else ''}{names}"

@@ -12,8 +12,8 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan, Program
+from chunkc.ir.tiers import COPIED_TIERS, SLOWER_TIERS, Tier
 from chunkc.report.columns import SCREEN_COLUMNS, shorten, wrapped
 from chunkc.report.fold import Run, fold, merge
 from chunkc.report.moments import Moment, moments
@@ -37,17 +37,13 @@ _LEFT_ALIGNED = (0, 2)
 _AHEAD = frozenset({Op.FETCH, Op.LOAD, Op.GATHER, Op.RUN})  # such an action belongs to the next segment
 _ON_ANY_STREAM = frozenset({Op.UPDATE, Op.RESTORE, Op.NORM, Op.DECIDE})
 _MEANINGS = {
-    "accumulate": ", backward from the second micro-batch of a step on",
     "restore": ", in place of step: gradients are given up",
     "evaluate": ", a forward without gradients",
     "abandon": ", in place of backward: a forward that no backward follows",
     "resume": ", before a backward that is not right behind its forward",
-    "forward_again": ": between micro-batches, groups still gathered",
-    "backward_unreduced": ": of the first micro-batch, without exchanges",
-    "accumulate_unreduced": ": accumulate without exchanges",
-    "accumulate_last": ": behind those; reduces the gradients of all",
     "reduce_all": ", when something comes before the last micro-batch",
 }
+_OF_POSITION = {"first": "the first micro-batch", "later": "later micro-batches", "last": "the last, reduces all"}
 _LEGEND = (
     "[fwd.1-12] x12    12 equal segments: ops of one, chunks and actions of all,",
     "                  largest live and total.  x4 of 3: a part of 3 segments 4 times",
@@ -109,8 +105,9 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
         f"          arena {unit.of(memory.arena_nbytes)} + live {unit.of(memory.nonmodel_nbytes)} "
         f"at {memory.nonmodel_segment}"
     )
-    host, host_budget = memory.host_nbytes, memory.host_budget_nbytes
-    yield f"  host    {unit.of(host)} of budget {unit.of(host_budget)} ({percent(host, host_budget)})"
+    for tier in SLOWER_TIERS:
+        needed, there = memory.needs[tier], memory.budgets[tier]
+        yield f"  {tier:6}  {unit.of(needed)} of budget {unit.of(there)} ({percent(needed, there)})"
     if memory.is_bound:
         yield f"  {BOUND_NOTE}"
     yield f"  model   {unit.of(layout.model_data_nbytes())} of parameters and optimizer states:"
@@ -150,10 +147,13 @@ def _program(plan: Plan, program: Program, unit: Unit) -> Iterator[_Row]:
 
     A program that repeats another one with less has no row.
     """
-    meaning = _MEANINGS.get(program.name, "")
+    meaning = _MEANINGS.get(program.role, "")
+    if program.name != program.role:
+        of, without = _OF_POSITION[program.position], "" if program.reduces else ", without exchanges"
+        meaning = f", {program.role} of {of}{without}"
     yield _Row(heading=f"{program.name} ({plural(len(program.actions), 'action')}){meaning}")
     steps = _steps(plan, program)
-    if any(action.op is Op.KEEP for action in program.actions):
+    if program.numbers:
         return  # the actions of a program above it
     if not steps:
         yield _Row(actions=program.actions)
@@ -241,17 +241,19 @@ def _targets(name: str, actions: Sequence[Action]) -> str:
 
 
 def _totals(plan: Plan, unit: Unit) -> Iterator[str]:
-    to_device, to_host = plan.moved_nbytes(Stream.H2D), plan.moved_nbytes(Stream.D2H)
-    moved = f"{unit.named(to_device)} host to device, {unit.named(to_host)} device to host"
+    moved = ", ".join(
+        f"{unit.named(plan.moved_nbytes(stream))} {source} to {destination}"
+        for stream, (source, destination) in COPIED_TIERS.items()
+    )
     if plan.layout.world_size > 1:
         moved += f", {unit.named(plan.moved_nbytes(Stream.COMM))} from other ranks"
     yield f"moved per {repeated(plan)}: {moved}"
-    resident = [c for c in plan.layout.owned() if c.home is Home.DEVICE]
-    states = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE]
-    if not resident and not states:
+    owned, layout = plan.layout.owned(), plan.layout
+    num_payloads, num_states = sum(c.is_resident for c in owned), sum(c.has_resident_os for c in owned)
+    if not num_payloads and not num_states:
         yield "always on the device: nothing"
         return
     yield (
-        f"always on the device: {plural(len(resident), 'chunk')} ({unit.named(sum(c.nbytes for c in resident))}), "
-        f"{plural(len(states), 'optimizer state')} ({unit.named(sum(map(plan.layout.os_nbytes_of, states)))})"
+        f"always on the device: {plural(num_payloads, 'chunk')} ({unit.named(layout.payload_nbytes(Tier.DEVICE))}), "
+        f"{plural(num_states, 'optimizer state')} ({unit.named(layout.os_nbytes(Tier.DEVICE))})"
     )

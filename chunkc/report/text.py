@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from chunkc.ir.layout import Chunk, Layout, Placement
 from chunkc.ir.plan import Plan, Program, State
+from chunkc.ir.tiers import SLOWER_TIERS
 from chunkc.report.columns import wrapped
 from chunkc.report.moments import Moment, moments
 from chunkc.report.units import BOUND_NOTE, Unit, plural, printable, ranges, replicas_of, unit_of
@@ -39,7 +40,8 @@ def _header(plan: Plan, unit: Unit) -> Iterator[str]:
         f"{unit.of(memory.device_budget_nbytes)} = arena {unit.of(memory.arena_nbytes)} + non-model "
         f"{unit.of(memory.nonmodel_nbytes)} at {memory.nonmodel_segment}"
     )
-    yield f"  host: {unit.of(memory.host_nbytes)} of budget {unit.of(memory.host_budget_nbytes)}"
+    for tier in SLOWER_TIERS:
+        yield f"  {tier}: {unit.of(memory.needs[tier])} of budget {unit.of(memory.budgets[tier])}"
     if memory.is_bound:
         yield f"  {BOUND_NOTE}"
 

@@ -29,10 +29,9 @@ from chunkc.compiler.validation import compute_dtype, needs_scaling, param_infos
 from chunkc.cost.rates import known_rates
 from chunkc.errors import BudgetError, HardwareError
 from chunkc.hardware import Hardware
-from chunkc.hardware.usable_memory import UsableMemory
 from chunkc.ir.plan import StageRecord
 from chunkc.ir.schedule import Schedule
-from chunkc.passes import PlanOptions, Target
+from chunkc.passes import PlanOptions, Target, budgets_of
 from chunkc.report import Plan
 from chunkc.report.timeline import Timeline, simulate
 from chunkc.runtime.update.rules import states_of
@@ -195,17 +194,12 @@ def policies() -> tuple[str, ...]:
 def _planned(scenario: Scenario, captured: CapturedAhead) -> Answer:
     hw = scenario.hw
     world_size, num_replicas = hw.sharding(scenario.shard, scenario.world_size)
-    memory = UsableMemory.of(hw)
     target = Target(
         model=scenario.model.label,
         hw=str(hw),
-        device_budget_nbytes=memory.device_nbytes,
-        host_budget_nbytes=memory.host_nbytes,
+        budgets=budgets_of(hw),
         world_size=world_size,
         rank=scenario.rank % world_size,
-        reserved_nbytes=memory.context_nbytes,
-        leaves_slack=memory.leaves_slack,
-        reserved_host_nbytes=memory.kept_host_nbytes,
         num_replicas=num_replicas,
         rates=known_rates(hw) if hw.num_gpus == scenario.num_ranks else None,
         runs_inline=hw.emulated,

@@ -59,6 +59,14 @@ def buffer_values(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
     return {buffer: values[name] for name, buffer in on_meta.items()}
 
 
+def moved_buffers(model: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, torch.Tensor]]:
+    """Places of the buffers that are not on ``device``, and their values there; shared ones stay shared."""
+    places = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    made = buffer_values(model)
+    moved = {b: made.get(b, b).to(device) for _, _, b in places if b.device != device}
+    return [(module, name, moved[b]) for module, name, b in places if b in moved]
+
+
 class _Wanted:
     """A tensor in host memory whose elements are marked (NaN, or the lowest signed integer).
 

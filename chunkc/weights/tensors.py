@@ -69,7 +69,7 @@ class ModelTensors:
             if not isinstance(value, torch.Tensor) or name.rpartition(".")[2] == _EXTRA_STATE:
                 others.append(name)
                 continue
-            key = ("param", value._chunkc_index) if isinstance(value, ManagedTensor) else ("buffer", id(value))
+            key = ("param", value.chunkc_index) if isinstance(value, ManagedTensor) else ("buffer", id(value))
             groups.setdefault(key, []).append(name)
             held.setdefault(key, value if isinstance(value, ManagedTensor) else value.detach())
         self.entries = tuple(self._entry(names, held[key], key) for key, names in groups.items())
@@ -151,7 +151,7 @@ class ModelTensors:
 def memory_of(model: nn.Module) -> Parameters:
     """Memory of the compiled model that ``model`` is, or is a part of; ChunkcError when there is not one."""
     params = list(model.parameters())
-    memories: list[Parameters] = [p._chunkc_store for p in params if isinstance(p, ManagedTensor)]
+    memories: list[Parameters] = [p.chunkc_store for p in params if isinstance(p, ManagedTensor)]
     if not memories or len(memories) < len(params) or any(memory is not memories[0] for memory in memories):
         raise ChunkcError(
             f"the parameters of this {type(model).__name__} do not stand in one compiled model: call chunkc.compile "

@@ -161,7 +161,7 @@ class _Run:
         self.begin: list[int] = [0] * len(widths)
         self.last: list[int] = [0] * len(widths)
         self.dirty: list[bool] = [False] * len(widths)
-        self.idle_since = [-1] * num_ranges
+        self.idle_since = [-1] * num_ranges  # of free slot ranges: the last step that used what stood there
         self.num_freed = 0
         self.free = sorted((p < self.room, 0, p) for p in range(self.room if self.isolate_wide else 0, num_ranges))
         self.leaving: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
@@ -194,12 +194,13 @@ class _Run:
         Spans start or end where another block does: else room for one more would be lost in between.
         """
         width, best = self.widths[block], None
-        for start in self._edges(width):
-            occupants = {o for o in self.occupant[start : start + width] if o >= 0}
+        idle_since = [t if o < 0 else self.last[o] for t, o in zip(self.idle_since, self.occupant, strict=True)]
+        for start in dict.fromkeys(self._edges(width)):
+            occupants = set(self.occupant[start : start + width]) - {-1}
             if occupants.isdisjoint(needed):
-                ahead = min((self._distance(step, o) for o in occupants), default=float(NEVER))
-                idle = max(self._idle_since(p) for p in range(start, start + width))
-                best = max(best or (-1.0, 0, 0), (ahead, -idle, -start))
+                ahead = min([self._distance(step, o) for o in occupants], default=float(NEVER))
+                if best is None or ahead >= best[0]:
+                    best = max(best or (-1.0, 0, 0), (ahead, -max(idle_since[start : start + width]), -start))
         if best is None:
             raise _NoSpanError
         return -best[2]
@@ -222,11 +223,6 @@ class _Run:
         if next_use == NEVER:
             return float(NEVER)
         return (next_use - step) * (self.dirty_weight if self.dirty[block] else 1.0)
-
-    def _idle_since(self, slot_range: int) -> int:
-        """The last step that used what stands, or stood last, at ``slot_range``."""
-        occupant = self.occupant[slot_range]
-        return self.idle_since[slot_range] if occupant < 0 else self.last[occupant]
 
     def _use(self, step: int, blocks: Sequence[int], newly_dirty: Sequence[int]) -> None:
         for block in newly_dirty:

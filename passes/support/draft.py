@@ -11,16 +11,19 @@ Words used by all passes:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from chunkc.cost.rates import CostRates
-from chunkc.hardware.usable_memory import least_gpu_nbytes
+from chunkc.hardware import Hardware
+from chunkc.hardware.usable_memory import Budget, UsableMemory
 from chunkc.ir.actions import Action
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import MAX_MICRO_BATCHES, Program, Segment, StageRecord
 from chunkc.ir.schedule import GraphKind, Schedule
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import Tier
 
 T = TypeVar("T")
 
@@ -29,8 +32,7 @@ T = TypeVar("T")
 class Target:
     """The model, the hardware and the ranks that the plan is made for.
 
-    Budgets are bytes of one rank. A device's memory is larger by ``reserved_nbytes`` (``reserve=``, other models,
-    CUDA's context), and by a GPU's slack where ``leaves_slack``; the host's by ``reserved_host_nbytes``. Without
+    Budgets are those of one rank; reserved are ``reserve=``, other models, and what CUDA and the system keep. Without
     ``rates`` decisions go by bytes. ``world_size``, ``rank`` and ``num_replicas`` are those of a `Layout`.
     ``runs_inline``: the device computes on the thread that launches, which launches nothing of a step before backward
     has ended.
@@ -38,29 +40,40 @@ class Target:
 
     model: str
     hw: str
-    device_budget_nbytes: int
-    host_budget_nbytes: int
+    budgets: Mapping[Tier, Budget]
     world_size: int = 1
     rank: int = 0
-    reserved_nbytes: int = 0
     rates: CostRates | None = None
     num_replicas: int = 1
-    leaves_slack: bool = False
-    reserved_host_nbytes: int = 0
     runs_inline: bool = False
 
-    def device_memory_nbytes(self, budget_nbytes: int) -> int:
-        """The least memory of a device that has this budget."""
-        needed_nbytes = budget_nbytes + self.reserved_nbytes
-        return least_gpu_nbytes(needed_nbytes) if self.leaves_slack else needed_nbytes
+    def budget_nbytes(self, tier: Tier) -> int:
+        return self.budgets[tier].nbytes
 
-    def host_memory_nbytes(self, budget_nbytes: int) -> int:
-        """The least host memory of a rank that has this budget."""
-        return budget_nbytes + self.reserved_host_nbytes
+    def short_tier(self, needs: Mapping[Tier, int]) -> Tier | None:
+        """The fastest tier whose budget is less than it needs, if any."""
+        return next((tier for tier in Tier if needs[tier] > self.budgets[tier].nbytes), None)
+
+    def memory_nbytes(self, needs: Mapping[Tier, int]) -> dict[Tier, int]:
+        """The least memories with budgets of ``needs``."""
+        return {tier: budget.memory_nbytes(needs[tier]) for tier, budget in self.budgets.items()}
+
+    def with_budget(self, tier: Tier, nbytes: int) -> Target:
+        return replace(self, budgets={**self.budgets, tier: replace(self.budgets[tier], nbytes=nbytes)})
+
+    def less(self, taken: Mapping[Tier, int]) -> Target:
+        """This target when others have ``taken`` bytes of its budgets."""
+        return replace(self, budgets={tier: budget.less(taken.get(tier, 0)) for tier, budget in self.budgets.items()})
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of world_size {self.world_size} does not exist")
+
+
+def budgets_of(hw: Hardware) -> dict[Tier, Budget]:
+    """The budgets of one rank of ``hw``."""
+    usable = UsableMemory.of(hw)
+    return {Tier.DEVICE: usable.device, Tier.HOST: usable.host}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +84,9 @@ class PlanOptions:
         chunk_numel: rounded up to multiples of 256 bytes (Inductor clones less aligned inputs); None: search.
         os_home: of optimizer states; ``auto``: on the device where everything fits.
         cuts: operator indexes at which a segment must start, for forward and backward.
-        num_resident_triples: of this rank, on the device for good; more where the host lacks room for the others.
+        num_resident_states: of this rank, on the device for good; more where the host lacks room for the others.
         keeps_payloads: theirs too, where one rank trains, in chunks that no larger tensor spans, and if all fit.
-        streamed_share: of the triples at home on the host, the share in [0, 1] that each step updates on the device.
+        streamed_share: of the states at home on the host, the share in [0, 1] that each step updates on the device.
         accumulate: micro-batches of a step, at most. With more than one, gradients have chunks of their own.
         tracks_grad_norm: norms of gradients are taken as they land, and updates follow a decision on them.
         scales: backward multiplies its tangents by a loss scale.
@@ -83,7 +96,7 @@ class PlanOptions:
     os_home: Literal["auto", "device", "host"] = "auto"
     cuts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     max_slots: int | None = None
-    num_resident_triples: int = 0
+    num_resident_states: int = 0
     keeps_payloads: bool = False
     streamed_share: float = 0.0
     accumulate: int = 1
@@ -98,8 +111,8 @@ class PlanOptions:
             raise ValueError(f"max_slots must be at least 1, got {self.max_slots}")
         if self.os_home not in ("auto", "device", "host"):
             raise ValueError(f"os_home must be 'auto', 'device' or 'host', got {self.os_home!r}")
-        if self.num_resident_triples < 0:
-            raise ValueError(f"num_resident_triples must not be negative, got {self.num_resident_triples}")
+        if self.num_resident_states < 0:
+            raise ValueError(f"num_resident_states must not be negative, got {self.num_resident_states}")
         if not 0.0 <= self.streamed_share <= 1.0:
             raise ValueError(f"streamed_share must lie in [0, 1], got {self.streamed_share}")
         if not 1 <= self.accumulate <= MAX_MICRO_BATCHES:
@@ -203,7 +216,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class ActionAccess:
-    """An action without waits, and resources that it uses: ``d3`` slot, ``h7`` home, ``o7`` triple."""
+    """An action without waits, and resources that it uses: ``d3`` slot, ``h7`` home, ``o7`` states."""
 
     action: Action
     reads: tuple[str, ...]
@@ -225,13 +238,18 @@ class Draft:
     fitting_numels: tuple[int, ...] = ()
     lookback: int = 0
     layout: Layout | None = None
-    os_home: Home | None = None
+    os_home: Tier | None = None
     demand: Demand | None = None
     overlays: tuple[Overlay, ...] | None = None
     intervals: tuple[ResidencyInterval, ...] | None = None
     timelines: tuple[Timeline, Timeline] | None = None
     accesses: tuple[tuple[ActionAccess, ...], tuple[ActionAccess, ...]] | None = None
     programs: tuple[Program, ...] | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether payloads and optimizer states all stay on the device."""
+        return self.os_home is not None and self.os_home.is_fastest
 
     def with_stage(self, record: StageRecord) -> Draft:
         return replace(self, stages=(*self.stages, record), note="")

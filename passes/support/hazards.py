@@ -1,6 +1,6 @@
 """Waits: which earlier actions must be complete before an action starts, on streams that are queues.
 
-Every action reads and writes resources (slots, homes, triples). It must wait for the last writer of what it reads, and
+Every action reads and writes resources (slots, homes, states). It must wait for the last writer of what it reads, and
 for the last writer and the readers since of what it writes. Slots may share bytes: what touches one of them touches the
 others, but does not replace their last users, since bytes are left that only they used. A vector clock per action
 (Fidge 1988, Mattern 1988: per stream, how many actions are known complete) tells which of these the queue or another
@@ -126,7 +126,7 @@ def synchronise(
         actions = analysis.run(role, accesses[role])
         waiting[role] = tuple(_both(*pair) for pair in zip(actions, waiting.get(role, actions), strict=True))
     analysis.run("forward", forward)
-    return (*(waiting[role] for role in accesses), analysis.run("transition", abandon))
+    return (*(waiting[role] for role in accesses), analysis.run("abandon", abandon))
 
 
 def _both(action: Action, same: Action) -> Action:
@@ -138,4 +138,4 @@ def _both(action: Action, same: Action) -> Action:
 
 def joined(accesses: Sequence[ActionAccess]) -> tuple[Action, ...]:
     """The actions of a transition that begins when all streams are idle, with their waits for each other."""
-    return Analysis().run("transition", accesses)
+    return Analysis().run("resume", accesses)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from chunkc.cost.actions import segment_ms
 from chunkc.cost.rates import CostRates
-from chunkc.ir.actions import Op
+from chunkc.ir.actions import Op, Stream
 from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Segment
 from chunkc.passes.support.draft import ActionAccess, Draft, Liveness, decided
@@ -83,7 +83,7 @@ class _Milliseconds:
         return self._segments[segment]
 
     def copy_home(self, nbytes: int) -> float:
-        return self._rates.d2h.time_ms(nbytes)
+        return self._rates.copies[Stream.D2H].time_ms(nbytes)
 
     def update(self, numel: int, dtype: str) -> float:
         return numel / self._rates.of_dtype(self._rates.cpu_update_gparam_per_s, dtype) * 1e-6

@@ -1,7 +1,5 @@
 """What hides a difference between versions of torch behaves alike on all of them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import json
@@ -30,8 +28,6 @@ logger = logging.getLogger("talkative")
 
 
 class Talkative(nn.Linear):
-    """Logs in its forward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logger.info("called with %s", x.shape)
         return super().forward(x).sum()
@@ -57,7 +53,6 @@ def test_functions_to_ignore_can_be_copied_into_json() -> None:
 
 
 def test_no_dispatch_mode_looks_at_what_a_plan_is_bound_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of thousands of operators; compiled code is first called under a mode of torch's."""
     seen: list[int] = []
     bind = Executor.__init__
 
@@ -116,7 +111,6 @@ def test_dynamo_traces_nothing_of_what_is_called_when_an_object_goes(owner: str)
 
 
 def test_a_finalizer_of_pythons_own_is_traced() -> None:
-    """So the test above sees one."""
     model = nn.Identity()
     weakref.finalize(model, list)
     owners: list[object] = [model]

@@ -1,7 +1,5 @@
 """CUDA streams by torch's private names, over a double of them: which stream is current, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +14,6 @@ from chunkc._torch_compat.cuda import call_on_cuda_stream, is_current_cuda_strea
 
 @dataclass(frozen=True)
 class Stream:
-    """What the functions read of ``torch.cuda.Stream``."""
-
     stream_id: int
     device_index: int = 0
 
@@ -54,7 +50,6 @@ class Runtime:
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """``torch.cuda.stream``."""
         self.calls.append("torch")
         device, before = self.device, self.current[stream.device_index]
         self.device, self.current[stream.device_index] = stream.device_index, stream
@@ -78,7 +73,6 @@ call: Call = call_on_cuda_stream  # type: ignore[assignment]
 
 
 def seen(runtime: Runtime, stream: Stream) -> list[Any]:
-    """The current device and its stream within a call, the calls that it took; all is as before behind it."""
     found: list[Any] = []
     before = runtime.device, *runtime.current
     call(stream, lambda: found.extend([runtime.device, runtime.current[runtime.device]]))

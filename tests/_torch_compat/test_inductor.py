@@ -1,7 +1,5 @@
 """Inductor's private names as chunkc uses them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -21,7 +19,6 @@ ODD = 50
 
 
 def odd_product() -> GraphModule:
-    """A product in bfloat16 whose width is no multiple of 8."""
     with FakeTensorMode():
         examples = [torch.empty(64, 64, dtype=torch.bfloat16), torch.empty(64, ODD, dtype=torch.bfloat16)]
     return make_fx(torch.mm)(*examples)
@@ -47,7 +44,6 @@ def halved(x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Kinds of vectors that Inductor tries by building a library, from a process that has tried none."""
     tried: list[str] = []
 
     def check(isa: cpu_vec_isa.VecISA, code: str) -> bool:

@@ -1,7 +1,5 @@
 """What torch keeps of compiled functions goes when their backend is released, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,8 +13,6 @@ from chunkc._torch_compat.release import ReleasableBackend, compilations_forgott
 
 
 class Compiler:
-    """Runs graphs as they are, and counts them."""
-
     def __init__(self) -> None:
         self.num_graphs = 0
 

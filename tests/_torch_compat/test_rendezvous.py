@@ -1,7 +1,5 @@
 """Ranks of one life of a job find one another in a store that still holds what earlier lives have written."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

@@ -174,8 +174,9 @@ def test_nothing_waits_and_the_plan_is_what_happens(pair: Pair) -> None:
     executor.trace = []
     assert window(4) == before
     plan = chunkc.plan_of(pair.model)
-    names = ("forward", "backward", *("forward", "accumulate") * (NUM - 1), "step")
-    assert executor.trace == [str(a) for name in names for a in plan.program(name).actions]
+    names = ["forward", "backward", *("forward", "accumulate") * (NUM - 1), "step"]
+    assert [program.name for program in plan.iteration()] == names
+    assert executor.trace == [str(action) for _, _, action in plan.labelled()]
     assert sum(text.startswith("norm") for text in executor.trace) == NUM * sum(pair.kinds().values())
 
 

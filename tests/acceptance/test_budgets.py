@@ -18,7 +18,7 @@ from training import PLACEMENT, assert_same_bits
 
 import chunkc
 from chunkc.errors import BudgetError
-from chunkc.ir.layout import Home
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions
 
 SHORT = replace(PLACEMENT, num_steps=3)
@@ -107,7 +107,7 @@ def test_sweep_from_smallest_to_resident(name: str, runner_of: GetRunner) -> Non
     assert volumes[0] > volumes[-1] == 0
     assert stats["h2d_nbytes"] == stats["d2h_nbytes"] == 0
     assert [len(plan.graph_segments(g)) for g in ("forward", "backward")] == [1, 1]
-    assert all(c.home is Home.DEVICE for c in plan.layout.chunks if c.os_home is not None)
+    assert all(c.home is Tier.DEVICE for c in plan.layout.chunks if c.os_home is not None)
 
 
 def _resident_nbytes(runner: PlanRunner) -> int:

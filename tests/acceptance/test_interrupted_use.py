@@ -13,15 +13,25 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 
 
-@pytest.fixture(params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")])
-def pair(request: pytest.FixtureRequest) -> Pair:
+@pytest.fixture(
+    scope="module", params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")]
+)
+def captured(request: pytest.FixtureRequest) -> Pair:
     """With all optimizer states on the host, and with some on the device and some on their way there."""
     pair = Pair(wishes=request.param)
     pair.train(0)
-    pair.train(1)
     assert (min(pair.kinds().values()) > 0) == bool(request.param), pair.kinds()
     assert chunkc.stats(pair.model)["h2d_nbytes"] > 0, "the budget is meant to force moves"
     return pair
+
+
+@pytest.fixture
+def pair(captured: Pair) -> Pair:
+    """Both sides after two steps from the beginning."""
+    captured.restart()
+    captured.train(0)
+    captured.train(1)
+    return captured
 
 
 def evaluate(model: nn.Module, _: object) -> float:

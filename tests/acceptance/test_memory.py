@@ -296,9 +296,7 @@ def check(model: nn.Module, steps: list[dict[str, int]]) -> None:
         )
     plan = chunkc.plan_of(model)
     device = runtime.device
-    assert (
-        steps[-1]["host_nbytes"] == device.host_budget_nbytes - device.free_host_nbytes() == plan.layout.host_nbytes()
-    )
+    assert steps[-1]["host_nbytes"] == device.host_budget_nbytes - device.free_host_nbytes() == plan.memory.host_nbytes
     assert device.device_budget_nbytes - device.free_device_nbytes() == steps[-1]["planned_peak_nbytes"]
 
 

@@ -156,7 +156,7 @@ READS: dict[str, Callable[[nn.Module], object]] = {
     "a list": lambda m: m.first.weight.tolist(),
     "a copy of the model": copy.deepcopy,
     "a forward without gradients": lambda m: torch.no_grad()(m)(torch.randn(4, 8)),
-    "an optimizer's state": lambda m: m.first.weight._chunkc_store.read_state(m.first.weight._chunkc_index),
+    "an optimizer's state": lambda m: m.first.weight.chunkc_store.read_state(m.first.weight.chunkc_index),
 }
 
 
@@ -199,7 +199,7 @@ def test_a_block_of_full_params_that_writes_some_leaves_the_others_without_value
 
 def test_memory_is_taken_when_a_parameter_is_written() -> None:
     model = on_meta()
-    staging = next(model.parameters())._chunkc_store.staging
+    staging = next(model.parameters()).chunkc_store.staging
     assert staging.nbytes() == 0
     with torch.no_grad():
         model.first.weight.fill_(1.0)

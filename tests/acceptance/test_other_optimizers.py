@@ -126,15 +126,41 @@ def test_a_checkpoint_of_another_rule_is_refused(saved: str, loading: str, tmp_p
     check_equal(second.bits(), before)
 
 
-def compiled(**options: Any) -> nn.Module:
+def reference() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
-    return chunkc.compile(model, "emulated-1m-64m", **{"dtype": torch.float32, "backend": "eager", **options})
+    return nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 3))
+
+
+def compiled(**options: Any) -> nn.Module:
+    return chunkc.compile(reference(), "emulated-1m-64m", **{"dtype": torch.float32, "backend": "eager", **options})
 
 
 def backward(model: nn.Module) -> None:
     torch.manual_seed(1)
     model(torch.randn(5, 12)).square().sum().backward()
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_checkpoint_without_buffers_leaves_no_old_ones(steps_before: int, tmp_path: Path) -> None:
+    """Momentum that is turned on after it begins from nothing, in a model whose room for momentum was used or empty."""
+    saved, loading, plain = compiled(), compiled(optimizer="sgd"), reference()
+    first, second = chunkc.SGD(saved.parameters(), lr=0.1), chunkc.SGD(loading.parameters(), lr=0.1, momentum=0.9)
+    wanted = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for model, optimizer, num_steps in ((saved, first, 1), (plain, wanted, 1), (loading, second, steps_before)):
+        for _ in range(num_steps):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    chunkc.save_checkpoint(tmp_path, saved, first)
+    chunkc.load_checkpoint(tmp_path, loading, second)
+    for model, optimizer in ((plain, wanted), (loading, second)):
+        optimizer.param_groups[0]["momentum"] = 0.9
+        for _ in range(2):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(loading.state_dict()[name], value, rtol=0, atol=1e-6)
 
 
 def test_an_optimizer_behind_the_first_forward_needs_its_room() -> None:

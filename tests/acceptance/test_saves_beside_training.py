@@ -18,7 +18,7 @@ from resumed import Run, check_equal
 
 import chunkc
 from chunkc import ChunkcError
-from chunkc.checkpoint import _save
+from chunkc.checkpoint import write_checkpoint
 from chunkc.checkpoint.contents import gather, runtime_of
 from chunkc.runtime.execution.bound_action import AnnouncedUpdate
 from chunkc.runtime.storage.chunk_store import ChunkStore
@@ -62,7 +62,7 @@ def save_late(directory: Path, change: Callable[[Run], object], **options: Any) 
     wanted, runtime = run.bits(), runtime_of(run.model)
     contents = gather(run.model, runtime, run.optimizer, run.scheduler, {"a": 1}, 2**30)
     change(run)
-    loaded.load(_save(directory, run.model, runtime, contents, None))
+    loaded.load(write_checkpoint(directory, run.model, runtime, contents, None))
     check_equal(loaded.bits(), wanted)
 
 
@@ -87,10 +87,10 @@ def test_a_save_that_is_written_late_is_of_the_moment_of_the_call(
 ) -> None:
     def change_all(run: Run) -> None:
         runtime = runtime_of(run.model)
-        snapshot = runtime.parameters._store.snapshot
+        snapshot = runtime.parameters.store.snapshot
         change(run)
         indexes = [i for i in range(len(runtime.params)) if change is written or runtime.parameters.is_trained(i)]
-        changed = {part.chunk for index in indexes for part in runtime.parameters._store.parts(index)}
+        changed = {part.chunk for index in indexes for part in runtime.parameters.store.parts(index)}
         assert snapshot.num_copies == len(changed)
 
     save_late(tmp_path, change_all, **options)
@@ -178,13 +178,13 @@ def test_a_snapshot_that_nobody_reads_holds_up_nobody(tmp_path: Path) -> None:
     runtime = runtime_of(run.model)
     with pytest.raises(TypeError):
         chunkc.save_checkpoint(None, run.model, run.optimizer, run.scheduler)  # type: ignore[arg-type]
-    assert runtime.parameters._store.snapshot is None
+    assert runtime.parameters.store.snapshot is None
     lost = gather(run.model, runtime, run.optimizer, run.scheduler, None, 0)
     wanted = run.bits()
     path = run.save(tmp_path)
     run.train(2, 3)
     with pytest.raises(ChunkcError, match="given up before all of it was read"):
-        _save(tmp_path, run.model, runtime, lost, None)
+        write_checkpoint(tmp_path, run.model, runtime, lost, None)
     loaded.load(path)
     check_equal(loaded.bits(), wanted)
     assert [p.name for p in tmp_path.glob("*0*")] == [path.name]

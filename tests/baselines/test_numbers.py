@@ -1,10 +1,4 @@
-"""What papers state and a planner must reproduce: sizes, shares, bytes, packing, and what fits on which machine.
-
-PatrickStar (Fang et al., 2021), its earlier version, and ZeRO-Offload (Ren et al., 2021). Models have 16 heads and
-sequences of 1024 tokens; "B" in their names is nominal.
-"""
-
-from __future__ import annotations
+"""Sizes, shares, bytes and packing of PatrickStar (Fang et al., 2021) and ZeRO-Offload (Ren et al., 2021)."""
 
 import math
 from collections.abc import Sequence
@@ -87,7 +81,6 @@ def test_shares_of_all_memory(billions: int, device: int, host: int, percent: fl
 
 
 def layers_only(numels: Sequence[int]) -> Course:
-    """Parameters of these sizes, one module and layer each, in fp16."""
     params = [param(f"layers.{i}.weight", n, dtype="float16") for i, n in enumerate(numels)]
     order = range(len(numels))
 
@@ -152,11 +145,7 @@ def test_zero_offload_moves_4_bytes_a_parameter_over_the_host_link() -> None:
 
 
 def least_chunks(numels: Sequence[int], size: int) -> int:
-    """No packing of whole tensors has fewer: by volume, and by dual feasible functions (Carlier et al., 2007).
-
-    Of what is at least ``a`` long, a chunk holds ``k = size // a``; a tensor over half a chunk leaves room for
-    ``(size - x) // a`` of them, so it stands for the rest of ``k``.
-    """
+    """No packing of whole tensors has fewer: by volume, and by dual feasible functions (Carlier et al., 2007)."""
     least = math.ceil(sum(numels) / size)
     for a in {n for n in numels if 2 * n <= size}:
         k = size // a
@@ -187,7 +176,6 @@ def test_fragmentation_stays_under_a_tenth(name: str) -> None:
 
 
 def holds(name: str, hw: str) -> bool:
-    """Whether PatrickStar's chunks of the model fit the machine, whatever activations take."""
     course = Course(bert_like(name), ())
     machine = Machine.of(Hardware.parse(hw))
     star = PatrickStar()

@@ -1,7 +1,5 @@
 """PatrickStar's packing: modules whole, in order, dealt out to ranks."""
 
-from __future__ import annotations
-
 from schedules import chain, param
 
 from chunkc.baselines import Course

@@ -1,7 +1,5 @@
 """Modelled systems by hand: layers of 256 bytes, copied in 1 ms, updated in 2 ms on the host and 1 ms on the device."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -93,7 +91,7 @@ def test_dos_loads_every_kth_subgroup() -> None:
 )
 def test_the_stride_balances_the_link_and_the_host(update: float, bandwidth: float, expected: int) -> None:
     copy = CopyLaw(0.0, bandwidth)
-    rates = replace(RATES, h2d=copy, d2h=copy, cpu_update_gparam_per_s={"float32": update})
+    rates = replace(RATES, copies=dict.fromkeys(RATES.copies, copy), cpu_update_gparam_per_s={"float32": update})
     assert stride(replace(machine(), rates=rates), "float32") == expected
 
 

@@ -21,7 +21,6 @@ OFTEN = ("gpt2",)
 
 @pytest.fixture
 def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script as a module, with its neighbours importable as they are when it runs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import architectures
 
@@ -79,8 +78,6 @@ def test_what_is_wrong_is_said(what: str, matrix: ModuleType) -> None:
 
 
 class Branches(torch.nn.Module):
-    """Breaks into two graphs, as no architecture of the matrix may."""
-
     name = "branches"
 
     def __init__(self) -> None:

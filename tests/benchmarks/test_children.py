@@ -1,12 +1,10 @@
 """Child processes of the GPU's benchmark and suite: they end with all they started, and say where they were."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
 
-import pytest
+from children import PYTHON, Child
 
 SLEEPS = """
 import subprocess, sys, time
@@ -18,20 +16,12 @@ stand_still()
 """
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-
-
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that nobody has waited for does not."""
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_one_that_stands_still_ends_with_its_children_and_its_stack(tmp_path: Path) -> None:
-    from children import PYTHON, Child
-
     log = tmp_path / "log"
     log.write_text("earlier\n")
     child = Child([*PYTHON, "-c", SLEEPS], dict(os.environ), log)
@@ -49,8 +39,6 @@ def test_one_that_stands_still_ends_with_its_children_and_its_stack(tmp_path: Pa
 
 
 def test_exit_codes_and_output(tmp_path: Path) -> None:
-    from children import PYTHON, Child
-
     ends = {0: "pass", 3: "sys.exit(3)", -9: "os.kill(os.getpid(), 9)"}
     for code, end in ends.items():
         child = Child(

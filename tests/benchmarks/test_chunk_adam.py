@@ -1,12 +1,11 @@
 """The benchmark of the host update runs, says what it measured, and its exit code follows the ratios."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import bench_chunk_adam
 import pytest
 import torch
 
@@ -15,9 +14,6 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "bench_chunk_adam.py"
 
 def test_exit_code_follows_the_ratios(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """1 of the script where a ratio does not hold, 0 of its ``main`` in this process where both do."""
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import bench_chunk_adam
-
     out = tmp_path / "result.json"
     small = ["--numel=100003", "--rounds=3", "--warm-up=1", f"--threads={torch.get_num_threads()}", f"--out={out}"]
 

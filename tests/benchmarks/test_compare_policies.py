@@ -1,7 +1,5 @@
 """The comparison with modelled systems: the committed page has every row, and a row says what its parts say."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from dataclasses import replace

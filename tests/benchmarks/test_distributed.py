@@ -1,28 +1,18 @@
 """The benchmark of several ranks: its flow at toy size, and the arithmetic of its figures and of its verdict."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import distributed
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "distributed.py"
 TOY = ["--layers=2", "--hidden=128", "--batch=2", "--seq=16", "--rounds=2", "--block=1", "--warm-up=2", "--limit=1000"]
 NUM_PARAMS = 2 * (12 * 128**2 + 13 * 128) + 256 * 128 + 16 * 128 + 2 * 128
-
-
-@pytest.fixture
-def distributed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import distributed
-
-    return distributed
 
 
 @pytest.mark.slow
@@ -43,7 +33,7 @@ def test_toy_run_counts_what_is_planned_and_times_all_sides(tmp_path: Path) -> N
     assert resident["stats"]["h2d_nbytes"] == 0 < moving["stats"]["h2d_nbytes"]
 
 
-def test_ratios_are_those_of_rounds_and_the_fastest_other_counts(distributed: ModuleType) -> None:
+def test_ratios_are_those_of_rounds_and_the_fastest_other_counts() -> None:
     found = distributed.compared({"chunkc": [1.0, 2.0, 3.0], "fsdp2": [2.0, 2.0, 2.0], "fsdp2_keep": [1.0, 1.0, 9.0]})
     assert found["median_s"] == {"chunkc": 2.0, "fsdp2": 2.0, "fsdp2_keep": 1.0}
     assert found["ratios"]["fsdp2"]["median"] == 1.0 and found["ratios"]["fsdp2"]["max"] == 1.5
@@ -69,6 +59,6 @@ def job(**changes: Any) -> dict[str, Any]:
         ({"comparison": {"fastest_other": "fsdp2", "ratios": {"fsdp2": {"median": 1.1}}}}, "1.1 x of fsdp2's"),
     ],
 )
-def test_each_check_fails_alone(distributed: ModuleType, changes: dict[str, Any], words: str) -> None:
+def test_each_check_fails_alone(changes: dict[str, Any], words: str) -> None:
     failures = distributed.failures_of("resident", job(**changes), distributed.parse([]))
     assert len(failures) == bool(words) and words in "".join(failures)

@@ -1,9 +1,4 @@
-"""Simulated steps hold in real time: three models on a device that is throttled to a machine's rates.
-
-What takes real time is told apart from what another process takes only on an idle machine, so it runs with --soak.
-"""
-
-from __future__ import annotations
+"""Simulated steps hold in real time on a throttled device; with --soak, since only an idle machine tells."""
 
 import json
 import sys
@@ -21,7 +16,6 @@ NAMES = ("compute-bound", "copy-bound", "update-bound")
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script as a module, with its neighbours importable as they are when it runs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import fidelity
 

@@ -1,7 +1,5 @@
 """The benchmark of the GPU without one: what it keeps when something fails, is late or is killed; the whole flow."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -9,11 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu
+import gpu_cases
+import gpu_contest
 import pytest
 import torch
+from gpu_cases import STAND_IN_CONTESTS
+from gpu_models import Shape
+from gpu_table import figures, table
+from journal import records
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "gpu.py"
@@ -54,24 +60,15 @@ sys.exit(gpu.main(sys.argv[1:]))
 """
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def journal_of(out: Path) -> list[dict[str, Any]]:
-    from journal import records
-
     return records(out / "benchmark.jsonl")
 
 
 def kinds(found: list[dict[str, Any]], kind: str) -> list[tuple[str, str]]:
-    """Contest and system of records of one kind."""
     return [(record["contest"], record["system"]) for record in found if record["kind"] == kind]
 
 
 def drive(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
-    """The benchmark over contestants of a few lines."""
     contestant = tmp_path / "contestant.py"
     contestant.write_text(CONTESTANT)
     program = DRIVER.format(benchmarks=str(BENCHMARKS), contestant=str(contestant))
@@ -81,11 +78,6 @@ def drive(tmp_path: Path, *options: str) -> subprocess.Popen[str]:
 
 def test_systems_that_fail_or_are_late_leave_the_others_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a contest of three: one ends when it is asked for facts, one never ends its trace."""
-    import gpu
-    import gpu_cases
-    import gpu_contest
-    from gpu_table import table
-
     contestant = tmp_path / "contestant.py"
     contestant.write_text(CONTESTANT)
     monkeypatch.setattr(gpu_contest, "CONTESTANT", contestant)
@@ -108,18 +100,12 @@ def test_systems_that_fail_or_are_late_leave_the_others_alone(tmp_path: Path, mo
 
 
 def short(contest: Any) -> Any:
-    """The contest in eight seconds."""
-    from dataclasses import replace
-
     return replace(contest, limit_s=8, least_s=5)
 
 
 def test_contests_without_time_are_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run that found no time for chunkc has failed."""
-    import gpu
-
     monkeypatch.setattr(gpu, "calibrate", lambda *given: None)
     assert gpu.main(["--stand-in", "--out", str(tmp_path), "--limit-s", "6"]) == 1
     found = journal_of(tmp_path)
@@ -134,9 +120,6 @@ def test_a_benchmark_that_is_killed_keeps_what_it_measured(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every line parses, blocks that had been written are there, and the table is made of them."""
-    import gpu
-    from gpu_table import table
-
     runner = drive(tmp_path, "--only", "toy alone", "--only", "toy resident")
     deadline_s = time.monotonic() + 100
     while not kinds(journal_of(tmp_path), "block") and time.monotonic() < deadline_s:
@@ -162,9 +145,6 @@ def test_the_whole_flow_runs_on_stand_ins(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = journal_of(tmp_path)
     assert not kinds(found, "lost")
-    from gpu_cases import STAND_IN_CONTESTS
-    from gpu_table import figures
-
     contests = {r["contest"]: r for r in found if r["kind"] == "contest"}
     assert list(contests) == [contest.name for contest in STAND_IN_CONTESTS]
     for contest in STAND_IN_CONTESTS:
@@ -188,8 +168,6 @@ def test_the_whole_flow_runs_on_stand_ins(tmp_path: Path) -> None:
 
 def test_step_flops_are_those_of_the_formula() -> None:
     """By hand for a model of two layers, and close to the published size of a large one."""
-    from gpu_models import Shape
-
     shape = Shape(layers=2, hidden=64, heads=2, batch=2, length=32, vocabulary=128)
     block = 12 * 64 * 64 + 13 * 64
     assert shape.num_params() == 128 * 64 + 32 * 64 + 2 * block + 2 * 64

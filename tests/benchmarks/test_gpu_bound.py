@@ -1,25 +1,18 @@
 """The bound of a step by hand: rates of round numbers, and a model whose parameters are counted."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_bound import Work, bound, parts_ms
+from gpu_models import Shape
 
 from chunkc.cost.rates import CopyLaw, CostRates
+from chunkc.ir.actions import Stream
 
 NUM_PARAMS = 110336
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-
-
 def shape() -> Any:
-    from gpu_models import Shape
-
     return Shape(layers=2, hidden=64, heads=2, batch=2, length=32, vocabulary=128)
 
 
@@ -30,16 +23,13 @@ def rates(cpu_gparam_per_s: float = 1e-3) -> CostRates:
         matmul_tflops={"float32": 1.0, "bfloat16": 1e6},
         attention_tflops={"bfloat16": 1e6},
         device_memory_gb_per_s=1.0,
-        h2d=CopyLaw(0.0, 1.0),
-        d2h=CopyLaw(0.0, 0.5),
+        copies={Stream.H2D: CopyLaw(0.0, 1.0), Stream.D2H: CopyLaw(0.0, 0.5)},
         cpu_update_gparam_per_s={"bfloat16": cpu_gparam_per_s},
         gpu_update_gparam_per_s={"bfloat16": 1.0},
     )
 
 
 def test_parts_are_those_of_the_formula() -> None:
-    from gpu_bound import Work, parts_ms
-
     resident = 10_000
     others = NUM_PARAMS - resident
     parts = parts_ms(Work.of(shape()), rates(), resident / NUM_PARAMS, 0.25)
@@ -50,8 +40,6 @@ def test_parts_are_those_of_the_formula() -> None:
 
 
 def test_what_fits_is_bound_by_computing() -> None:
-    from gpu_bound import Work, bound, parts_ms
-
     found = bound(shape(), rates(), 14 * NUM_PARAMS)
     everything = parts_ms(Work.of(shape()), rates(), 1.0, 0.0)
     assert found["bound_ms"] == pytest.approx(everything["compute_ms"], rel=0.1)
@@ -60,8 +48,6 @@ def test_what_fits_is_bound_by_computing() -> None:
 
 def test_a_slow_host_is_spared_as_far_as_copies_allow() -> None:
     """At the best share the host's updates take as long as the slower direction of copies."""
-    from gpu_bound import bound
-
     slow = bound(shape(), rates(cpu_gparam_per_s=0.03), 0)
     assert 0 < slow["streamed_share"] < 1
     assert slow["host_update_ms"] == pytest.approx(slow["d2h_ms"], rel=0.1) == slow["bound_ms"]

@@ -1,22 +1,13 @@
 """The table of the benchmark of the GPU, from whole journals and from those of runs that were killed."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+from gpu_cases import STAND_IN_CONTESTS
+from gpu_table import figures, is_complete, table
 
 
 def journal() -> list[dict[str, Any]]:
-    """Two systems, of which one was lost after its first block."""
-    from gpu_cases import STAND_IN_CONTESTS
-
     contest = STAND_IN_CONTESTS[0]
     parts = {f"{name}_ms": 1.0 for name in ("compute", "h2d", "d2h", "host_update", "bound_by_host_updates")}
     named = {"contest": contest.name}
@@ -50,8 +41,6 @@ def journal() -> list[dict[str, Any]]:
 
 
 def test_figures_are_medians_and_ratios_of_rounds() -> None:
-    from gpu_table import figures
-
     found = journal()
     ours, other = (figures(found, found[1], system) for system in ("chunkc", "zero_offload"))
     assert ours is not None and other is not None and figures(found, found[1], "fsdp2") is None
@@ -63,8 +52,6 @@ def test_figures_are_medians_and_ratios_of_rounds() -> None:
 
 
 def test_every_part_of_a_journal_makes_a_table() -> None:
-    from gpu_table import is_complete, table
-
     found = journal()
     for end in range(len(found) + 1):
         said = table(found[:end])

@@ -1,17 +1,11 @@
 """Busy shares of resources, read from traces as torch's profiler writes them on a GPU and without one."""
 
-from __future__ import annotations
-
+import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+from gpu_trace import HOST_UPDATE, busy_shares, trace
 
 
 def event(kind: str, name: str, start_us: float, length_us: float) -> dict[str, Any]:
@@ -20,8 +14,6 @@ def event(kind: str, name: str, start_us: float, length_us: float) -> dict[str, 
 
 def test_a_gpus_own_records_count() -> None:
     """Overlapping records once, what lies outside of the window not, ranges of launches on the CPU not."""
-    from gpu_trace import busy_shares
-
     events = [
         event("user_annotation", "measured steps", 100.0, 100.0),
         event("gpu_user_annotation", "measured steps", 100.0, 100.0),
@@ -41,8 +33,6 @@ def test_a_gpus_own_records_count() -> None:
 
 
 def test_without_a_gpu_actions_count_by_their_stream() -> None:
-    from gpu_trace import busy_shares
-
     events = [
         event("user_annotation", "measured steps", 0.0, 100.0),
         event("user_annotation", "run fwd.1 @compute after f3", 0.0, 50.0),
@@ -54,9 +44,6 @@ def test_without_a_gpu_actions_count_by_their_stream() -> None:
 
 def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
     """Steps that do nothing but a host update on another thread are busy with it."""
-    import threading
-
-    from gpu_trace import HOST_UPDATE, trace
 
     def update() -> None:
         with torch.profiler.record_function(HOST_UPDATE):

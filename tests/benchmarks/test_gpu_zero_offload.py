@@ -1,27 +1,16 @@
 """The benchmark's ZeRO-Offload trains as torch's AdamW on fp32 parameters does, whose gradients are those in bf16."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
-import pytest
 import torch
+from gpu_models import Gpt, Shape, batches, initialise
+from gpu_zero_offload import ZeroOffload, buckets_of
 from torch import nn
 
 DEVICE = torch.device("cpu")
 LR = 1e-2
 
 
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-
-
 def test_five_steps_equal_masters_that_are_stepped_by_hand() -> None:
     """To the bit; a tied parameter gets the sum of its gradients, and gradients leave the device as they land."""
-    from gpu_models import Gpt, Shape, batches, initialise
-    from gpu_zero_offload import ZeroOffload, buckets_of
-
     shape = Shape(layers=2, hidden=64, heads=2, batch=2, length=32, vocabulary=128)
     torch.manual_seed(0)
     model, plain = Gpt(shape), Gpt(shape)

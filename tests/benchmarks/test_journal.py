@@ -1,22 +1,13 @@
 """Journals: whatever was written before a kill is read again."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
-
-@pytest.fixture(autouse=True)
-def benchmarks_importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+from journal import Journal, records
 
 
 def test_records_are_read_as_written(tmp_path: Path) -> None:
-    from journal import Journal, records
-
     path = tmp_path / "folder" / "results.jsonl"
     assert records(path) == []
     journal = Journal(path)
@@ -26,8 +17,6 @@ def test_records_are_read_as_written(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_costs_itself_only(tmp_path: Path) -> None:
     """At every length, and with another writer behind it."""
-    from journal import Journal, records
-
     path = tmp_path / "results.jsonl"
     journal = Journal(path)
     first = journal.write("first", value="é" * 3)
@@ -42,9 +31,6 @@ def test_a_line_that_was_cut_costs_itself_only(tmp_path: Path) -> None:
 
 
 def test_writers_at_the_same_time_keep_their_lines_whole(tmp_path: Path) -> None:
-    """Lines longer than a buffer, each with what its journal says of all of them."""
-    from journal import Journal, records
-
     path, num_lines = tmp_path / "results.jsonl", 20
 
     def write(writer: int) -> None:

@@ -1,7 +1,5 @@
 """Case 13: GPT-3 is planned within a minute and 4 GiB; a slice of it here, all of it in ``make soak``."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -16,7 +14,6 @@ MAX_S, MAX_NBYTES = 60.0, 4 << 30
 
 
 def planned(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The rows of a run of the benchmark."""
     out = tmp_path / "result.json"
     command = [sys.executable, str(SCRIPT), f"--out={out}", *arguments]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}

@@ -1,7 +1,5 @@
 """All scripts of the benchmarks find what they import, also those that only a GPU carries out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A calibration of a small emulated device: agreement, budgets, refusals, and the profile in use."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -51,7 +49,6 @@ def sampler(device: EmulatedDevice, effort: Effort) -> Sampler:
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the command writes, from a process of its own."""
     path = tmp_path_factory.mktemp("profile") / "machine.json"
     command = [sys.executable, "-m", "chunkc", "calibrate", "--hw", HW, "--quick", "--json", "-o", str(path)]
     environ = {name: value for name, value in os.environ.items() if name != "CHUNKC_EMULATED"}
@@ -65,7 +62,6 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def figures(value: Any, name: str = "") -> Iterator[tuple[str, Figure]]:
-    """Every figure inside a dataclass of rates, by where it stands."""
     if isinstance(value, Figure):
         yield name, value
     elif is_dataclass(value):
@@ -80,11 +76,7 @@ def figures(value: Any, name: str = "") -> Iterator[tuple[str, Figure]]:
 
 
 def test_two_calibrations_differ_by_less_than_the_spread_they_report() -> None:
-    """Rounds of both take turns (A B, B A, ...), so that any load of this machine falls on both: they are exchangeable.
-
-    Then a figure disagrees with a probability below 1 in 1,000 (`chunkc.calibrate.fit`), and more than one in twenty
-    together practically never.
-    """
+    """Rounds of both take turns; a figure disagrees with a probability below 1 in 1,000 (`chunkc.calibrate.fit`)."""
     with closing(emulated(4 * MIB, 8 * MIB)) as device:
         pair = [sampler(device, QUICK) for _ in range(2)]
         for one in pair:
@@ -134,7 +126,6 @@ def test_figures_follow_from_the_table(profile: Path) -> None:
 
 
 def losses(hw: str | Path) -> tuple[list[float], str]:
-    """Of three steps, and the hardware that the plan names."""
     torch.manual_seed(0)
     model = chunkc.compile(
         nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), hw, dtype=torch.float32, backend="eager"
@@ -186,8 +177,6 @@ def test_conditions_say_what_ran_beside(profile: Path) -> None:
 
 
 class Watched(EmulatedDevice):
-    """Remembers the least memory that was left at any launch."""
-
     least_device_nbytes = least_host_nbytes = 2**62
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:
@@ -221,8 +210,6 @@ def test_outputs_of_operators_fit_beside_the_arena() -> None:
 
 
 class Failing(EmulatedDevice):
-    """Its work fails from the thousandth launch on."""
-
     num_launches = 0
 
     def launch(self, stream: Stream, label: str, waits: Sequence[Event], work: Callable[[], None]) -> Event:

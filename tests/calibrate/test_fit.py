@@ -1,7 +1,5 @@
 """Figures from rounds: what a spread promises, and the copy law."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from itertools import combinations
@@ -48,7 +46,6 @@ def test_no_more_is_left_out_than_the_probability_allows() -> None:
 
 
 def bimodal(rng: random.Random) -> float:
-    """A machine that something else loads half of the time."""
     return (1.0 if rng.random() < 0.5 else 2.5) * rng.uniform(0.99, 1.01)
 
 

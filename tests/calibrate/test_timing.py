@@ -34,10 +34,7 @@ class VirtualEvent:
 
 
 class VirtualDevice(EmulatedDevice):
-    """Carries nothing out: a launch takes 2 us of the host, then its bytes keep the stream busy, with noise.
-
-    The noise is one-sided, as other programs make it, and now and then large.
-    """
+    """Carries nothing out: a launch takes 2 us of the host, then its bytes keep the stream busy, with noise above."""
 
     def __init__(self, seed: int) -> None:
         super().__init__("virtual", 1 << 20, 1 << 20)
@@ -64,7 +61,6 @@ def device() -> Iterator[EmulatedDevice]:
 
 
 def virtual_rounds(seed: int) -> tuple[list[float], list[float]]:
-    """Latencies and bandwidths of 15 rounds over copies on a virtual device."""
     device = VirtualDevice(seed)
     timer = Timer(device, 2.0, 8, device.clock_ns)
     copies = [Activity(Stream.H2D, str(nbytes), (lambda: None,)) for nbytes in SIZES]
@@ -134,8 +130,6 @@ def test_threads_hand_the_lock_of_python_on_at_once_while_others_run(device: Emu
 
 
 class Sharing:
-    """Two activities of one resource: a piece takes 20 ms, and 60 ms where the other was at it within 5 s."""
-
     def __init__(self) -> None:
         self.seen_s = {"of": -10.0, "by": -10.0}
 

@@ -1,7 +1,5 @@
 """Attention with dropout, planned for a GPU, is the one kernel that it is there; elsewhere what runs."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,6 @@ HEADS, TOKENS, SIZE = 4, 128, 16
 
 
 class Attention(nn.Module):
-    """Dropout by name or by position, also within a checkpointed region."""
-
     def __init__(self, dropout: float, *, by_name: bool = True, checkpointed: bool = False) -> None:
         super().__init__()
         width = HEADS * SIZE

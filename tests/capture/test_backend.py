@@ -1,7 +1,5 @@
 """Capturing one Dynamo graph: both graphs come back, and compiled code calls the functions that it was given."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +16,6 @@ from chunkc.errors import CaptureError
 
 
 class Layers(nn.Module):
-    """Two layers and a buffer."""
-
     scale: torch.Tensor
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Floating-point operations: attention in every form against its products written out, and a whole GPT-2."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -21,8 +19,6 @@ from chunkc.ir.work import Kind, work_of
 
 
 class Attention(nn.Module):
-    """One attention over [batch, heads, tokens, width], with a weight so that there is something to train."""
-
     def __init__(self, *, is_causal: bool = False, masked: bool = False) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
@@ -102,7 +98,6 @@ def test_convolutions_and_matrix_products_are_as_torch_counts_them() -> None:
 
 
 def test_a_gpt2_has_the_operations_of_its_formula() -> None:
-    """2 for each weight of a matrix and token, and causal attention; three times that with backward."""
     model, batch = CASES["gpt2"].build(), CASES["gpt2"].batches()[0]
     captured = capture_ahead(model, torch.bfloat16, batch, "eager")
     samples, tokens = batch["input_ids"].shape

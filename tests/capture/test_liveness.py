@@ -1,7 +1,5 @@
 """Liveness against the allocator: what the schedule says is alive is what really is, operator by operator."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 
@@ -55,7 +53,6 @@ def live_storage_nbytes(alive: dict[int, tuple[Any, int]]) -> int:
 
 
 def measure(graph: CapturedGraph, args: list[Any], counted: list[torch.Tensor]) -> list[int]:
-    """Bytes alive once each operator has run and its dead inputs are gone."""
     alive: dict[int, tuple[Any, int]] = {}
     payloads = {args[i].untyped_storage()._cdata for i in range(len(args)) if not any(args[i] is c for c in counted)}
     counter = StorageCounter(graph, alive, payloads)

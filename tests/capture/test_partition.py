@@ -1,7 +1,5 @@
 """The cone rule: nothing that aliases or casts a parameter's payload outlives the operator that needs it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -15,8 +13,6 @@ from chunkc.capture.partition import param_cone
 
 
 class Wide(nn.Module):
-    """Weights that are transposed, viewed, sliced and cast before they are used, each by two consumers."""
-
     def __init__(self) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.randn(6, 4))
@@ -31,7 +27,6 @@ class Wide(nn.Module):
 
 
 def crossing(graph: CapturedGraph) -> list[str]:
-    """Views and casts of parameters with a consumer outside the bundle that they belong to."""
     params = [n for n in graph.module.graph.find_nodes(op="placeholder") if n.name in graph.params]
     cone = param_cone(graph.module.graph, params) - set(params)
     bundle_of = {n: i for i, bundle in enumerate(graph.bundles) for n in bundle.nodes}

@@ -1,7 +1,5 @@
 """Schedules of deep models from two shallow captures: equal to captures of them, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

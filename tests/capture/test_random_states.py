@@ -1,7 +1,5 @@
 """What backward computes again replays masks where there are some, and is the operator itself where there are none."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import torch
@@ -19,8 +17,6 @@ REPLAY = "run_with_rng_state"
 
 
 class Layer(nn.Module):
-    """Attention without dropout, and after it dropout of its result."""
-
     def __init__(self, p: float) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
@@ -33,8 +29,6 @@ class Layer(nn.Module):
 
 
 class Layers(nn.Module):
-    """Three layers, computed again in backward."""
-
     def __init__(self, p: float) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -51,7 +45,6 @@ def captured_with(p: float) -> Captured:
 
 
 def targets(captured: Captured) -> tuple[Counter[str], Counter[str]]:
-    """Operators of forward and of backward, by name."""
     graphs = captured.schedule.forward, captured.schedule.backward
     first, second = (Counter(op.target for op in graph.operators) for graph in graphs)
     return first, second
@@ -103,14 +96,11 @@ def test_gradients_are_those_of_plain_pytorch() -> None:
 
 
 class Noisy(Layer):
-    """Noise from an operator with one result, made again in backward."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rand_like(x) + self.dropout.p
 
 
 def test_what_is_drawn_again_counts_in_backward() -> None:
-    """PyTorch says nothing of the result of an operator that it replays."""
     model = Layers(0.3)
     model.layers = nn.ModuleList([Layer(0.0), Noisy(0.3)])
     captured = capture_once(model, torch.randn(BATCH, TOKENS, WIDTH))

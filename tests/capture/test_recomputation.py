@@ -1,7 +1,5 @@
 """Layers that are computed again in backward: of all that they compute, only their inputs outlive forward."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +23,6 @@ SHALLOW, DEEP = 4, 8
 
 
 def schedule_of(model: nn.Module, inputs: Any, keep: float | None = None) -> Schedule:
-    """Of one iteration; ``keep``: the share of layers that keep their activations, where chunkc chooses it."""
     choose = None if keep is None else lambda schedule_with: (keep, "as the test says")
     return capture_ahead(model, torch.float32, inputs, "eager", choose).schedule
 
@@ -89,14 +86,11 @@ def test_a_layer_of_a_transformer_adds_its_input_to_the_peak_of_backward(
 
 
 class Layer(nn.Module):
-    """Wide inside, so that its activations are several times its input."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Ends in a view of a matrix product."""
         return self.down(gelu(self.up(x)))
 
 
@@ -121,8 +115,6 @@ class EndsInHalf(Layer):
 
 
 class Deep(nn.Module):
-    """Layers one after another; ``between`` joins what a layer was given and what it made."""
-
     def __init__(
         self, layer: type[Layer], num_layers: int, between: Callable[..., torch.Tensor], *, checkpointed: bool
     ) -> None:
@@ -191,8 +183,6 @@ def test_layers_computed_again_have_the_gradients_of_plain_ones(case: str) -> No
 
 
 class Tied(nn.Module):
-    """One fp32 parameter, which every layer casts for itself."""
-
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))

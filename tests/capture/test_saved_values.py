@@ -1,7 +1,5 @@
 """Values that backward reads are known by the line that made them, their bytes and their readers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

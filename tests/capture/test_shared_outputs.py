@@ -1,7 +1,5 @@
 """Outputs of a forward that are views of one tensor are such views afterwards, and train as in plain PyTorch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from itertools import product
@@ -28,8 +26,6 @@ KINDS: dict[str, Callable[[Tensor], tuple[Tensor, ...]]] = {
 
 
 class Views(nn.Module):
-    """Returns views of a hidden tensor; a second layer has a part in none of them."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.first, self.second, self.kind = nn.Linear(4, 6), nn.Linear(6, 3), kind
@@ -84,8 +80,6 @@ def test_a_write_to_one_view_shows_in_the_other(kind: str) -> None:
 
 
 class Broken(nn.Module):
-    """Its first graph ends with two views of one tensor."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(3, 3)

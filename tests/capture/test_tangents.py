@@ -1,7 +1,5 @@
 """Which gradients depend on which output, and tangents that stay undefined up to the backward graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,8 +16,6 @@ NAMES = ("trunk", "first", "second")
 
 
 class Model(nn.Module):
-    """Three weights; ``second`` reads detached values. The last two outputs are views."""
-
     def __init__(self) -> None:
         super().__init__()
         for name in NAMES:
@@ -31,8 +27,6 @@ class Model(nn.Module):
 
 
 class Recorder:
-    """A backend that records tangents and, for every backward, what of its tangents was undefined."""
-
     def __init__(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = keeps_undefined) -> None:
         self.tangents = Tangents()
         self.reached: list[frozenset[int]] = []

@@ -1,7 +1,5 @@
 """Bytes that operators move, worked out by hand, one by one and fused."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from captures import capture_once
@@ -15,8 +13,6 @@ WEIGHT = WIDTH * WIDTH * 4
 
 
 class Layer(nn.Module):
-    """A product, a view of it, four element-wise operators between them, a product."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -29,8 +25,6 @@ class Layer(nn.Module):
 
 
 class Gated(nn.Module):
-    """Two halves of a product, of which one gates the other and is read twice."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(WIDTH, 2 * WIDTH))

@@ -1,7 +1,5 @@
 """A directory of checkpoints after every kind of end: what is named is whole, damage is named, old ones go."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -21,7 +19,6 @@ VERSIONS = {"chunkc": "9.9", "torch": "2.13"}
 
 
 def add(root: Path, step: int) -> Path:
-    """One more checkpoint, of two files."""
     path = folders.begin(root, step)
     files = {name: write_json(path / name, [name, step] * 50) for name in ("a.json", "b.json")}
     return folders.commit(path, Manifest(folders.FORMAT, step, VERSIONS, files))
@@ -193,7 +190,6 @@ def test_a_pointer_that_is_no_file_leads_to_the_newest_complete_one(
 
 
 def test_a_checkpoint_that_cannot_be_named_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last thing that a save does fails: what was the newest is, and the numbers go on."""
     first = add(tmp_path, 1)
 
     def refuse(self: Path, target: Path) -> Path:

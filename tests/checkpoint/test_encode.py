@@ -1,7 +1,5 @@
 """Values as JSON and tensors: what comes back is what was given, and nothing else is taken."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """DCP over safetensors and JSON: bits come back, one tensor at a time, whole or in parts, also by DCP's own reader."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Checkpoints from strangers, with checksums that fit: refused whole, or loaded whole, whatever their documents say."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -40,8 +38,6 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model that was trained for two steps, with its optimizer and scheduler."""
-
     def __init__(self) -> None:
         torch.manual_seed(3)
         self.model = chunkc.compile(Net(), "emulated-96k-16m", dtype=torch.float32, backend="eager")
@@ -91,13 +87,12 @@ def path(run: Run, tmp_path: Path) -> Path:
 
 
 def sign(path: Path) -> None:
-    """Make checksums fit the files, as whoever made them up would."""
     try:
         body = json.loads((path / folders.MANIFEST_NAME).read_text())["manifest"]
         for name in body["files"]:
             if (path / name).is_file():
                 body["files"][name] = asdict(digest_of(path / name))
-        text = json.dumps(folders._signed(body))
+        text = json.dumps(folders.sign(body))
     except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError):
         return  # no manifest whose checksums anybody could make fit
     (path / folders.MANIFEST_NAME).write_text(text)
@@ -119,102 +114,51 @@ def numpy_position(objects: dict[str, Any], position: int) -> None:
 
 
 FAULTS: dict[str, tuple[str, Change, str]] = {
-    "no index": (
-        folders.MANIFEST_NAME,
-        lambda d: d["manifest"]["files"].pop(INDEX_NAME),
-        r"manifest\.json is without index",
-    ),
+    "no index": (folders.MANIFEST_NAME, lambda d: d["manifest"]["files"].pop(INDEX_NAME),
+     r"manifest\.json is without index"),
     "no objects": (folders.MANIFEST_NAME, lambda d: d["manifest"]["files"].pop(OBJECTS_NAME), "is without objects"),
-    "no tensors": (
-        folders.MANIFEST_NAME,
-        lambda d: d["manifest"]["files"].pop("rank-00000.float32.safetensors"),
-        "'rank-00000.float32.safetensors' is no file of the checkpoint that its manifest knows",
-    ),
-    "outside": (
-        folders.MANIFEST_NAME,
-        lambda d: d["manifest"]["files"].update({"../x": {"nbytes": 1, "sha256": ""}}),
-        r"manifest\.files: '\.\./x' is no name of another file",
-    ),
-    "another step": (
-        folders.MANIFEST_NAME,
-        lambda d: d["manifest"].update(step=10**6),
-        "was renamed: .* of step 1000000",
-    ),
+    "no tensors": (folders.MANIFEST_NAME, lambda d: d["manifest"]["files"].pop("rank-00000.float32.safetensors"),
+     "'rank-00000.float32.safetensors' is no file of the checkpoint that its manifest knows"),
+    "outside": (folders.MANIFEST_NAME, lambda d: d["manifest"]["files"].update({"../x": {"nbytes": 1, "sha256": ""}}),
+     r"manifest\.files: '\.\./x' is no name of another file"),
+    "another step": (folders.MANIFEST_NAME, lambda d: d["manifest"].update(step=10**6),
+     "was renamed: .* of step 1000000"),
     "no number": (folders.MANIFEST_NAME, lambda d: d["manifest"].update(step="2"), "step: must be a whole number"),
-    "huge": (
-        INDEX_NAME,
-        lambda d: d["model.first.weight"].update(shape=[10**6, 10**6]),
-        "first.weight'.parts: they have 32",
-    ),
+    "huge": (INDEX_NAME, lambda d: d["model.first.weight"].update(shape=[10**6, 10**6]),
+     "first.weight'.parts: they have 32"),
     "a hole": (INDEX_NAME, lambda d: first(d).update(sizes=[7, 4]), "parts: they have 28 elements and the tensor 32"),
-    "beside": (
-        INDEX_NAME,
-        lambda d: first(d).update(offsets=[1, 0]),
-        r"parts\[0\]: it reaches to 9 of 8 in dimension 0",
-    ),
-    "twice": (
-        INDEX_NAME,
-        lambda d: d["model.first.weight"]["parts"].append(dict(first(d))),
-        r"parts\[1\]: 'model.first.weight' of 'rank-00000.float32.safetensors' is a part already",
-    ),
-    "not as stored": (
-        INDEX_NAME,
-        lambda d: first(d).update(name="model.first.bias"),
-        "is a part already|not .'F32', .8, 4",
-    ),
-    "another dtype": (
-        INDEX_NAME,
-        lambda d: d["model.first.weight"].update(dtype="int32"),
-        "has .'F32', .8, 4.. of the name",
-    ),
+    "beside": (INDEX_NAME, lambda d: first(d).update(offsets=[1, 0]),
+     r"parts\[0\]: it reaches to 9 of 8 in dimension 0"),
+    "twice": (INDEX_NAME, lambda d: d["model.first.weight"]["parts"].append(dict(first(d))),
+     r"parts\[1\]: 'model.first.weight' of 'rank-00000.float32.safetensors' is a part already"),
+    "not as stored": (INDEX_NAME, lambda d: first(d).update(name="model.first.bias"),
+     "is a part already|not .'F32', .8, 4"),
+    "another dtype": (INDEX_NAME, lambda d: d["model.first.weight"].update(dtype="int32"),
+     "has .'F32', .8, 4.. of the name"),
     "no dtype": (INDEX_NAME, lambda d: d["model.first.weight"].update(dtype="load"), "dtype: must be one of float64, "),
     "less": (INDEX_NAME, lambda d: d.pop("model.first.weight"), "it has no model.first.weight"),
-    "no moment": (
-        INDEX_NAME,
-        lambda d: d.pop("optimizer.state.first.weight.exp_avg"),
-        "it has no optimizer.state.first.weight.exp_avg",
-    ),
+    "no moment": (INDEX_NAME, lambda d: d.pop("optimizer.state.first.weight.exp_avg"),
+     "it has no optimizer.state.first.weight.exp_avg"),
     "no name": (OBJECTS_NAME, lambda d: d["model"].update(buffers=[[]]), "model.buffers: each has a name or more"),
     "another part": (OBJECTS_NAME, lambda d: d.update(more=1), "parts missing or unknown: 'more'"),
     "no groups": (OBJECTS_NAME, lambda d: d["optimizer"].update(groups=3), "optimizer.groups: must be a list, found 3"),
-    "no names": (
-        OBJECTS_NAME,
-        lambda d: d["optimizer"]["groups"][0].update(params=[1]),
-        r"groups\[0\].params\[0\]: must be a text",
-    ),
-    "no rate": (
-        OBJECTS_NAME,
-        lambda d: d["optimizer"]["groups"][0].update(lr="fast"),
-        "a group without usable options",
-    ),
-    "unknown steps": (
-        OBJECTS_NAME,
-        lambda d: d["optimizer"]["steps"].update(x=1),
-        "counts steps of x, which are none of",
-    ),
-    "half steps": (
-        OBJECTS_NAME,
-        lambda d: d["optimizer"]["steps"].update({"first.weight": 1.5}),
-        "steps.'first.weight': must be a",
-    ),
+    "no names": (OBJECTS_NAME, lambda d: d["optimizer"]["groups"][0].update(params=[1]),
+     r"groups\[0\].params\[0\]: must be a text"),
+    "no rate": (OBJECTS_NAME, lambda d: d["optimizer"]["groups"][0].update(lr="fast"),
+     "a group without usable options"),
+    "unknown steps": (OBJECTS_NAME, lambda d: d["optimizer"]["steps"].update(x=1),
+     "counts steps of x, which are none of"),
+    "half steps": (OBJECTS_NAME, lambda d: d["optimizer"]["steps"].update({"first.weight": 1.5}),
+     "steps.'first.weight': must be a"),
     "deep": (OBJECTS_NAME, lambda d: d.update(extra=json.loads("[" * 400 + "]" * 400)), "nested more than 208 deep"),
-    "python": (
-        OBJECTS_NAME,
-        lambda d: d["generators"]["0"]["python"].update(items=[1]),
-        "generators.0.python: is no state",
-    ),
-    "numpy": (
-        OBJECTS_NAME,
-        lambda d: numpy_position(d, 10**9),
-        "generators.0.numpy: is no state .*position 1000000000",
-    ),
-    "no generator": (
-        OBJECTS_NAME,
-        lambda d: d["generators"]["0"].pop("torch"),
-        "generators.0: generators missing or unknown",
-    ),
+    "python": (OBJECTS_NAME, lambda d: d["generators"]["0"]["python"].update(items=[1]),
+     "generators.0.python: is no state"),
+    "numpy": (OBJECTS_NAME, lambda d: numpy_position(d, 10**9),
+     "generators.0.numpy: is no state .*position 1000000000"),
+    "no generator": (OBJECTS_NAME, lambda d: d["generators"]["0"].pop("torch"),
+     "generators.0: generators missing or unknown"),
     "a scheduler": (OBJECTS_NAME, lambda d: d.update(scheduler=[1]), "the scheduler does not take its state"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", FAULTS)

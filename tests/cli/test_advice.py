@@ -1,7 +1,5 @@
 """What would help: which scenarios are tried, when trying ends, and what is said of them."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass, field, replace
 

@@ -1,7 +1,5 @@
 """Whatever people type ends in an exit code and a line that says why, never in a traceback."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path
@@ -25,7 +23,6 @@ DIGITS = "9" * 30
 
 
 def name(value: list[str] | str) -> str:
-    """Of a row, by what is typed."""
     return " ".join(value)[:40] if isinstance(value, list) else ""
 
 
@@ -100,7 +97,6 @@ BAD_CONFIGS: list[dict[str, Any]] = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a plan, a module, and files of which nothing can be read."""
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
     (tmp_path / "deep.json").write_text('{"model_type":' + "[" * 100_000)
     (tmp_path / "module_for_lines.py").write_text(MODULE)
@@ -111,7 +107,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(line: list[str]) -> int:
-    """The exit code as a shell sees it."""
     try:
         return main(line)
     except SystemExit as ending:

@@ -1,7 +1,5 @@
 """``chunkc compare``: chunkc's plan beside modelled systems, as a table and as one object."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

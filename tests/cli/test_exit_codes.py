@@ -1,7 +1,5 @@
 """The command line: what each command prints where, and its exit codes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -57,7 +55,6 @@ class Planner:
 
 @pytest.fixture
 def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of a new name in the current directory; ``sys.path`` is put back afterwards."""
     name = f"user_{tmp_path.name.replace('-', '_')}"
     (tmp_path / f"{name}.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)

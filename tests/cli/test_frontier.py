@@ -1,7 +1,5 @@
 """The largest model and batch: what is searched, in which order, and what is printed."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -1,7 +1,5 @@
 """A model given as ``module:function``: what that code raises is one line that names the place, never a traceback."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

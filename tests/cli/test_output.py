@@ -1,7 +1,5 @@
 """What cannot be written is an error, a reader that leaves is none, and a terminal is given nothing to obey."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -23,7 +21,6 @@ needs_full = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full
 
 @pytest.fixture
 def left() -> Iterator[TextIO]:
-    """A stream whose reader is gone."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stream:

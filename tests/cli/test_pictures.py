@@ -1,7 +1,5 @@
 """The options that write pictures: on which commands, with which times, and what is refused before anything is done."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from dataclasses import replace
@@ -24,7 +22,6 @@ def plan() -> Plan:
 
 @pytest.fixture
 def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """``module:function`` of a model that no planner of these tests looks at."""
     (tmp_path / "pictures_model.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(1, 1), ()\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -32,7 +29,6 @@ def function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def files(folder: Path) -> tuple[list[str], list[Path]]:
-    """Options for all pictures, and the files that they write."""
     paths = [folder / "out.png", folder / "out.html", folder / "out.json"]
     return [str(x) for pair in zip(("--plot", "--html", "--trace"), paths, strict=True) for x in pair], paths
 

@@ -1,7 +1,5 @@
 """``chunkc plan`` and ``simulate`` of models given as data: the first screen, JSON, and exit codes."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -29,7 +27,6 @@ KEYS = {"fits", "missing_nbytes", "device_peak_nbytes", "host_nbytes", "step_ms"
 
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A Hugging Face configuration of a tiny GPT-2, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "tiny"
     folder.mkdir()
@@ -168,7 +165,6 @@ def test_several_ranks_are_told(tiny: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_nodes_that_have_all_of_the_model_data(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """As many tokens a step from as many ranks; the plan says over which of them it divides model data."""
     command = [tiny, "--hw", "4x2xv100-240g", "--recompute", "none", "--no-advice", "--json"]
     found, plans = [], []
     for shard in ("all", "node"):

@@ -1,9 +1,4 @@
-"""From a capture to a plan whose compiled segments fit: corrections, least budgets, steps back, each plan compiled.
-
-Segments are interpreted here; what they take is made up, in ways that compilers may surprise a planner.
-"""
-
-from __future__ import annotations
+"""From a capture to a plan whose segments fit, over made-up figures of what compiled segments take."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +16,7 @@ from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import PlanOptions, make_plan
 from chunkc.passes.lower import LoweredSegment
@@ -31,8 +27,6 @@ OPTIONS = PlanOptions(chunk_numel=64 * 64)
 
 
 class Wavy(nn.Module):
-    """Layers whose activations come and go within them, several times the size of the weights."""
-
     def __init__(self, num_layers: int = 6, width: int = 64) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
@@ -71,8 +65,6 @@ def with_scratch(nbytes: int, least_ops: int) -> Reader:
 
 
 class Counting(SegmentCompiler):
-    """Counts the segments that it was asked to compile."""
-
     def __init__(self, read: Reader | None) -> None:
         self.asked: list[str] = []
         super().__init__(self.compile_one, read)
@@ -83,7 +75,6 @@ class Counting(SegmentCompiler):
 
 
 def built(captured: Captured, device_nbytes: int, read: Reader | None) -> tuple[CompiledPlan, Counting]:
-    """A plan for this budget: verified, and within it."""
     compiler = Counting(read)
     found = build(captured, PlanRequest(target(device_nbytes), OPTIONS), compiler)
     verify(found.planned.plan)
@@ -94,7 +85,6 @@ def built(captured: Captured, device_nbytes: int, read: Reader | None) -> tuple[
 
 
 def least(captured: Captured, read: Reader | None) -> int:
-    """The device bytes that the error names."""
     with pytest.raises(BudgetError) as caught:
         built(captured, 1, read)
     assert str(caught.value.min_device_nbytes) in str(caught.value)
@@ -103,7 +93,6 @@ def least(captured: Captured, read: Reader | None) -> int:
 
 
 def bound(captured: Captured) -> int:
-    """The least device bytes of operators that run one by one."""
     with pytest.raises(BudgetError) as caught:
         make_plan(captured.schedule, target(1), OPTIONS)
     return caught.value.min_device_nbytes
@@ -134,7 +123,6 @@ def test_a_budget_below_the_bound_is_enough_when_compiled_segments_fit(captured:
 
 
 def test_what_compiled_segments_leave_free_saves_moves(captured: Captured) -> None:
-    """At the bound's least budget: a larger arena than the bound allows, or everything resident."""
     nbytes = bound(captured)
     alone = make_plan(captured.schedule, target(nbytes), OPTIONS).plan
     plan = built(captured, nbytes, fused)[0].planned.plan
@@ -203,9 +191,8 @@ def test_another_shape_keeps_the_layout_and_is_corrected_too(captured: Captured)
 
 
 def test_reserved_bytes_are_part_of_what_an_error_asks_for(captured: Captured) -> None:
-    """The call that was refused works with the device memory that is named."""
     for read in (None, fused):
-        where = replace(target(1), reserved_nbytes=5000)
+        where = target(5001).less({Tier.DEVICE: 5000})
         with pytest.raises(BudgetError) as caught:
             build(captured, PlanRequest(where, OPTIONS), Counting(read))
         assert caught.value.min_device_nbytes == least(captured, read) + 5000

@@ -1,7 +1,5 @@
 """The session behind a compiled model: a planner of one's own, later plans, and entries that outlive the model."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest
@@ -19,8 +17,6 @@ HW = "emulated-64m-64m"
 
 
 class Layers(nn.Module):
-    """Two layers; returns the loss."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 1)
@@ -31,8 +27,6 @@ class Layers(nn.Module):
 
 
 class Later:
-    """A planner that keeps what was captured."""
-
     def __init__(self) -> None:
         self.captures: list[tuple[CaptureSession, Captured, GraphEntry]] = []
 

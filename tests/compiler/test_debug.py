@@ -1,7 +1,5 @@
 """The debug ladder: what each rung logs, what it refuses, and that it leaves logging as it was."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from dataclasses import replace

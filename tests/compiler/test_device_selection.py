@@ -1,7 +1,5 @@
 """Which device a model gets, and how two models share one."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import logging
@@ -13,13 +11,13 @@ from thread_ranks import on_threads
 from torch import nn
 
 import chunkc
-from chunkc.api import _moved_buffers as moved_buffers
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import at_hand, check_free_memory, device_for
 from chunkc.cost.rates import known_rates
 from chunkc.distributed.process_group import Ranks
 from chunkc.hardware import PresentGpu
 from chunkc.hardware.nvml import NvmlGpu
+from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.emulated import EmulatedDevice
@@ -162,14 +160,12 @@ def test_what_is_called_emulated_is_emulated_beside_a_gpu(caplog: pytest.LogCapt
 
 
 def linked(generation: int, width: int) -> PresentGpu:
-    """An H200 behind such a PCIe link."""
     return dataclasses.replace(H200, by_nvml=NvmlGpu("NVIDIA H200", PHYSICAL, (9, 0), generation, width, 0, 0))
 
 
 def planned_by(
     text: str, gpu: PresentGpu, ranks: Ranks | None = None, cores: HostCores | None = None
 ) -> tuple[chunkc.Hardware, chunkc.Hardware]:
-    """The machine as it is named, and as a run there plans for it."""
     make_api = lambda index: FakeCuda(free=138 * GIB, total=PHYSICAL)  # noqa: E731
     machine, device = device_for(chunkc.Hardware.parse(text), find_gpu=lambda: gpu, make_api=make_api)
     return machine, at_hand(machine, device, cores, Ranks() if ranks is None else ranks)
@@ -182,7 +178,7 @@ def test_a_named_gpu_that_is_here_is_planned_by_this_machines_cores_and_link(cap
     assert "15.8 GB/s" in caplog.text and "5 us to launch a kernel" in caplog.text and "calibrate" in caplog.text
     rates, by_name = known_rates(here), known_rates(named)
     assert rates is not None and by_name is not None
-    assert rates.h2d.gb_per_s / by_name.h2d.gb_per_s == pytest.approx(15.75 / 63.0)
+    assert rates.copies[Stream.H2D].gb_per_s / by_name.copies[Stream.H2D].gb_per_s == pytest.approx(15.75 / 63.0)
     assert rates.cpu_update_gparam_per_s["float32"] < by_name.cpu_update_gparam_per_s["float32"]
 
 
@@ -265,15 +261,3 @@ def test_inputs_on_another_device_are_named() -> None:
     with pytest.raises(chunkc.ChunkcError, match=r"runs on cpu, but was called with argument 0 on meta: move"):
         model(torch.ones(2, 8, device="meta"))
     train_once(model, 8)
-
-
-def test_buffers_move_to_the_device_and_stay_shared() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
-    model[1].running_mean = model[0].running_mean
-    before = dict(model.named_buffers(remove_duplicate=False))
-    moved = moved_buffers(model, torch.device("meta"))
-    assert all(before[name] is value for name, value in model.named_buffers(remove_duplicate=False)), "nothing yet"
-    assert {b.device.type for _, _, b in moved} == {"meta"} and len(moved) == len(before)
-    shared = [b for _, name, b in moved if name == "running_mean"]
-    assert shared[0] is shared[1]
-    assert moved_buffers(model, torch.device("cpu")) == []

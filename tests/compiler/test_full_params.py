@@ -1,7 +1,5 @@
 """``chunkc.full_params``: real tensors inside, kept afterwards; what cannot be kept is said by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -37,7 +35,6 @@ def test_full_params_reads_and_writes(phase: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_full_params_nests() -> None:
-    """An inner block sees the outer one's writes; all of them are kept."""
     twins = twins_at("settled")
     with chunkc.full_params(twins.model), torch.no_grad():
         for side in (twins.model, twins.plain):

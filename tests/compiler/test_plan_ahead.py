@@ -1,7 +1,5 @@
 """Planning ahead: the plan that a run makes, from tensors that take no memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,10 +37,7 @@ def on_meta(case: str) -> tuple[nn.Module, Batch]:
     [pytest.param(*e, marks=() if e in FEW else pytest.mark.slow, id="-".join(map(str, e))) for e in EVERY],
 )
 def test_the_plan_is_the_one_that_a_run_makes(name: str, dtype: torch.dtype, backend: str) -> None:
-    """Digest for digest, from a real model, from one on the meta device, and from the compiled one itself.
-
-    A run with Inductor starts from that plan; its segments, once compiled, may allow one that moves less.
-    """
+    """Digest for digest, from a real model, from one on the meta device, and from the compiled one itself."""
     batch = CASES[name].batches()[0]
     options = {"dtype": dtype, "backend": backend}
     hw = least_hw(name, options)
@@ -62,7 +57,6 @@ def test_the_plan_is_the_one_that_a_run_makes(name: str, dtype: torch.dtype, bac
 
 
 def least_hw(name: str, options: dict[str, object]) -> chunkc.Hardware:
-    """A machine that just holds the model, so that the plan has moves in it."""
     hw = chunkc.Hardware.parse("emulated-1k-1g")
     meta, batch = on_meta(name)
     with pytest.raises(chunkc.BudgetError) as caught:
@@ -109,14 +103,13 @@ def test_the_model_stays_as_it_is() -> None:
     held = {n: (id(t), t.device) for n, t in (*model.named_parameters(), *model.named_buffers())}
     chunkc.plan(model, "emulated-64m-1g", example_inputs=batch, backend="eager")
     assert held == {n: (id(t), t.device) for n, t in (*model.named_parameters(), *model.named_buffers())}
-    assert all(p.grad is None and not hasattr(p, "_chunkc_store") for p in model.parameters())
+    assert all(p.grad is None and not hasattr(p, "chunkc_store") for p in model.parameters())
 
 
 # --- inputs -----------------------------------------------------------------------------------------------------------
 
 
 def spread() -> torch.Tensor:
-    """Columns of a tensor that is far larger."""
     return torch.randn(64, 4, 8)[:, 1]
 
 

@@ -1,7 +1,5 @@
 """The table of shapes: what tells calls apart, what it holds on to, and its bound."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import OrderedDict, namedtuple
@@ -21,8 +19,6 @@ Point = namedtuple("Point", "x y")
 
 
 class Cache:
-    """An argument of a kind of its own."""
-
     def __init__(self, length: int = 0) -> None:
         self.values = torch.zeros(length + 1)
 
@@ -110,8 +106,6 @@ def test_growing_by_one_is_the_next_call_of_a_loop() -> None:
 
 
 class Compiler:
-    """A backend in small: compiles on every new shape, as Dynamo would, and says so to the table."""
-
     def __init__(self, max_programs: int = MAX_PROGRAMS) -> None:
         self.table = ShapeTable(self.make_run, max_programs)
         self.made: list[object] = []

@@ -1,7 +1,5 @@
 """The law of a throttled device: the cost model's times for the very actions, and how a device comes by it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from torch import nn
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.device_selection import device_for
-from chunkc.compiler.throttle import Throttle
+from chunkc.compiler.throttle import pace_law
 from chunkc.cost.rates import cost_rates
 from chunkc.cost.sharing import HOST_DRAM, Capacities
 from chunkc.cost.simulate import simulate_with
@@ -30,7 +28,7 @@ def measured(hw: str) -> chunkc.Hardware:
 
 def test_every_action_of_a_plan_has_the_pace_that_the_simulator_gives_it() -> None:
     plan, machine = with_work(streaming().build(), 3), rates(sharing=Capacities({HOST_DRAM: 1e-6}))
-    law, timeline = Throttle(machine), simulate_with(plan, machine)
+    law, timeline = pace_law(machine), simulate_with(plan, machine)
     paces = law.paces(plan)
     assert paces.keys() == {str(a) for p in plan.programs for a in p.actions}
     assert {s.action: s.alone_ms for s in timeline.slices} == {

@@ -1,7 +1,5 @@
 """What adding up gradients in a dtype of one's choice takes, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,11 +1,9 @@
 """The time of single actions, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
-from costs import LINKS, RATES, rates, with_work
+from costs import COPY, LINKS, RATES, copies, rates, with_work
 from plans import distributed, evicting, grad_chunk, spanning, streaming
 
 from chunkc.cost.actions import ActionCosts, all_gather_ms
@@ -39,7 +37,7 @@ def test_time_alone(text: str) -> None:
 
 
 def test_a_copy_has_a_latency_and_each_direction_its_own_law() -> None:
-    costs = ActionCosts(evicting().build(), rates(h2d=CopyLaw(500.0, 512e-6)))
+    costs = ActionCosts(evicting().build(), rates(copies=copies(CopyLaw(500.0, 512e-6), COPY)))
     assert costs.of(parse("fetch c0 -> d0 @h2d")).alone_ms == pytest.approx(0.5 + 0.5)
     assert costs.of(parse("evict c0 <- d0 @d2h")).alone_ms == pytest.approx(1.0)
 

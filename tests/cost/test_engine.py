@@ -1,7 +1,5 @@
 """The event-driven engine: small cases worked out by hand, and laws that hold whatever runs."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 
@@ -114,7 +112,6 @@ def test_without_a_wait_an_action_may_end_later_where_resources_are_shared() -> 
 
 @st.composite
 def programs(draw: st.DrawFn) -> list[tuple[Cost, tuple[int, ...]]]:
-    """Random tasks; waits name earlier ones."""
     found: list[tuple[Cost, tuple[int, ...]]] = []
     for number in range(draw(st.integers(1, 25))):
         stream = draw(st.sampled_from(list(Stream)))
@@ -134,7 +131,6 @@ def simulated(program: list[tuple[Cost, tuple[int, ...]]], sharing: Sharing, han
 
 @given(programs())
 def test_work_done_is_speed_times_time(program: list[tuple[Cost, tuple[int, ...]]]) -> None:
-    """Integrating the law's speeds over each task's time gives what it takes alone, no more and no less."""
     tasks = simulated(program, ONE_RAM)
     times = sorted({t for task in tasks for t in (task.start_ms, task.end_ms)})
     done = [0.0] * len(tasks)

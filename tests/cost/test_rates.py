@@ -1,7 +1,5 @@
 """Rates of a machine: from the catalogue with its assumptions, from a calibration, or refused."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.hardware.assumptions import assumed, host_of
 from chunkc.hardware.catalogue import gpus, machines, read_catalogue
+from chunkc.ir.actions import Stream
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
 
 TOML = (Path(__file__).parents[2] / "chunkc" / "hardware" / "hardware.toml").read_text(encoding="utf-8")
@@ -64,7 +63,7 @@ def test_figures_of_a_v100_by_hand() -> None:
     assert rates.matmul_tflops["float16"] == pytest.approx(125 * 0.66)
     assert rates.matmul_tflops["float32"] == pytest.approx(15.7 * 0.66)
     assert rates.of_dtype(rates.matmul_tflops, "bfloat16") == rates.matmul_tflops["float16"]
-    assert rates.h2d.time_ms(12_600_000) == pytest.approx(0.01 + 1.0)  # 15.75 GB/s * 0.8
+    assert rates.copies[Stream.H2D].time_ms(12_600_000) == pytest.approx(0.01 + 1.0)  # 15.75 GB/s * 0.8
     assert update_nbytes("float16") == 28
     assert rates.cpu_update_gparam_per_s["float16"] == pytest.approx(min(40 * 0.5, 153.6 * 0.43 / 28))
     assert share.collective_efficiency == 0.75
@@ -81,7 +80,7 @@ def test_ranks_of_a_node_share_its_memory_and_cores() -> None:
     assert eight.cpu_update_gparam_per_s["float16"] == pytest.approx(one.cpu_update_gparam_per_s["float16"] / 8)
     assert isinstance(one.sharing, Capacities) and isinstance(eight.sharing, Capacities)
     assert eight.sharing.gb_per_s[HOST_DRAM] == pytest.approx(one.sharing.gb_per_s[HOST_DRAM] / 8)
-    assert eight.h2d == one.h2d
+    assert eight.copies == one.copies
 
 
 @pytest.mark.parametrize("alias", machines())
@@ -95,7 +94,6 @@ def test_machines_of_the_papers_have_links_where_they_have_ranks(alias: str) -> 
 
 
 def test_collectives_reach_what_the_paper_saturates() -> None:
-    """113 GB/s on 8 V100, 208 on 8 A100."""
     yard, pod = (cost_rates(Hardware.parse(name)).links for name in ("yard", "superpod"))
     assert yard is not None and pod is not None
     assert yard.gpu_gb_per_s == pytest.approx(113, rel=0.01)
@@ -117,7 +115,8 @@ def test_a_calibration_takes_the_place_of_the_catalogue() -> None:
     measured = calibration({})
     emulated = cost_rates(replace(Hardware.parse("emulated-64m-2g"), rates=measured))
     assert emulated.runs_inline and isinstance(emulated.sharing, Measured)
-    assert (emulated.h2d.latency_us, emulated.h2d.gb_per_s) == (7.0, 10.0)
+    copy = emulated.copies[Stream.H2D]
+    assert (copy.latency_us, copy.gb_per_s) == (7.0, 10.0)
     assert (emulated.compute_launch_us, emulated.copy_launch_us, emulated.handoff_us) == (3.0, 4.0, 12.0)
     assert emulated.device_memory_gb_per_s == 40.0 and emulated.links is None
     gpu = cost_rates(replace(Hardware.parse("8xa100-40g-1024g"), rates=measured))

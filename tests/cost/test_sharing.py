@@ -1,7 +1,5 @@
 """Laws of slow-downs."""
 
-from __future__ import annotations
-
 import pytest
 from costs import calibration
 from hypothesis import given
@@ -34,7 +32,6 @@ def test_measured_factors_are_those_of_the_whole_set() -> None:
 
 
 def test_measured_noise_never_speeds_up() -> None:
-    """A factor below 1, or below that of fewer others, is noise."""
     law = Measured(calibration({("h2d", ("compute",)): 0.9, ("h2d", ("compute", "cpu")): 1.2}))
     assert law.speeds((Use(Stream.COMPUTE), Use(Stream.H2D)))[1] == 1.0
     assert law.speeds((Use(Stream.COMPUTE), Use(Stream.H2D), Use(Stream.CPU)))[1] == pytest.approx(1 / 1.5)

@@ -1,7 +1,5 @@
 """The simulator: a plan worked out by hand, and laws on random plans that the verifier accepts."""
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import replace
@@ -25,7 +23,7 @@ from chunkc.cost.simulate import Run, script_of
 from chunkc.errors import HardwareError
 from chunkc.hardware import Hardware
 from chunkc.ir.actions import Stream, parse
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.plan import Plan
 from chunkc.ir.plan_file import load_plan
 from chunkc.ir.verify import verify
 from chunkc.ir.work import Kind, Work
@@ -82,7 +80,6 @@ def test_peaks_are_those_of_the_plan() -> None:
 
 
 def test_a_resident_plan_computes_all_the_time() -> None:
-    """2 segments, 2 landings of 1 ms and 2 updates of 1 ms on the device."""
     timeline = simulate_with(with_work(resident().build(), 10), RATES)
     assert timeline.step_ms == pytest.approx(24.0)
     assert timeline.busy_share(Stream.COMPUTE) == pytest.approx(1.0)
@@ -128,14 +125,12 @@ STREAM_RATES = rates(compute_launch_us=20.0, copy_launch_us=10.0, handoff_us=100
 
 
 def worked(plan: Plan, seed: int) -> Plan:
-    """``plan`` with random work in its segments."""
     chosen = random.Random(seed)
     return with_work(plan, {s.name: chosen.randrange(40) for s in plan.segments})
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """A verified plan with random work."""
     found, where, options = draw(requests())
     return worked(planned_somewhere(found, where, options).plan, draw(st.integers(0, 2**32)))
 
@@ -146,11 +141,7 @@ MACHINES = (STREAM_RATES, rates(runs_inline=True), rates(sharing=Capacities({HOS
 
 
 def check_settled(timeline: Timeline, plan: Plan, machine: CostRates) -> None:
-    """The iteration repeats; where it does not, loops that take almost equally long drift apart, within 1 % a step.
-
-    A copy and its update on the host may take a trifle longer than the computation beside them. The step becomes as
-    long as they are when they have fallen behind by all the room that there was, which may take any number of steps.
-    """
+    """The iteration repeats, or drifts by 1 % a step at most where two loops take almost equally long."""
     if timeline.is_steady:
         return
     run = Run(script_of(plan, machine), machine)
@@ -168,7 +159,7 @@ def test_a_step_is_no_shorter_than_what_any_stream_has_to_do(plan: Plan, machine
     check_settled(timeline, plan, machine)
     costs = ActionCosts(plan, machine)
     for stream in Stream:
-        actions = [a for p in plan.programs if p.name in REPEATED_PROGRAMS for a in p.actions if a.stream is stream]
+        actions = [a for p in plan.programs if p.is_repeated for a in p.actions if a.stream is stream]
         alone_ms = sum(costs.of(a).alone_ms for a in actions)
         found = timeline.stream(stream)
         assert (found.num_actions, found.alone_ms) == (len(actions), pytest.approx(alone_ms))
@@ -218,7 +209,7 @@ def test_what_repeats_goes_on_repeating(plan: Plan, machine: CostRates) -> None:
 def test_waits_hold_in_time(plan: Plan, machine: CostRates) -> None:
     """Within one program run: nothing starts before what it waits for has ended, nor before its stream is free."""
     slices = {s.label: s for s in simulate_with(plan, machine).slices}
-    for program in (p for p in plan.programs if p.name in REPEATED_PROGRAMS):
+    for program in (p for p in plan.programs if p.is_repeated):
         for label, action in program.labelled():
             own = [w for w in action.waits if w[0] == label[0] and int(w[1:]) < int(label[1:])]
             assert all(slices[label].start_ms >= slices[w].end_ms - 1e-6 for w in own)
@@ -231,8 +222,7 @@ def test_a_machine_faster_in_everything_is_faster_by_that(plan: Plan, factor: fl
     machine = MACHINES[2]
     faster = rates(
         device_memory_gb_per_s=machine.device_memory_gb_per_s * factor,
-        h2d=replace(machine.h2d, gb_per_s=machine.h2d.gb_per_s * factor),
-        d2h=replace(machine.d2h, gb_per_s=machine.d2h.gb_per_s * factor),
+        copies={stream: replace(law, gb_per_s=law.gb_per_s * factor) for stream, law in machine.copies.items()},
         cpu_update_gparam_per_s={d: r * factor for d, r in machine.cpu_update_gparam_per_s.items()},
         gpu_update_gparam_per_s={d: r * factor for d, r in machine.gpu_update_gparam_per_s.items()},
         links=None if machine.links is None else replace(machine.links, gpu_gb_per_s=256e-6 * factor),
@@ -240,7 +230,11 @@ def test_a_machine_faster_in_everything_is_faster_by_that(plan: Plan, factor: fl
     )
     before, after = simulate_with(plan, machine).step_ms, simulate_with(plan, faster).step_ms
     assert after == pytest.approx(before / factor, rel=1e-4, abs=1e-6)
-    partly = replace(RATES, h2d=faster.h2d, cpu_update_gparam_per_s=faster.cpu_update_gparam_per_s)
+    partly = replace(
+        RATES,
+        copies={**RATES.copies, Stream.H2D: faster.copies[Stream.H2D]},
+        cpu_update_gparam_per_s=faster.cpu_update_gparam_per_s,
+    )
     assert simulate_with(plan, partly).step_ms <= simulate_with(plan, RATES).step_ms * (1 + 1e-6)
 
 

@@ -1,7 +1,5 @@
 """Iterations of several micro-batches in the simulator: worked out by hand, and what is taken of many of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -57,7 +55,6 @@ def test_counts_are_those_of_all_micro_batches() -> None:
 
 @pytest.mark.parametrize("options", [HOST, RESIDENT, replace(HOST, streamed_share=0.5)])
 def test_the_price_of_many_micro_batches_is_that_of_the_simulation(options: PlanOptions) -> None:
-    """Only the first are simulated for a price."""
     plan = plan_with(9, options)
     timeline, found = simulate_with(plan, RATES), price(plan, RATES)
     assert found.step_ms == pytest.approx(timeline.step_ms, rel=0.01)

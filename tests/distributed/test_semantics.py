@@ -100,7 +100,7 @@ def test_placements_give_the_same_bits(two_ranks: Pool) -> None:
     works = [
         Work("odd", recipe, wishes=device),
         Work("odd", recipe, wishes=host),
-        Work("odd", recipe, wishes=host | {"num_resident_triples": 2, "streamed_share": 0.4}),
+        Work("odd", recipe, wishes=host | {"num_resident_states": 2, "streamed_share": 0.4}),
         work_of("odd", recipe, hw=None),
     ]
     found = two_ranks.run(train_all, works)

@@ -1,7 +1,5 @@
 """The fine-tuning example: killed and resumed it ends as if it had never stopped; its export is a plain model."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io
@@ -31,7 +29,6 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
-    """The script as a module, with its neighbours importable as they are when it runs."""
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(EXAMPLES))
         import finetune
@@ -50,7 +47,6 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def await_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
-    """Until the run has saved for the first time."""
     end_s = time.monotonic() + 240
     while not checkpoints(out):
         if process.poll() is not None or time.monotonic() > end_s:
@@ -60,19 +56,16 @@ def await_checkpoint(process: subprocess.Popen[str], out: Path) -> None:
 
 
 def told(capsys: pytest.CaptureFixture[str]) -> tuple[float, float]:
-    """What `losses_in` finds in standard output."""
     return losses_in(capsys.readouterr().out)
 
 
 def losses_in(out: str) -> tuple[float, float]:
-    """``eval_loss`` and ``final_loss``, which is the last line; nothing else goes to standard output."""
     found = re.fullmatch(r"eval_loss=(.*)\nfinal_loss=(.*)\n", out)
     assert found, out
     return float(found[1]), float(found[2])
 
 
 def held_out(example: ModuleType) -> list[torch.Tensor]:
-    """The batches that the script evaluates."""
     text = example.standard_library()
     text = text[-int(len(text) * example.EVALUATION_SHARE) :]
     return list(islice(example.batches(text, 2, 16, 3), example.NUM_EVALUATION_BATCHES))
@@ -80,7 +73,6 @@ def held_out(example: ModuleType) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, tuple[float, float]]:
-    """A run from start to end: where it is, and its losses."""
     out = tmp_path_factory.mktemp("whole")
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert example.main([*TINY, *STEPS, f"--out={out}", "--resume"]) == 0
@@ -131,7 +123,6 @@ def test_an_export_is_a_pretrained_model_for_the_next_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It begins with the exported weights, of which nothing was evaluated in between."""
     first, (eval_loss, _) = uninterrupted
     assert example.main([*TINY, "--steps=0", f"--model={first / 'model'}", f"--out={tmp_path}"]) == 0
     assert told(capsys)[0] == pytest.approx(eval_loss, rel=1e-5)

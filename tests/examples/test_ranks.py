@@ -1,7 +1,5 @@
 """The examples under torchrun: two ranks train as one does on the batches of both."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -20,7 +18,6 @@ TRAINING = [*TINY, "--steps=6", "--compare=6", "--target=6.0"]
 
 
 def torchrun(script: str, *arguments: str) -> str:
-    """What two ranks print; they end with 0."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -31,7 +28,6 @@ def torchrun(script: str, *arguments: str) -> str:
 
 
 def losses(printed: str) -> list[float]:
-    """The column of chunkc in the table beside plain PyTorch, which stands there once."""
     (table,) = re.findall(r"^ +step +chunkc .*\n[ -]+\n((?: +\d+ .*\n)+)", printed, re.MULTILINE)
     return [float(line.split()[1]) for line in table.splitlines()]
 
@@ -62,7 +58,6 @@ def test_two_ranks_have_the_losses_of_one_with_their_batches(
 
 
 def told(printed: str) -> list[float]:
-    """``eval_loss`` and ``final_loss``: all that is printed."""
     found = re.fullmatch(r"eval_loss=(.*)\nfinal_loss=(.*)\n", printed)
     assert found, printed
     return [float(loss) for loss in found.groups()]

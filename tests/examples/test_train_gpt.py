@@ -1,7 +1,5 @@
 """The example: a tiny run from start to end, what its checks catch, and that its defaults are what it promises."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -22,7 +20,6 @@ TINY_HW = "emulated-700k-64m"
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script as a module, with its neighbours importable as they are when it runs."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import train_gpt
 
@@ -101,8 +98,6 @@ def test_16_bits_may_be_one_and_a_half_times_as_far_off_as_plain_16_bits(
 
 
 class Slope(nn.Module):
-    """A loss that is its only parameter: every update of Adam takes the learning rate off it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))

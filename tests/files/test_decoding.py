@@ -1,7 +1,5 @@
 """Plain data become what the annotations say, or a fault with its place: nothing is converted, nothing left out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -63,16 +61,10 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("name", "\ud800", "name: character 0 is half of a character"),
     ("points", {}, "points: must be a list, found {}"),
     ("points", [], "a shape has points"),
-    (
-        "points",
-        [{"x": 1, "y": 2}, {"x": True, "y": 2}],
-        "points[1].x: must be a whole number from 0 to 2**63 - 1, found True",
-    ),
-    (
-        "points",
-        [{"x": 2**63, "y": 2}],
-        "points[0].x: must be a whole number from 0 to 2**63 - 1, found 9223372036854775808",
-    ),
+    ("points", [{"x": 1, "y": 2}, {"x": True, "y": 2}],
+     "points[1].x: must be a whole number from 0 to 2**63 - 1, found True"),
+    ("points", [{"x": 2**63, "y": 2}],
+     "points[0].x: must be a whole number from 0 to 2**63 - 1, found 9223372036854775808"),
     ("points", [{"x": 1.0, "y": 2}], "points[0].x: must be a whole number"),
     ("points", [{"x": -1, "y": 2}], "points[0].x: must be a whole number from 0 to 2**63 - 1, found -1"),
     ("points", [{"x": 1, "y": float("inf")}], "points[0].y: must be a finite number, found inf"),
@@ -95,7 +87,7 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("notes", [1], "notes: must be an object, found [1]"),
     ("number", "two", "number: complex() arg is a malformed string"),
     ("number", 2, "number: must be a text, found 2"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value", "said"), FAULTS)

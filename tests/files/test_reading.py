@@ -1,7 +1,5 @@
 """Documents within bounds: bytes, text, syntax, nesting and repeated keys, each refused by its rule."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 
@@ -45,7 +43,6 @@ def test_a_fault_says_the_rule(tmp_path: Path, content: str | bytes, said: str) 
 
 
 def test_no_more_memory_than_the_file_has(tmp_path: Path) -> None:
-    """Nor for a file without an end."""
     path = written(tmp_path, "[]")
     tracemalloc.start()
     read_json(path, max_nbytes=2**34)

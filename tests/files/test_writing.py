@@ -1,7 +1,5 @@
 """A file is written whole or not at all: whatever fails, the name has what it had, and nothing lies beside it."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -55,14 +53,11 @@ def test_what_is_no_regular_file_is_written_to_and_stays(tmp_path: Path) -> None
 
 
 def full(file: BinaryIO, data: bytes) -> None:
-    """Half of the data fit."""
     os.write(file.fileno(), data[: len(data) // 2])
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class FullDisk:
-    """An opened file on a disk that is full."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 

@@ -1,10 +1,4 @@
-"""Where tests of the GPU run, and what they share.
-
-They run on the GPU of this machine, or on a stand-in where ``--stand-in`` names one; those that take ``cuda`` need the
-real one. Comparisons of bits ask torch for deterministic kernels, and comparisons in fp32 for no TF32.
-"""
-
-from __future__ import annotations
+"""Machines of the GPU tests (this GPU, or a stand-in by ``--stand-in``), and the arithmetic of comparisons."""
 
 import gc
 import os
@@ -26,7 +20,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS 
 
 @pytest.fixture(scope="session")
 def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """The machine to test: this machine's GPU, or a stand-in."""
     kind = request.config.getoption("--stand-in")
     if kind == "emulated":
         yield EMULATED
@@ -42,7 +35,6 @@ def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
 
 @pytest.fixture
 def cuda(machine: Machine) -> Machine:
-    """The machine, where it has a GPU."""
     if machine.kind != "cuda":
         pytest.skip(f"needs a GPU, which the stand-in {machine.kind!r} is not")
     return machine
@@ -50,7 +42,6 @@ def cuda(machine: Machine) -> Machine:
 
 @pytest.fixture(scope="session", autouse=True)
 def exact_arithmetic() -> Iterator[None]:
-    """Deterministic kernels, and fp32 that is fp32."""
     before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -64,7 +55,6 @@ def exact_arithmetic() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def released() -> Iterator[None]:
-    """What a module's tests leave goes before the next one's begin."""
     yield
     gc.collect()
     if torch.cuda.is_available():
@@ -95,7 +85,6 @@ def runner_of(machine: Machine) -> Iterator[GetRunner]:
 
 @pytest.fixture(scope="session")
 def plain_of(machine: Machine) -> GetPlain:
-    """``plain_of(name, recipe)``: the run of eager PyTorch in fp32 on the same machine, made once."""
     return Runs(train_plain, machine)
 
 

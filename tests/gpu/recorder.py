@@ -1,11 +1,7 @@
 """A pytest plugin that writes each test's start and result into a journal, and leaves a process whose GPU is lost.
 
-Tests that an earlier process of the same run began are left out: one that ended the process is not tried again, and
-those behind it get their turn. After a failure the GPU is asked for a sign of life, since an error inside a kernel
-makes every later call in the process fail.
+Tests that an earlier process of the same run began are left out. After a failure the GPU is asked for a sign of life.
 """
-
-from __future__ import annotations
 
 import sys
 from typing import Any
@@ -17,8 +13,6 @@ MAX_CHARS = 12_000  # of a failure's text in the journal; its end says most
 
 
 class Recorder:
-    """See the module docstring."""
-
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._begun = {record["test"] for record in records(journal.path) if record["kind"] == "start"}
@@ -64,7 +58,6 @@ class Recorder:
 
 
 def _text(report: pytest.TestReport) -> str:
-    """Why a test failed, or was skipped."""
     if isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     return report.longreprtext

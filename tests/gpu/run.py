@@ -15,8 +15,6 @@ Processes get ``TORCHINDUCTOR_VEC_ISA_OK=1``: Inductor then takes the vector ins
 without the programs that it compiles and runs to try them, which cost each process up to 40 seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -59,18 +57,12 @@ class Interrupted(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """What the journal says of one file.
+    """What the journal says of one file; a test stands still after ``still_s`` without a beginning or an end.
 
     Attributes:
-        file: its stem.
-        journal: whose records say ``file``.
-        still_s: seconds without a beginning or an end after which a test stands still.
         num_read, size_nbytes: records that were taken in, and the journal's size then.
-        num_begun: tests that the present process has begun.
         running: the test that runs now, and since_s: when something last began or ended.
         is_collected: whether the present process has said what it is to run.
-        left: tests that were not begun.
-        outcomes: of the file.
     """
 
     file: str
@@ -86,7 +78,6 @@ class Progress:
     outcomes: Counter[str] = field(default_factory=Counter)
 
     def read(self) -> None:
-        """Take in, and print, what is new."""
         size_nbytes = self.journal.path.stat().st_size
         if size_nbytes == self.size_nbytes:
             return
@@ -112,12 +103,10 @@ class Progress:
                 show(record)
 
     def is_moving(self) -> bool:
-        """Whether something began or ended lately."""
         self.read()
         return time.monotonic() - self.since_s < self.still_s
 
     def begin_process(self) -> None:
-        """A new process collects first."""
         self.read()
         self.running, self.is_collected, self.num_begun, self.since_s = None, False, 0, time.monotonic()
 
@@ -154,7 +143,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_files(stems: Sequence[str], args: argparse.Namespace, deadline_s: float) -> Counter[str]:
-    """Outcomes of all files. Whatever ends this early ends the processes, too."""
     is_over, pool = threading.Event(), ThreadPoolExecutor(args.jobs)
     try:
         together = [pool.submit(run_file, s, args, deadline_s, is_over) for s in stems if s not in ALONE]
@@ -167,7 +155,6 @@ def run_files(stems: Sequence[str], args: argparse.Namespace, deadline_s: float)
 
 
 def run_file(stem: str, args: argparse.Namespace, deadline_s: float, is_over: threading.Event) -> Counter[str]:
-    """Outcomes of one file, by as many processes as it takes."""
     started_s = time.monotonic()
     progress = Progress(stem, Journal(args.out / "suite.jsonl", file=stem), args.still_s)
     end_s = min(deadline_s, started_s + (args.file_s or FILES.get(stem, OTHER_FILE_S)))
@@ -186,7 +173,6 @@ def run_file(stem: str, args: argparse.Namespace, deadline_s: float, is_over: th
 
 
 def run_process(args: argparse.Namespace, progress: Progress, limit_s: float, is_over: threading.Event) -> bool:
-    """Go on with one file in a new process; whether all of its tests have had their turn."""
     options = ["--out", str(args.out), "--tests", str(args.tests), "--child", progress.file]
     options += ["--stand-in", args.stand_in] if args.stand_in else []
     env = {**os.environ, **ENVIRONMENT}
@@ -226,19 +212,16 @@ def run_here(args: argparse.Namespace, journal: Journal) -> int:
 
 
 def show(record: Record) -> None:
-    """A failure, for the terminal: the end of pytest's text, or the beginning of stacks."""
     text = record["text"]
     part = text[-PRINTED_CHARS:] if record["outcome"] == "failed" else text[:PRINTED_CHARS]
     say(f"{record['outcome'].upper()} {record['test']}\n{part}\n")
 
 
 def say(text: str) -> None:
-    """Print lines, in one piece: several threads do."""
     print(f"{text}\n", end="", flush=True)
 
 
 def counted(outcomes: Counter[str]) -> str:
-    """``12 passed, 1 failed``."""
     return ", ".join(f"{number} {outcome}" for outcome, number in sorted(outcomes.items())) or "nothing"
 
 

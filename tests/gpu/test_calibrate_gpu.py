@@ -1,7 +1,5 @@
 """``chunkc calibrate`` on a GPU: figures that this GPU can have, and a profile that ``hw=`` takes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

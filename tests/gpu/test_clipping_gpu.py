@@ -1,7 +1,5 @@
 """Case 5 on a GPU: clipping by the global norm equals torch's, wherever updates run."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from clipping import NAME, PLACES, check_clipping, telling_norm
@@ -20,7 +18,6 @@ def test_clipping_equals_torch(place: str, runner_of: GetRunner) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_factors_are_not_rounded_to_16_bits(dtype: torch.dtype, machine: Machine) -> None:
-    """As torch would round a factor without dimensions on a GPU."""
     device = machine.torch_device
     value = torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     for number in (2.0**16, 0.3 * 2.0**-16):

@@ -1,7 +1,5 @@
 """The kernels on a GPU: every check that the interpreter runs, rounding of bfloat16 included, and what needs a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -28,7 +26,6 @@ def test_check(module: ModuleType, name: str) -> None:
 
 @pytest.fixture
 def compilations() -> Iterator[list[str]]:
-    """Names of the kernels that Triton compiles or takes from its cache while the test runs."""
     names: list[str] = []
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.listener = lambda *, src, **_: names.append(src.name)

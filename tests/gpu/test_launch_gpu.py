@@ -1,7 +1,5 @@
 """Launches on CUDA streams: where their work goes, what stays current behind them, events that are used again, cost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,15 +31,17 @@ def nothing() -> None:
 
 def test_work_goes_to_its_stream_and_the_callers_stays(streams: CudaStreams) -> None:
     """From the default stream and from another one; also when the work raises."""
+    sides = dict[Stream, torch.cuda.Stream]()
     for caller in (torch.cuda.current_stream(), torch.cuda.Stream()):
         with torch.cuda.stream(caller):
             for stream in (Stream.COMPUTE, Stream.H2D, Stream.D2H, Stream.COMM):
                 seen = list[torch.cuda.Stream]()
                 streams.launch(stream, "look", [], lambda seen=seen: seen.append(torch.cuda.current_stream()))  # type: ignore[misc]
-                assert seen == [streams._side.get(stream, caller)]
+                assert seen == [caller if stream is Stream.COMPUTE else sides.setdefault(stream, seen[0])]
                 with pytest.raises(ZeroDivisionError):
                     streams.launch(stream, "raise", [], lambda: 1 / 0)
                 assert torch.cuda.current_stream() == caller
+        assert len({caller, *sides.values()}) == 4
     streams.synchronize()
 
 
@@ -63,7 +63,7 @@ def test_another_thread_launches_on_its_own_stream(streams: CudaStreams) -> None
 def test_a_wait_is_for_what_an_event_stood_for_when_it_was_enqueued(streams: CudaStreams, cuda: Machine) -> None:
     """Events that nobody holds are recorded again, on other streams, while streams still wait for what they were."""
     source, target = (cuda.put(torch.zeros(1 << 20)) for _ in range(2))
-    api, num_wrong = streams._api, 0
+    api, num_wrong = CudaApi(cuda.torch_device.index or 0), 0
     for value in range(1, 41):
         late = streams.launch(Stream.H2D, "sleep", [], lambda: api.sleep(torch.cuda.current_stream(), 2.0))
         filled = streams.launch(Stream.H2D, "fill", [late], lambda value=value: source.fill_(value))  # type: ignore[misc]

@@ -1,7 +1,5 @@
 """Cases 7, 17, 18 and 19 on a GPU: parameters met by anything else, evaluation, interruptions, exact or refused."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections.abc import Callable
@@ -91,7 +89,6 @@ def test_state_dicts_and_copies_are_real(phase: str, machine: Machine) -> None:
 
 
 def test_gradients_are_true(machine: Machine) -> None:
-    """On the device, by any read; torch's clip changes what is stepped."""
     pair = met("graded", machine)
     pair.check_gradients()
     p, q = weights(pair)
@@ -103,7 +100,6 @@ def test_gradients_are_true(machine: Machine) -> None:
 
 
 def test_foreign_optimizers_step_true_values(machine: Machine) -> None:
-    """SGD of torch on managed parameters, beside the same on plain ones."""
     pair = met("graded", machine)
     for model, _ in pair.sides():
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1).step()
@@ -113,7 +109,6 @@ def test_foreign_optimizers_step_true_values(machine: Machine) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_writes_last(phase: str, machine: Machine) -> None:
-    """In place from either device, as a whole, and inside ``full_params``."""
     pair = met(phase, machine)
     pair.model.zero_grad(), pair.plain.zero_grad()
     with torch.no_grad():
@@ -172,8 +167,6 @@ def test_evaluation_between_steps(hw_nbytes: int, machine: Machine) -> None:
 
 
 class Breaking(Tower):
-    """Reads a value on the host between two graphs."""
-
     def forward(self, tokens: torch.Tensor, extra: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.embed(tokens)
         hidden = hidden + self.layers[0](hidden)
@@ -199,7 +192,6 @@ def test_breaks_and_many_lengths(machine: Machine) -> None:
 
 
 def test_generation_gives_the_plain_models_tokens(machine: Machine) -> None:
-    """With a cache and without one, after a step."""
     case = CASES["llama"]
     plain, batch = case.build(), machine.put(case.batches()[0])
     model = chunkc.compile(copy.deepcopy(plain), machine.hw(MIB, 64 * MIB), dtype=torch.float32, backend="eager")

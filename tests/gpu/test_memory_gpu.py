@@ -1,7 +1,5 @@
 """Cases 8, 11 and 12 on a GPU: what is measured stays within what is planned, and that within the budget."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Callable
@@ -56,14 +54,12 @@ def test_measured_within_planned_within_budget(
             assert found["measured_peak_nbytes"] <= found["planned_peak_nbytes"]
     note(f"{placement} {dtype} {backend}", {k: found[k] for k in sorted(found) if "peak" in k or "budget" in k})
     assert (found["h2d_nbytes"] == 0) == (placement == "resident")
-    assert found["host_nbytes"] == chunkc.plan_of(model).layout.host_nbytes()
+    assert found["host_nbytes"] == chunkc.plan_of(model).memory.host_nbytes
     if machine.kind == "cuda":
         assert found["planned_peak_nbytes"] - found["measured_peak_nbytes"] <= MAX_UNUSED * found["planned_peak_nbytes"]
 
 
 class Wide(nn.Module):
-    """A loss beside a large output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.narrow, self.wide = nn.Linear(64, 64), nn.Linear(64, 8192)
@@ -125,8 +121,6 @@ def test_a_deleted_model_gives_its_memory_back(machine: Machine) -> None:
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """Batches made by workers."""
-
     def __len__(self) -> int:
         return 6
 

@@ -1,9 +1,4 @@
-"""Case 11 on a GPU: a machine that is named has the memory that was named, CUDA's context and all.
-
-All of it is the memory of one GPU, of which other processes take some: nothing else runs beside these tests.
-"""
-
-from __future__ import annotations
+"""Case 11 on a GPU: a machine that is named has the memory that was named; nothing else may run beside these tests."""
 
 import gc
 import json
@@ -55,11 +50,7 @@ print(json.dumps(found))
 
 
 def child(is_cuda: bool, hw: str, named_nbytes: int, backend: str) -> dict[str, Any]:
-    """Numbers of four steps in a process of their own, in which nothing else has taken device memory.
-
-    With ``named_nbytes`` the machine is this GPU with so many bytes, in place of ``hw``, and torch's allocator refuses
-    more than those less what stands outside of it.
-    """
+    """Numbers of four steps in a process of their own, on ``hw`` or on this GPU with ``named_nbytes``."""
     script = CHILD.format(
         paths=[p for p in sys.path if p], is_cuda=is_cuda, hw=hw, named_nbytes=named_nbytes, backend=backend,
         shape=(2048, 3, 16) if is_cuda else (128, 4, 2),
@@ -73,11 +64,7 @@ def child(is_cuda: bool, hw: str, named_nbytes: int, backend: str) -> dict[str, 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_process_stays_within_the_gpu_that_was_named(backend: str, machine: Machine, note: Note) -> None:
-    """Context, reserved bytes and all: what the driver says is used is the memory named, and kernels loaded later.
-
-    torch's allocator, which is told of the limit, refuses nothing. The model data of the capped run is larger than the
-    limit; its losses are those of a run in which everything fits. Few wide layers compile fastest.
-    """
+    """What the driver says is used is the memory named, and kernels loaded later; torch's allocator refuses nothing."""
     on_cuda = machine.kind == "cuda"
     tight, roomy, named_nbytes = "emulated-20m-256m", "emulated-1g-256m", 0
     if on_cuda:  # what this process has on the GPU is others' to the children, and part of the memory named

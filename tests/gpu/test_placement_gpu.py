@@ -1,10 +1,4 @@
-"""Acceptance (a) on a GPU: where things lie changes no bit, in fp32 and bf16, interpreted and compiled.
-
-Freed device memory is filled with NaN. Runs that update on the host are held against the identity plan with the host's
-arithmetic, runs that update on the device against that with the kernels.
-"""
-
-from __future__ import annotations
+"""Acceptance (a) on a GPU: where things lie changes no bit, against identity runs with equal arithmetic of updates."""
 
 from dataclasses import replace
 
@@ -78,7 +72,6 @@ def test_the_same_run_gives_the_same_bits(dtype: torch.dtype, runner_of: GetRunn
 
 
 def test_one_wrong_bit_is_found(runner_of: GetRunner) -> None:
-    """The comparison itself: a learning rate that differs in its last digits."""
     runner = runner_of("odd")
     setup = smallest(runner)
     with pytest.raises(AssertionError, match="differ"):

@@ -1,10 +1,7 @@
 """Case 10 on a GPU: results do not depend on when anything happens.
 
-Every stream is kept busy at random before and after each piece of work, and freed memory is filled with NaN; results
-are those of the synchronous mode to the bit. A wait that is left out must change them, or the delays delay nothing.
+Streams are delayed at random and freed memory is NaN; results are those of the synchronous mode to the bit.
 """
-
-from __future__ import annotations
 
 from dataclasses import replace
 
@@ -28,7 +25,6 @@ DELAY_MS = 0.5
 
 @pytest.fixture(scope="module")
 def wanted(runner_of: GetRunner) -> dict[str, Trained]:
-    """Synchronous runs of the hand-written model, one for each placement."""
     runner = runner_of("odd")
     return {name: runner.train(replace(make(runner), settings=SYNCHRONOUS), RECIPE) for name, make in SETUPS.items()}
 
@@ -60,7 +56,6 @@ def test_delays_change_no_bit_under_inductor(seed: int, runner_of: GetRunner) ->
 
 
 def test_without_delays_nothing_is_different(runner_of: GetRunner, wanted: dict[str, Trained]) -> None:
-    """At full speed, as users run, three times."""
     runner = runner_of("odd")
     for _ in range(3):
         assert_same_bits(

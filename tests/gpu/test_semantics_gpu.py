@@ -1,7 +1,5 @@
 """Acceptance (b), (c) and case 2 on a GPU: training is that of plain PyTorch on the same GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,6 @@ OTHERS = [pytest.param(name, marks=SLOW) for name in ("bert", "albert")]
 
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_trains_as_plain_pytorch(name: str, runner_of: GetRunner, plain_of: GetPlain) -> None:
-    """Everything evicted, updates on the host."""
     runner = runner_of(name)
     check_semantics(runner, plain_of(name, SEMANTICS), smallest(runner))
 
@@ -47,7 +44,6 @@ def test_trains_as_plain_pytorch_under_inductor(name: str, runner_of: GetRunner,
 def test_updates_on_the_device_are_torchs(
     name: str, runner_of: GetRunner, plain_of: GetPlain, plain_64_of: GetPlain
 ) -> None:
-    """Everything resident: the kernels update, and nothing moves."""
     runner = runner_of(name)
     found = runner.train(Setup(PlanOptions(os_home="device")), SEMANTICS)
     assert runner.stats()["h2d_nbytes"] == 0
@@ -64,7 +60,6 @@ def test_sgd_is_torchs(os_home: str, runner_of: GetRunner, plain_of: GetPlain) -
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """No decay for vectors, and other betas for matrices."""
     return [
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0, "lr": 3e-3},
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.3, "betas": (0.8, 0.99)},
@@ -72,7 +67,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def reschedule(step: int, optimizer: torch.optim.Optimizer) -> None:
-    """Right after ``step()``, while its updates may still run."""
     for number, group in enumerate(optimizer.param_groups):
         group.update(lr=group["lr"] * (0.5 if (step + number) % 2 else 1.9), weight_decay=0.05 * step * number)
 
@@ -120,8 +114,6 @@ def test_masks_are_those_of_torch_compile(name: str, backend: str, runner_of: Ge
 
 
 class MaskedRun:
-    """Dropout whose masks backward computes again, trained step by step within the least memory."""
-
     def __init__(self, hw: chunkc.Hardware, backend: str, machine: Machine) -> None:
         case = CASES["gpt2_checkpointed"]
         self.model = chunkc.compile(case.build(), hw, **options(backend))
@@ -129,7 +121,6 @@ class MaskedRun:
         self.batches = machine.put(case.batches())
 
     def train(self, first: int, last: int) -> list[float]:
-        """Losses of steps ``first`` to ``last``."""
         losses = []
         for step in range(first, last):
             loss = loss_of(self.model(**self.batches[step % len(self.batches)]))

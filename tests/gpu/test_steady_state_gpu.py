@@ -1,9 +1,4 @@
-"""Case 9 on a GPU: after warm-up nobody waits unasked, nothing is allocated, and the plan is what happens.
-
-torch's own detector of synchronisation is set to raise while a steady step is launched.
-"""
-
-from __future__ import annotations
+"""Case 9 on a GPU: a steady step waits for nothing (by torch's detector), allocates nothing, and is the plan."""
 
 import gc
 from collections.abc import Iterator
@@ -22,7 +17,6 @@ pytestmark = pytest.mark.gpu
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Synchronising calls raise."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -46,7 +40,6 @@ def test_a_steady_step_is_exactly_the_plan(name: str, is_tight: bool, backend: s
 
 
 def test_a_step_that_reads_its_loss_is_found(cuda: Machine) -> None:
-    """The detector itself."""
     case = CASES["odd"]
     model = chunkc.compile(case.build(), smallest_hw(cuda, "odd"), **options("eager"))
     loss = loss_of(model(**cuda.put(case.batches()[0])))
@@ -55,7 +48,6 @@ def test_a_step_that_reads_its_loss_is_found(cuda: Machine) -> None:
 
 
 def test_a_steady_step_takes_no_new_memory(cuda: Machine) -> None:
-    """The allocator asks the driver for nothing more, and holds as much after a step as before."""
     case = CASES["llama"]
     model = chunkc.compile(case.build(), smallest_hw(cuda, "llama"), **options("eager"))
     optimizer, batch = chunkc.AdamW(model.parameters(), lr=1e-3), cuda.put(case.batches()[0])

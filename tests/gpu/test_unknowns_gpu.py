@@ -1,7 +1,5 @@
 """What could not be known without a GPU: parameters without memory, pinning, alignment, attention, rates of copies."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import time
@@ -35,7 +33,6 @@ MIB = 1 << 20
 
 
 def test_torch_was_built_for_this_gpu(cuda: Machine, note: Note) -> None:
-    """Machine code for it, or PTX of an architecture before it."""
     major, minor = torch.cuda.get_device_capability()
     archs = torch.cuda.get_arch_list()
     note(
@@ -50,7 +47,6 @@ def test_torch_was_built_for_this_gpu(cuda: Machine, note: Note) -> None:
 
 
 def test_parameters_without_memory(machine: Machine) -> None:
-    """They keep shape, strides, dtype and device, and take nothing."""
     gc.collect()  # what earlier tests left must not go in between
     before = torch.cuda.memory_allocated() if machine.kind == "cuda" else 0
     shell = torch.empty_strided((512, 1024), (1, 512), device=machine.torch_device)
@@ -88,7 +84,7 @@ def test_parameters_stand_where_kernels_take_them(name: str, dtype: torch.dtype,
     """In every slot every parameter starts on 256 bytes; Inductor asks for 16."""
     runner = runner_of(name, dtype)
     runner.train(smallest(runner), replace(PLACEMENT, num_steps=1))
-    layout, store = runner.plan.layout, runner.compiled.runtime.parameters._store
+    layout, store = runner.plan.layout, runner.compiled.runtime.parameters.store
     used = {p for segment in runner.plan.segments for p in (*segment.reads, *segment.lands)}
     whole = [p for p in used if layout.placements[p].num_chunks == 1 and layout.params[p].numel]
     views = [store.param_in_slot(p, slot.index) for p in whole for slot in layout.slots]
@@ -146,7 +142,6 @@ class Attending(nn.Module):
 
 
 def attending() -> nn.Module:
-    """The same values every time."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return Attending()
@@ -198,7 +193,6 @@ def test_segments_hold_fused_attention(kernel: str, machine: Machine, note: Note
 
 
 def test_copies_both_ways(machine: Machine, note: Note) -> None:
-    """Alone and at the same time; what arrives is what was sent."""
     nbytes = 256 * MIB if machine.kind == "cuda" else 4 * MIB
     device = machine.make_device(2 * nbytes, 2 * nbytes, DebugSettings())
     device.reserve(2 * nbytes)
@@ -236,7 +230,6 @@ def test_copies_both_ways(machine: Machine, note: Note) -> None:
 
 @contextmanager
 def launching(machine: Machine) -> Iterator[list[int]]:
-    """A thread that launches a compiled function again and again; the list's element counts its calls."""
     weight, num_calls, is_over = machine.put(torch.zeros(64, 64)), [0], threading.Event()
 
     @torch.compile(dynamic=False)

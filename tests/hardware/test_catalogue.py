@@ -1,7 +1,5 @@
 """The catalogue ``hardware.toml``: every GPU and machine is there, with a source and rates that can be true."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

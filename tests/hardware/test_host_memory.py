@@ -1,7 +1,5 @@
 """Free host memory within cgroup limits, on file trees as a kernel shows them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import psutil

@@ -1,7 +1,5 @@
 """`Hardware`: detection, profiles, and what its fields must be."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -22,7 +20,6 @@ MIB, GIB = 1024**2, 1024**3
 
 @pytest.fixture
 def without_job(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """No torchrun around the test, and 8 GiB of free memory."""
     for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr("chunkc.hardware.machine.free_host_nbytes", lambda: 8 * GIB + 12345)
@@ -267,7 +264,6 @@ def test_nodes_that_cannot_divide_model_data_are_refused(
 
 
 def test_nodes_of_gpus_that_divide_model_data_are_those_of_the_job(without_job: pytest.MonkeyPatch) -> None:
-    """Two nodes of 4 ranks; emulated devices are where they are said to be."""
     without_job.setenv("WORLD_SIZE", "8")
     without_job.setenv("LOCAL_WORLD_SIZE", "4")
     assert Hardware.parse("2x4xa100-40g-1024g").job_sharding("node") == (4, 2)

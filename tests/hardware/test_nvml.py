@@ -1,7 +1,5 @@
 """What NVML says of a GPU, over a double of the library; which GPU CUDA means; and when there is no answer."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,6 @@ NAMES = ("NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB")
 
 
 class FakeNvml:
-    """A machine of one H100 and one A100 by the functions of ``pynvml``; ``missing`` ones raise as old drivers do."""
-
     NVMLError = pynvml.NVMLError
     nvmlMemory_v2 = pynvml.nvmlMemory_v2
 

@@ -1,7 +1,5 @@
 """Profiles from strangers: every fault of a file is one HardwareError, and with what loads plans can be simulated."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

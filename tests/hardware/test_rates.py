@@ -1,7 +1,5 @@
 """`Rates`: the copy law, slow-downs by set, and what a profile's rates must be."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

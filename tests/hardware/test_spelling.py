@@ -1,7 +1,5 @@
 """The grammar of ``hw`` strings, both ways, and the words of each refusal."""
 
-from __future__ import annotations
-
 import doctest
 import re
 

@@ -1,7 +1,5 @@
 """ChunkcTrainer beside transformers' Trainer: the same fine-tuning, and a resumed run equal to the bit."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -64,7 +62,7 @@ def test_accelerate_neither_moves_nor_wraps_the_model(tmp_path: Path) -> None:
     assert trainer.model is trainer.model_wrapped is model is trainer.accelerator.unwrap_model(model)
     assert type(model) is kind and model.forward.__func__ is forward and not trainer.accelerator.native_amp
     assert trainer.accelerator.scaler is None and trainer.accelerator.device_placement is False
-    assert all(hasattr(p, "_chunkc_index") for p in model.parameters())
+    assert all(hasattr(p, "chunkc_index") for p in model.parameters())
 
 
 @pytest.mark.slow
@@ -84,7 +82,6 @@ def test_in_16_bits_the_plan_computes_and_masters_learn(dtype: str, tmp_path: Pa
 
 
 def test_the_schedule_waits_for_steps_that_overflow(tmp_path: Path) -> None:
-    """As Trainer's does: nothing has changed, the learning rate neither."""
     before = values(model := seeded())
     args = arguments(tmp_path, fp16=True, max_steps=3, eval_strategy="no", warmup_steps=0)
     trainer = compiled(model, args, compile_options=scaled_by(2.0**100))
@@ -145,7 +142,7 @@ def test_arguments_that_cannot_be_honoured_are_refused(changed: dict[str, Any], 
     model = seeded()
     with pytest.raises(chunkc.ChunkcError, match=message):
         compiled(model, arguments(tmp_path, **changed))
-    assert not any(hasattr(p, "_chunkc_index") for p in model.parameters())
+    assert not any(hasattr(p, "chunkc_index") for p in model.parameters())
 
 
 def test_a_model_compiled_otherwise_is_refused_by_what_differs(tmp_path: Path) -> None:

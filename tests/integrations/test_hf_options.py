@@ -1,7 +1,5 @@
 """Trainer's other options under ChunkcTrainer: each does what it does there, or is checked beside it."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -38,7 +36,6 @@ def plain(model: nn.Module, args: Any, **named: Any) -> Any:
 
 
 def adapted() -> nn.Module:
-    """The tiny Llama with adapters by PEFT."""
     import peft
 
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -47,7 +44,6 @@ def adapted() -> nn.Module:
 
 
 def means(prediction: Any) -> dict[str, float]:
-    """Metrics that say what they were computed in."""
     assert prediction.predictions.dtype == "float32"
     return {"mean": float(prediction.predictions.mean())}
 
@@ -67,7 +63,6 @@ def test_metrics_and_label_smoothing_read_outputs_in_fp32(dtype: str, tmp_path: 
 
 
 def small_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
-    """A loss whose gradients vanish in fp16 unless it is scaled."""
     logits = outputs.logits.flatten(0, 1)
     return nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch * 1e-5
 
@@ -170,7 +165,6 @@ def test_adapters_train_save_and_resume_under_trainer(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_adapters_with_checkpointed_activations_stay_one_graph(dtype: str, tmp_path: Path) -> None:
-    """transformers' hook for frozen embeddings, which would break it, is taken away."""
     changed = {"max_steps": 2, "eval_strategy": "no", "gradient_checkpointing": True}
     exact = plain(adapted(), arguments(tmp_path / "plain", **changed))
     exact.train()

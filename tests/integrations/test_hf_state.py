@@ -1,7 +1,5 @@
 """``trainer_state.json`` from strangers and of killed runs: refused by name, or what Trainer goes on from."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -18,7 +16,6 @@ from chunkc.integrations.hf_state import STATE_NAME, check_trainer_state, newest
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint with the trainer's state and nothing else."""
     folder = tmp_path / "checkpoint-4"
     folder.mkdir()
     state = TrainerState(

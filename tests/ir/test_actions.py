@@ -1,7 +1,5 @@
 """Every action has a text form that parses back, and nothing else parses."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,20 +1,19 @@
 """Sizes and lookups of a layout, against numbers worked out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from plans import distributed, evicting, grad_chunk, resident, spanning
 
 from chunkc.ir.actions import parse
-from chunkc.ir.layout import Chunk, ChunkList, Home, Slot
+from chunkc.ir.layout import Chunk, ChunkList, Slot
 from chunkc.ir.state_spec import StateSpec
+from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
 
 
 def test_bytes_of_a_chunk() -> None:
-    chunk = Chunk(0, ChunkList.TRAINED, "bfloat16", 1000, 900, Home.HOST, Home.HOST)
+    chunk = Chunk(0, ChunkList.TRAINED, "bfloat16", 1000, 900, Tier.HOST, Tier.HOST)
     assert (chunk.nbytes, chunk.used_nbytes) == (2000, 1800)
 
 
@@ -62,15 +61,15 @@ def test_bytes_count_only_owned_chunks() -> None:
     layout = distributed().layout()
     assert layout.payload_nbytes() == 2 * 256
     assert layout.os_nbytes() == 2 * 768
-    assert layout.host_nbytes() == 2 * (256 + 768)
+    assert layout.nbytes_in(Tier.HOST) == 2 * (256 + 768)
 
 
 def test_host_bytes_leave_out_what_lives_on_the_device() -> None:
-    assert resident().layout().host_nbytes() == 0
+    assert resident().layout().nbytes_in(Tier.HOST) == 0
     assert resident().layout().os_nbytes() == 2 * 768
-    assert evicting().layout().host_nbytes() == 3 * (256 + 768)
-    assert spanning().layout().host_nbytes() == 3 * 256 + 2 * 768
-    assert grad_chunk().layout().host_nbytes() == 2 * 256 + 768
+    assert evicting().layout().nbytes_in(Tier.HOST) == 3 * (256 + 768)
+    assert spanning().layout().nbytes_in(Tier.HOST) == 3 * 256 + 2 * 768
+    assert grad_chunk().layout().nbytes_in(Tier.HOST) == 2 * 256 + 768
 
 
 def test_model_data_counts_elements_without_padding() -> None:
@@ -94,5 +93,5 @@ def test_replicas_add_the_exchange_of_means_to_reductions(num_replicas: int) -> 
     expected = {"gather g0": 256, "reduce g0": 256 + between, "sum": 0}
     assert {text: layout.moved_nbytes(parse(f"{text} @comm")) for text in expected} == expected
     assert layout.num_ranks == 2 * num_replicas
-    assert layout.host_nbytes() == plan.layout.host_nbytes(), "every node has all of the model data"
+    assert layout.nbytes_in(Tier.HOST) == plan.layout.nbytes_in(Tier.HOST), "every node has all of the model data"
     assert (layout.lines() == plan.layout.lines()) == (num_replicas == 1), "ranks agree on it"

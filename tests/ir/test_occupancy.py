@@ -1,7 +1,5 @@
 """Occupancy of the arena: as the verifier's own replay has it, and the same for all that report it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -12,7 +10,7 @@ from schedules import chain, mixed, planned_somewhere
 from chunkc.cost.read import peaks_of
 from chunkc.ir.actions import Op, parse
 from chunkc.ir.occupancy import Occupancy
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan, Program
+from chunkc.ir.plan import TRANSITIONS, Plan, Program
 from chunkc.ir.schedule import Schedule
 from chunkc.ir.verify import replayed_programs
 from chunkc.ir.verify.happens_before import HappensBefore
@@ -29,7 +27,6 @@ CHUNK_NBYTES = 4 * NUMEL
 
 
 def two_ranks(num_replicas: int = 1, accumulate: int = 1, rank: int = 1) -> Plan:
-    """Six layers of one chunk for each of two ranks, of which three have room on the device at once."""
     where = replace(schedules.target(3 * 2 * CHUNK_NBYTES, world_size=2, rank=rank), num_replicas=num_replicas)
     options = PlanOptions(chunk_numel=NUMEL, accumulate=accumulate)
     return planned_somewhere(chain(6, numel=2 * NUMEL), where, options).plan
@@ -50,7 +47,7 @@ def disagreements(plan: Plan) -> list[str]:
     occupancy = Occupancy.of(plan.layout, programs[0].entry.resident)
     found = []
     for program in programs:
-        if program.name in ("resume", "reduce_all"):
+        if program.role in ("resume", "reduce_all"):
             order.join()
         order.begin(program)
         begin(machine, program)
@@ -61,7 +58,7 @@ def disagreements(plan: Plan) -> list[str]:
             if (occupancy.slot_of, occupancy.used_nbytes) != (machine.slot_of, used_nbytes):
                 found.append(f"{program.name} {program.label(position)} {action}")
         finish(machine, program)
-        if program.role in ("transition", "evaluate"):
+        if program.role in TRANSITIONS | {"evaluate"}:
             order.join()
     return found
 
@@ -101,7 +98,7 @@ def test_reports_curve_simulation_and_error_count_the_chunks_of_other_ranks(name
     for position, nbytes in zip(runs, wanted, strict=True):
         assert f"bytes, {nbytes} of them in use" in moment_text(plan, forward, position)
     assert peaks_of(plan).arena_used_nbytes == max(
-        m.used_nbytes for p in plan.programs if p.name in REPEATED_PROGRAMS for m in moments(plan, p)
+        m.used_nbytes for p in plan.programs if p.is_repeated for m in moments(plan, p)
     )
 
 
@@ -114,7 +111,6 @@ def curve_nbytes(plan: Plan, position: int) -> int:
 
 
 def test_groups_count_as_gathered_until_their_remote_chunks_leave() -> None:
-    """A reduction leaves them where they stand."""
     layout = SHARED["two ranks"].layout
     occupancy = Occupancy.of(layout, [("c1", 1), ("c3", 3)])
     found = []

@@ -1,7 +1,5 @@
 """The work of a segment: sums of operators by kind and dtype."""
 
-from __future__ import annotations
-
 from chunkc.ir.schedule import Operator
 from chunkc.ir.work import Kind, Work, work_of
 

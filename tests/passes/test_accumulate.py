@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
-from schedules import accumulating, planned, planned_somewhere
+from schedules import accumulating, budgeted, planned, planned_somewhere
 
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import FIRST_BACKWARDS
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions, Target, make_plan
 
 Request = tuple[Schedule, Target, PlanOptions]
@@ -25,7 +23,7 @@ TWO = PlanOptions(chunk_numel=64, os_home="host", accumulate=2)
 def test_every_plan_is_accepted_by_the_verifier(request: Request) -> None:
     plan = planned_somewhere(*request).plan
     assert plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes
-    assert plan.memory.host_nbytes == plan.layout.host_nbytes() <= plan.memory.host_budget_nbytes
+    assert plan.memory.host_nbytes == plan.layout.nbytes_in(Tier.HOST) <= plan.memory.host_budget_nbytes
     trained = [c for c in plan.layout.chunks if c.list is ChunkList.TRAINED]
     grads = [c for c in plan.layout.chunks if c.list is ChunkList.GRAD]
     assert [(g.partner, g.dtype, g.numel, g.home) for g in grads] == [
@@ -34,20 +32,20 @@ def test_every_plan_is_accepted_by_the_verifier(request: Request) -> None:
     for program in plan.programs:
         ops = {a.op for a in program.actions}
         assert program.name.startswith("accumulate") or Op.ADD not in ops
-        assert program.name in FIRST_BACKWARDS or Op.STASH not in ops
+        assert program.begins_step or Op.STASH not in ops
 
 
 @given(accumulating())
 def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None:
     found, where, options = request
     try:
-        make_plan(found, replace(where, device_budget_nbytes=0), options)
+        make_plan(found, budgeted(where, 0), options)
     except BudgetError as error:
-        enough = replace(where, device_budget_nbytes=error.min_device_nbytes, host_budget_nbytes=error.min_host_nbytes)
+        enough = budgeted(where, error.min_device_nbytes, error.min_host_nbytes)
         plan = planned(found, enough, options).plan
         assert plan.memory.device_peak_nbytes <= error.min_device_nbytes
         with pytest.raises(BudgetError) as again:
-            make_plan(found, replace(enough, device_budget_nbytes=error.min_device_nbytes - 1), options)
+            make_plan(found, budgeted(enough, error.min_device_nbytes - 1), options)
         if again.value.moment == "host":  # which could hold a triple that has no room on the device now
             assert again.value.min_device_nbytes < error.min_device_nbytes
             assert again.value.missing_nbytes == again.value.min_host_nbytes - error.min_host_nbytes > 0
@@ -55,4 +53,4 @@ def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None
             assert again.value.missing_nbytes == 1
         if plan.memory.host_nbytes == error.min_host_nbytes:
             with pytest.raises(BudgetError):
-                make_plan(found, replace(enough, host_budget_nbytes=error.min_host_nbytes - 1), options)
+                make_plan(found, budgeted(enough, host=error.min_host_nbytes - 1), options)

@@ -1,7 +1,5 @@
 """Packing: order, alignment, spans, lists, groups, and the fragmentation that papers report."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,6 @@ def packed(found: Schedule, numel: int, world_size: int = 1) -> Layout:
 
 
 def trained(*params: int) -> Schedule:
-    """Parameters of these sizes, used in order and all trained."""
     everything = list(range(len(params)))
     return schedule([param(f"p{i}", n) for i, n in enumerate(params)], [op([i]) for i in everything],
                     [op(everything, everything)])  # fmt: skip
@@ -80,8 +77,6 @@ def test_no_packing_needs_fewer_groups_than_the_bound(blocks: list[int], world_s
 
 
 def fewest_bins(sizes: tuple[int, ...], room: int) -> int:
-    """By trying every way: each size goes into each bin that takes it, or opens one."""
-
     def fill(position: int, bins: tuple[int, ...], best: int) -> int:
         if len(bins) >= best:
             return best

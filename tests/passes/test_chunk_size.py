@@ -1,7 +1,5 @@
 """The search over chunk sizes."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from schedules import chain, gpt_like, planned, schedules, target
 
@@ -63,7 +61,6 @@ def test_25_million_parameters_are_searched_within_a_second() -> None:
 
 
 def test_a_group_of_ranks_may_hold_just_the_largest_tensor() -> None:
-    """And a little more, for the small tensors beside it."""
     found = gpt_like(2, 256, vocabulary=50176)
     largest = max(info.numel for info in found.params)
     for world_size in (2, 8):

@@ -1,7 +1,5 @@
 """Groups of two ranks: gathered before use, reduced after the last landing, released when they leave."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import groupby, pairwise
 
@@ -184,7 +182,6 @@ def test_a_layout_of_other_replicas_is_refused() -> None:
 def test_all_ranks_carry_out_the_same_collectives(
     request: tuple[Schedule, Target, PlanOptions], accumulate: int
 ) -> None:
-    """Same mapping, same order of gathers, releases and reduces: a rank decides nothing of its own."""
     found, where, options = request
     options = replace(options, accumulate=accumulate)
     mine = planned_somewhere(found, where, options).plan
@@ -192,7 +189,7 @@ def test_all_ranks_carry_out_the_same_collectives(
     for rank in range(where.world_size):
         other = planned_somewhere(found, target(*budgets, where.world_size, rank), options).plan
         assert other.layout.placements == mine.layout.placements
-        for name in (p.name for p in mine.programs):
+        for key in (p.key for p in mine.programs):
             kinds = (Op.GATHER, Op.RELEASE, Op.REDUCE)
-            calls = [[(a.op, a.target) for a in p.program(name).actions if a.op in kinds] for p in (mine, other)]
+            calls = [[(a.op, a.target) for a in p.program(*key).actions if a.op in kinds] for p in (mine, other)]
             assert calls[0] == calls[1]

@@ -1,7 +1,5 @@
 """Contracts are checked before anything runs; the runner times, keeps and names every pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -35,7 +33,6 @@ def test_the_pipeline_keeps_its_own_contracts() -> None:
 
 
 def test_every_pass_of_the_pipeline_is_needed() -> None:
-    """Leaving out any pass but the last is seen by the contracts of those after it."""
     for left_out in PIPELINE[:-1]:
         with pytest.raises(PassOrderError, match="no pass of this pipeline provides it"):
             check_order([p for p in PIPELINE if p is not left_out])

@@ -1,7 +1,5 @@
 """Pass ``evaluate``: forwards without gradients are planned in the training's layout, and verified beside it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,15 +8,15 @@ from schedules import PLENTY, chain, check, op, param, planned, planned_somewher
 
 from chunkc.errors import BudgetError, PlanError
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import Home, Layout
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import GraphSchedule, Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify, verify_beside
 from chunkc.passes import PlanOptions, Target, make_evaluation_plan
 
 
 def forward_of(found: Schedule) -> Schedule:
-    """The forward alone: what a capture without gradients gives."""
     return replace(found, backward=GraphSchedule("backward", ()))
 
 
@@ -33,9 +31,9 @@ def test_every_evaluation_is_verified_beside_its_training(request: tuple[Schedul
     plan = evaluation(request[0], where, training.layout)
     verify(plan)
     verify_beside(plan, training)
-    assert plan.memory.device_peak_nbytes <= where.device_budget_nbytes
+    assert plan.memory.device_peak_nbytes <= where.budget_nbytes(Tier.DEVICE)
     assert plan.moved_nbytes(Stream.D2H) == 0
-    if any(c.home is Home.DEVICE for c in training.layout.chunks):
+    if any(c.home is Tier.DEVICE for c in training.layout.chunks):
         assert plan.moved_nbytes(Stream.H2D) == 0
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(plan.to_json()).digest() == plan.digest()

@@ -1,7 +1,5 @@
 """When gradients land, and what operators need."""
 
-from __future__ import annotations
-
 import pytest
 from schedules import op, param, schedule
 

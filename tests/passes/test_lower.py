@@ -1,7 +1,5 @@
 """Lowering: segments together compute what the whole graph computes, and equal layers give equal segments."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -18,8 +16,6 @@ from chunkc.passes.lower import LoweredGraph, lower
 
 
 class Layers(nn.Module):
-    """Equal layers with an operator of several results in each."""
-
     def __init__(self, depth: int = 3, width: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(depth))

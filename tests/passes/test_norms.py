@@ -1,7 +1,5 @@
 """Measuring gradients: every plan that does passes the verifier, which refuses what measures or waits too little."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -102,8 +100,7 @@ def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
     plan = planned_somewhere(found, where, replace(options, tracks_grad_norm=True)).plan
     beside = plan.layout.grad_chunks()
     updated = sorted({a.index for a in plan.program("step").actions if a.op is Op.UPDATE})
-    for name in ("backward", "accumulate"):
-        actions = plan.program(name).actions
+    for actions in (plan.program("backward").actions, plan.program("backward", "later").actions):
         measured = [(i, a.index) for i, a in enumerate(actions) if a.op is Op.NORM]
         assert sorted(chunk for _, chunk in measured) == updated
         for position, chunk in measured:
@@ -113,14 +110,13 @@ def test_every_backward_of_a_step_measures_its_sums(request: Request) -> None:
 
 
 def test_a_sum_that_is_measured_too_early_is_refused() -> None:
-    """In both backwards, whose actions are the same."""
     plan = planned(
         chain(3), target(), PlanOptions(chunk_numel=64, os_home="host", accumulate=3, tracks_grad_norm=True)
     ).plan
     position = next(i for i, a in enumerate(plan.program("backward").actions) if a.op is Op.NORM)
 
     def swapped(program: Program) -> Program:
-        if program.name not in ("backward", "accumulate"):
+        if program.role != "backward":
             return program
         actions = list(program.actions)
         landing, norm = actions[position - 1 : position + 1]
@@ -145,7 +141,7 @@ def test_a_plan_measures_later_with_nothing_else_changed(request: Request) -> No
         result.plan.memory,
     )
     for program in result.plan.programs:
-        others = [a for a in plan.program(program.name).actions if a.op not in (Op.NORM, Op.SUM, Op.DECIDE)]
+        others = [a for a in plan.program(*program.key).actions if a.op not in (Op.NORM, Op.SUM, Op.DECIDE)]
         mine, wanted = ([replace(a, waits=()) for a in actions] for actions in (others, program.actions))
         for on_host in (True, False):
             found, same = ([a for a in actions if (a.stream is Stream.CPU) is on_host] for actions in (mine, wanted))
@@ -214,7 +210,6 @@ def test_a_decision_follows_updates_of_what_no_graph_touches() -> None:
 
 
 def test_resident_plans_measure_too() -> None:
-    """Nothing moves; norms, the decision and updates follow each other on one stream, without a wait."""
     plan = planned(gpt_like(1, 64, 500), target(), PlanOptions(tracks_grad_norm=True)).plan
     assert not [a for p in plan.programs for a in p.actions if a.waits]
     assert plan.tracks_grad_norm

@@ -1,16 +1,16 @@
 """Optimizer states are on the device exactly where everything fits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given
-from schedules import Schedule, chain, op, param, planned, schedule, schedules, target
+from schedules import chain, op, param, planned, schedule, schedules, target
 
 from chunkc.ir.actions import Stream
-from chunkc.ir.layout import ChunkList, Home
+from chunkc.ir.layout import ChunkList
+from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions
-from chunkc.passes.support.arena import static_triples
+from chunkc.passes.support.arena import static_states
 
 
 @given(schedules())
@@ -21,7 +21,7 @@ def test_the_last_byte_decides(found: Schedule) -> None:
     assert planned(found, target(need), options).plan.layout == plan.layout
     if plan.layout.os_nbytes():
         less = planned(found, target(need - 1), options).plan
-        assert {c.os_home for c in less.layout.chunks} == {None, Home.HOST} - (
+        assert {c.os_home for c in less.layout.chunks} == {None, Tier.HOST} - (
             {None} if all(c.list is ChunkList.TRAINED for c in less.layout.chunks) else set()
         )
 
@@ -33,19 +33,19 @@ def test_payload_slots_come_first_and_adjacent_then_the_triples() -> None:
         (0, 256), (256, 256), (512, 256), (768, 768), (1536, 768),
     ]  # fmt: skip
     assert plan.layout.arena_nbytes == 2304
-    assert static_triples(plan.layout) == {0: 3, 1: 4}
-    assert [c.home for c in plan.layout.chunks] == [Home.DEVICE] * 3 + [Home.HOST]
+    assert static_states(plan.layout) == {0: 3, 1: 4}
+    assert [c.home for c in plan.layout.chunks] == [Tier.DEVICE] * 3 + [Tier.HOST]
 
 
 def test_payloads_that_fit_without_their_states_go_up_and_down_once() -> None:
     plan = planned(chain(4), target(4 * 256 + 1024), PlanOptions(chunk_numel=64)).plan
     total = 4 * 256
     assert plan.moved_nbytes(Stream.H2D) == plan.moved_nbytes(Stream.D2H) == total
-    assert {c.os_home for c in plan.layout.chunks} == {Home.HOST}
+    assert {c.os_home for c in plan.layout.chunks} == {Tier.HOST}
 
 
 def test_wishes_are_honoured() -> None:
     wish = PlanOptions(chunk_numel=64)
-    assert planned(chain(2), target(), replace(wish, os_home="host")).drafts[-1][1].os_home is Home.HOST
-    assert planned(chain(2), target(), replace(wish, os_home="device")).drafts[-1][1].os_home is Home.DEVICE
-    assert planned(chain(2), target(), replace(wish, max_slots=1)).drafts[-1][1].os_home is Home.HOST
+    assert planned(chain(2), target(), replace(wish, os_home="host")).drafts[-1][1].os_home is Tier.HOST
+    assert planned(chain(2), target(), replace(wish, os_home="device")).drafts[-1][1].os_home is Tier.DEVICE
+    assert planned(chain(2), target(), replace(wish, max_slots=1)).drafts[-1][1].os_home is Tier.HOST

@@ -1,7 +1,5 @@
 """Copies start as early as their slots allow, in order of need; segments merge where nothing stands between."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from schedules import chain, op, param, planned, planned_somewhere, requests, schedule, target
 
@@ -14,7 +12,6 @@ Request = tuple[Schedule, Target, PlanOptions]
 
 
 def lead(program: Program, chunk: str) -> int:
-    """Runs that start between the fetch of ``chunk`` and the run that first waits for it."""
     actions = [str(a) for a in program.actions]
     at = next(i for i, text in enumerate(actions) if text.startswith(f"fetch {chunk} "))
     user = next(i for i, a in enumerate(program.actions) if a.op is Op.RUN and program.label(at) in a.waits)

@@ -1,7 +1,5 @@
 """The choice of an activation budget: what is tried, what wins, and when trying stops."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,13 +1,11 @@
 """Who is resident: clean units are dropped, dirty ones written once, and blocks move in one piece."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from schedules import chain, op, param, planned, planned_somewhere, requests, schedule, target
 
 from chunkc.ir.actions import Op
-from chunkc.ir.layout import Home
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions, Target
 
 Request = tuple[Schedule, Target, PlanOptions]
@@ -24,7 +22,7 @@ def test_only_chunks_with_gradients_are_written_back(request: Request) -> None:
             dirty.remove(action.index)  # a KeyError here is a clean chunk that was copied back
         elif action.op is Op.DROP:
             assert action.index not in dirty
-    moving = {c.index for c in plan.layout.owned() if c.home is Home.HOST}
+    moving = {c.index for c in plan.layout.owned() if c.home is Tier.HOST}
     assert not dirty & moving
 
 

@@ -1,7 +1,5 @@
 """The search among whole plans: what it tries, what it keeps, and that ranks choose alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -10,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from costs import RATES, UNIT_NBYTES, rates
+from costs import RATES, UNIT_NBYTES, copies, rates
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from schedules import PLENTY, chain, target
@@ -19,11 +17,11 @@ from chunkc.cost.rates import CopyLaw, CostRates
 from chunkc.cost.simulate import simulate_with
 from chunkc.errors import BudgetError
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import Draft, PlanOptions, Target, assemble, make_fastest_plan, make_plan
-from chunkc.passes.search import MAX_ACTIONS, Search
+from chunkc.passes.search import Search
 
 NUMEL = 4096
 LAYERS = 12
@@ -31,7 +29,6 @@ PER_BYTE = CopyLaw(0.0, 64e-6)
 
 
 def working_chain(num_layers: int = LAYERS, nbytes: int = UNIT_NBYTES) -> Schedule:
-    """Layers that each read ``nbytes``: they compute for 1 ms on the round rates."""
     found = chain(num_layers, numel=NUMEL)
     graphs = [replace(g, operators=tuple(replace(o, nbytes=nbytes) for o in g.operators)) for g in found.graphs]
     return replace(found, forward=graphs[0], backward=graphs[1])
@@ -47,7 +44,7 @@ TIGHT = 5 * NUMEL * 4
 
 def by_latency(latency_us: float) -> CostRates:
     law = CopyLaw(latency_us, 64.0)
-    return rates(h2d=law, d2h=law, cpu_update_gparam_per_s={"float32": 1e3})
+    return rates(copies=copies(law), cpu_update_gparam_per_s={"float32": 1e3})
 
 
 def test_without_rates_the_passes_decide() -> None:
@@ -80,7 +77,7 @@ def test_a_step_that_is_computation_alone_is_not_searched() -> None:
 
 
 def test_slow_starts_of_copies_ask_for_larger_chunks_than_long_copies_do() -> None:
-    by_start, by_bytes = by_latency(3000.0), rates(h2d=PER_BYTE, d2h=PER_BYTE)
+    by_start, by_bytes = by_latency(3000.0), rates(copies=copies(PER_BYTE))
     large = make_fastest_plan(working_chain(), machine(by_start, TIGHT)).plan.layout.chunk_numel
     small = make_fastest_plan(working_chain(), machine(by_bytes, TIGHT)).plan.layout.chunk_numel
     assert large > small
@@ -97,16 +94,12 @@ def test_slow_starts_of_copies_ask_for_larger_chunks_than_long_copies_do() -> No
 def test_no_other_count_and_share_is_much_faster(
     host_ms: float, triple_ms: float, num_layers_of_room: int, tracks_grad_norm: bool
 ) -> None:
-    """Against every count of resident triples, with and without their payloads, and seven shares of the others.
-
-    A layer computes for 1 ms; the host updates it in ``host_ms``, and its triple is copied in ``triple_ms``.
-    """
+    """Against every count of resident triples, with and without their payloads, and seven shares of the others."""
     num_layers, law = 6, CopyLaw(0.0, 12 * NUMEL / triple_ms / 1e6)
     schedule = working_chain(num_layers, nbytes=1_000_000)
     known = rates(
         device_memory_gb_per_s=1.0,
-        h2d=law,
-        d2h=law,
+        copies=copies(law),
         cpu_update_gparam_per_s={"float32": NUMEL / host_ms / 1e6},
         gpu_update_gparam_per_s={"float32": 1.0},
     )
@@ -115,20 +108,19 @@ def test_no_other_count_and_share_is_much_faster(
     found = make_fastest_plan(schedule, where, wanted)
     steps_ms = []
     for triples, keeps, sixths in product(range(num_layers + 1), (False, True), range(7)):
-        options = replace(wanted, num_resident_triples=triples, keeps_payloads=keeps, streamed_share=sixths / 6)
+        options = replace(wanted, num_resident_states=triples, keeps_payloads=keeps, streamed_share=sixths / 6)
         with suppress(BudgetError):
             steps_ms.append(simulate_with(make_plan(schedule, where, options).plan, known).step_ms)
     assert simulate_with(found.plan, known).step_ms <= 1.15 * min(steps_ms)
 
 
-def test_payloads_of_resident_triples_stay_with_them() -> None:
-    """They are neither fetched nor evicted, and the step is no longer than with payloads that move."""
+def test_payloads_of_resident_states_stay_with_them() -> None:
     known = replace(by_latency(500.0), cpu_update_gparam_per_s={"float32": 2e-4})
     where = machine(known, 14 * NUMEL * 4)
-    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_triples=2)
+    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_states=2)
     moving, staying = (make_plan(working_chain(), where, replace(wanted, keeps_payloads=k)).plan for k in (False, True))
     moved = [{a.target for p in plan.programs for a in p.actions if a.op is Op.FETCH} for plan in (moving, staying)]
-    kept = {f"c{c.index}" for c in staying.layout.chunks if c.home is Home.DEVICE}
+    kept = {f"c{c.index}" for c in staying.layout.chunks if c.home is Tier.DEVICE}
     assert len(kept) == 2 and moved[0] - moved[1] == kept
     assert simulate_with(staying, known).step_ms <= simulate_with(moving, known).step_ms
     assert staying.memory.host_nbytes == moving.memory.host_nbytes - 2 * NUMEL * 4
@@ -175,10 +167,10 @@ def test_a_candidate_that_does_not_fit_is_listed_and_passed_over() -> None:
     assert len(search.tried) == len({c.options for c in search.tried}), "each is tried once"
 
 
-def test_a_large_model_stops_the_search() -> None:
+def test_a_large_model_stops_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
     first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
+    monkeypatch.setattr("chunkc.passes.search.MAX_ACTIONS", 1)
     search = searching(lambda options: first)
-    search._num_actions = MAX_ACTIONS
     search.run(first)
     assert len(search.tried) == 1
 
@@ -187,11 +179,9 @@ def test_a_large_model_stops_the_search() -> None:
 
 
 def slow_host(gparam_per_s: float, **changes: Any) -> CostRates:
-    """Copies that take no time worth speaking of, beside updates on the host that do."""
     fast = CopyLaw(0.0, 64.0)
     return rates(
-        h2d=fast,
-        d2h=fast,
+        copies=copies(fast),
         cpu_update_gparam_per_s={"float32": gparam_per_s},
         gpu_update_gparam_per_s={"float32": 64.0},
         **changes,
@@ -203,7 +193,6 @@ def num_host_updates(plan: Plan) -> int:
 
 
 def test_a_slow_host_updates_less() -> None:
-    """Triples go to the device, resident or streamed, and the step is shorter for it."""
     wanted = PlanOptions(chunk_numel=NUMEL)
     roomy = 20 * NUMEL * 4
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), roomy), wanted)
@@ -217,16 +206,16 @@ def test_a_slow_host_updates_less() -> None:
 
 
 def test_given_placements_are_kept() -> None:
-    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_triples=1)
+    wanted = PlanOptions(chunk_numel=NUMEL, num_resident_states=1)
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), wanted)
-    assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(1, 0.0)}
+    assert {(c.options.num_resident_states, c.options.streamed_share) for c in found.candidates} == {(1, 0.0)}
     streamed = PlanOptions(chunk_numel=NUMEL, streamed_share=1.0)
     found = make_fastest_plan(working_chain(), machine(slow_host(16e-6), 20 * NUMEL * 4), streamed)
-    assert {(c.options.num_resident_triples, c.options.streamed_share) for c in found.candidates} == {(0, 1.0)}
+    assert {(c.options.num_resident_states, c.options.streamed_share) for c in found.candidates} == {(0, 1.0)}
 
 
 def test_streamed_and_host_updates_balance_where_copies_and_host_are_as_slow() -> None:
     """B / (B + 12 U) by hand: 12 bytes at 12 GB/s take as long as one parameter at 1 Gparam/s."""
-    known = rates(h2d=CopyLaw(0.0, 12.0), d2h=CopyLaw(0.0, 24.0), cpu_update_gparam_per_s={"float32": 1.0})
+    known = rates(copies=copies(CopyLaw(0.0, 12.0), CopyLaw(0.0, 24.0)), cpu_update_gparam_per_s={"float32": 1.0})
     first = make_plan(working_chain(), target(TIGHT)).drafts[-1][1]
-    assert Search(lambda options: first, assemble, known, PlanOptions())._balanced_share() == pytest.approx(0.5)
+    assert Search(lambda options: first, assemble, known, PlanOptions()).balanced_share() == pytest.approx(0.5)

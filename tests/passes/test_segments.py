@@ -1,7 +1,5 @@
 """Base segments and the bytes that they take."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 from schedules import op, param, planned_somewhere, requests, schedule, schedules
@@ -45,7 +43,6 @@ def test_gradients_of_the_last_operator_are_alive_while_they_are_stashed() -> No
 
 
 def recount(found: Schedule, first: int, end: int, landed_before: set[int]) -> int:
-    """The definition, literally: live bytes and gradients that are final earlier and have not landed before."""
     operators, best = found.backward.operators, 0
     for index in range(first, end):
         earlier = {p for o in operators[:index] for p in o.grads} - landed_before

@@ -1,7 +1,5 @@
 """States over an iteration, and the overlay proof."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

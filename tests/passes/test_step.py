@@ -1,7 +1,5 @@
 """Order of updates, and the programs beside forward and backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from hypothesis import given

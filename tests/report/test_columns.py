@@ -1,7 +1,5 @@
 """Lines and tables keep to the columns of a screen, and lose nothing."""
 
-from __future__ import annotations
-
 import random
 import re
 
@@ -13,7 +11,6 @@ PATH = "base_model.model.transformer.h.0.attn.c_attn.lora_A.default.weight"
 
 
 def characters(text: str) -> str:
-    """``text`` without what only lays it out."""
     return re.sub(r"\s", "", text)
 
 

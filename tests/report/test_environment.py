@@ -1,7 +1,5 @@
 """What ``chunkc env`` tells about this machine, checked against other readings of it."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

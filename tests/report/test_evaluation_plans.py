@@ -1,7 +1,5 @@
 """Reports of a plan that has only ``evaluate``: every form of it, and through a file."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,6 @@ from chunkc.report import Plan
 
 @pytest.fixture
 def plan() -> Plan:
-    """Four chunks of 64 KiB through two slots."""
     numel, device = 16 << 10, target(192 << 10)
     layout = planned(chain(4, numel), device, PlanOptions(chunk_numel=numel)).plan.layout
     forward = replace(chain(4, numel), backward=GraphSchedule("backward", ()))

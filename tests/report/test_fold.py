@@ -1,7 +1,5 @@
 """Folding: runs cover everything in order, repeat what they say, and find the layers of a model."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

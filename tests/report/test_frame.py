@@ -1,7 +1,5 @@
 """The window of one period: folding, phases, waits, and the order of actions where times are unknown."""
 
-from __future__ import annotations
-
 import pytest
 from costs import RATES, with_work
 from plans import SPECS, distributed, evicting, grad_chunk

@@ -1,7 +1,5 @@
 """The page: complete, correct for any name, bounded, and in need of nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -23,8 +21,6 @@ VOID = {"meta", "img", "input", "br"}
 
 
 class Page(HTMLParser):
-    """Texts by the ``id`` of the element around them (or its tag), all attributes, and whether tags close in order."""
-
     def __init__(self, source: str) -> None:
         super().__init__(convert_charrefs=True)
         self.texts: dict[str, str] = {}
@@ -94,7 +90,6 @@ def test_names_are_text_whatever_is_in_them() -> None:
 
 
 def test_the_data_of_the_timeline() -> None:
-    """Bars are those of the plan, and the curve's peak is the plan's."""
     plan = PLANS["evicting"]
     data = json.loads(Page(made(plan)).texts["data"])
     labels = {label for lane in data["lanes"] for label in lane[4]}

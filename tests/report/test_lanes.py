@@ -1,7 +1,5 @@
 """What a picture keeps of tens of thousands of bars: busy time, ends of wide ones, peaks of memory."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -20,13 +18,11 @@ PHASES = (Phase("forward", 0.0, 430.0), Phase("backward", 430.0, 1000.0))
 
 
 def frame(bars: list[tuple[float, float, Work]]) -> Frame:
-    """Bars of the compute stream in a window of 1000 ms: ten for each of 100 columns."""
     made = tuple(Bar(f"f{i}", "run", Stream.COMPUTE, work, start, end) for i, (start, end, work) in enumerate(bars))
     return Frame(1000.0, True, made, PHASES, ())
 
 
 def busy_by_work(lane: Lane) -> dict[Work, float]:
-    """Time that the lane draws for each kind of work."""
     found = dict.fromkeys(Work, 0.0)
     for block in lane.blocks:
         found[block.work] += block.width

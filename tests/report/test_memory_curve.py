@@ -1,7 +1,5 @@
 """Bytes through an iteration: by hand on one plan, and against the verifier's figures and slots on all."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import replace
@@ -9,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import schedules
-from costs import COPY, RATES, rates, with_work
+from costs import COPY, RATES, copies, rates, with_work
 from plans import SPECS, chain, evicting
 from schedules import planned
 
@@ -29,9 +27,9 @@ PLANS = {name: with_work(spec.build(), 3) for name, spec in SPECS.items()} | {"c
 def random_rates(seed: int) -> CostRates:
     """Copies, collectives and updates between much faster and much slower than the round rates."""
     draw = random.Random(seed)
-    copies = [CopyLaw(draw.uniform(0, 2e3), COPY.gb_per_s * 2 ** draw.uniform(-3, 3)) for _ in range(2)]
+    laws = [CopyLaw(draw.uniform(0, 2e3), COPY.gb_per_s * 2 ** draw.uniform(-3, 3)) for _ in range(2)]
     update = {"float32": 32e-6 * 2 ** draw.uniform(-3, 3)}
-    return rates(h2d=copies[0], d2h=copies[1], cpu_update_gparam_per_s=update, compute_launch_us=draw.uniform(0, 900))
+    return rates(copies=copies(*laws), cpu_update_gparam_per_s=update, compute_launch_us=draw.uniform(0, 900))
 
 
 def simulated(plan: Plan, seed: int) -> Timeline:
@@ -39,7 +37,6 @@ def simulated(plan: Plan, seed: int) -> Timeline:
 
 
 def spans(curve: MemoryCurve, kind: Kind) -> list[tuple[float, float, int]]:
-    """Where ``kind`` holds bytes: (from, to, bytes), equal neighbours joined."""
     found: list[tuple[float, float, int]] = []
     for (start, end), nbytes in zip(pairwise(curve.edges), curve.nbytes[kind], strict=True):
         if nbytes and found and found[-1][1:] == (start, nbytes):
@@ -128,7 +125,6 @@ def test_residents_change_between_parameters_and_gradients() -> None:
 
 
 def test_an_evaluation_has_a_curve() -> None:
-    """Four chunks through two slots, and back to an empty device."""
     numel, device = 16 << 10, schedules.target(192 << 10)
     layout = planned(schedules.chain(4, numel), device, PlanOptions(chunk_numel=numel)).plan.layout
     forward = replace(schedules.chain(4, numel), backward=GraphSchedule("backward", ()))

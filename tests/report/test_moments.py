@@ -1,7 +1,5 @@
 """Replay of a plan for reports: what stands where before each segment, and how many bytes that is."""
 
-from __future__ import annotations
-
 import pytest
 from plans_for_report import gpt_plan
 

@@ -1,7 +1,5 @@
 """Pictures: size, contents, equal files for equal plans, and what is said where one cannot be drawn."""
 
-from __future__ import annotations
-
 import io
 import sys
 from dataclasses import replace
@@ -32,12 +30,10 @@ SHAPES = {"short": evicting(), "resident": resident(), "ranks": distributed(), "
 
 
 def pixels(data: bytes) -> np.ndarray:
-    """Rows, columns and red, green, blue from 0 to 1."""
     return np.asarray(imread(io.BytesIO(data)))[..., :3]
 
 
 def share_of(image: np.ndarray, colour: str) -> float:
-    """The share of pixels that have ``colour``."""
     return float(np.mean(np.all(np.abs(image - np.array(to_rgb(colour))) < 0.01, axis=-1)))
 
 
@@ -95,7 +91,6 @@ def test_texts_lie_inside_the_picture_and_apart(name: str, timed: bool) -> None:
 
 
 def svg(plan: Plan, *, timed: bool) -> str:
-    """The picture with its texts, which SVG keeps as comments beside their outlines."""
     return picture(plan, simulate_with(plan, RATES) if timed else None, "svg").decode()
 
 

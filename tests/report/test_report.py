@@ -1,7 +1,5 @@
 """The public ``chunkc.Plan``: the representation with reports, otherwise the same plan."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

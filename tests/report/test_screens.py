@@ -1,7 +1,5 @@
 """Every report of a plan keeps to the columns of a screen, whatever the model, its names and the machine are."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,7 +26,6 @@ LONG = "base_model.model.language_model.model.layers.{}.self_attn.q_proj.lora_ma
 
 
 def long_names() -> Plan:
-    """Names of parameters and of the model that are longer than a line."""
     plan = gpt_plan()
     params = tuple(
         replace(p, name=LONG.format(i), aliases=(LONG.format(-i),)) for i, p in enumerate(plan.layout.params)
@@ -37,7 +34,6 @@ def long_names() -> Plan:
 
 
 def ranks() -> Plan:
-    """Eight ranks of two nodes, whose chunks stand in every eighth place."""
     plan = gpt_plan(num_layers=90, device_budget_nbytes=1024**3, hw="2x8xa100pcie-40g-512g")
     chunks = plan.layout.chunks + tuple(
         replace(plan.layout.chunks[1], index=i, used_numel=0) for i in range(len(plan.layout.chunks), 96)
@@ -51,7 +47,6 @@ def ranks() -> Plan:
 
 
 def many_waits() -> Plan:
-    """An action that waits for more than a line names."""
     plan = gpt_plan()
     action = parse(f"run fwd.0 @compute after {' '.join(f's{i}' for i in range(100, 140))}")
     actions = tuple(action if str(a).startswith("run fwd.0 ") else a for a in plan.programs[0].actions)
@@ -59,7 +54,6 @@ def many_waits() -> Plan:
 
 
 def large() -> Plan:
-    """Figures with as many digits as there are: more elements than GPT-3 has, in float16, sizes in KiB."""
     plan = gpt_plan(width=16_384, num_layers=300)
     names = {"bfloat16": "float16", "float32": "float32"}
     params = tuple(replace(p, dtype=names[p.dtype]) for p in plan.layout.params)
@@ -102,7 +96,6 @@ def test_an_action_that_goes_on_in_other_lines_reads_back() -> None:
 
 
 def slow() -> Timeline:
-    """A timeline with long figures and actions."""
     timeline = simulate(ReportedPlan.of(gpt_plan()), Hardware.parse("v100-240g"))
     stall = replace(timeline.stalls[0], action="fetch c123456 -> d123456 @h2d", label="b123456", stall_ms=123_456.789)
     path = tuple((name, 123_456.789) for name in ("compute", "h2d", "d2h", "cpu", "comm"))

@@ -1,7 +1,5 @@
 """The summary's numbers, worked out here from the widths of the example."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -22,7 +20,6 @@ FROZEN, UNUSED = 100 * 64, 64
 
 
 def table(plan: Plan, first_heading: str) -> dict[str, list[str]]:
-    """Cells of a table by the text of its first column (and second, for chunks)."""
     block = next(b for b in summarize(plan).split("\n\n") if b.startswith(first_heading))
     found = {}
     for line in body(block):
@@ -32,7 +29,6 @@ def table(plan: Plan, first_heading: str) -> dict[str, list[str]]:
 
 
 def body(block: str) -> list[str]:
-    """Lines of a table below the rule under its headings, which may take several."""
     lines = block.splitlines()
     return lines[1 + next(i for i, line in enumerate(lines) if set(line) == set("- ")) :]
 

@@ -1,7 +1,5 @@
 """The one-screen table: it fits, folds what is equal and nothing else, and its numbers are right."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 
@@ -14,7 +12,6 @@ from chunkc.report.table import render
 
 
 def rows(plan: Plan) -> dict[str, list[str]]:
-    """Cells of the lines about segments, with actions from below, by the segment's name as shown."""
     found: dict[str, list[str]] = {}
     name = ""
     for line in render(plan).splitlines():
@@ -31,7 +28,6 @@ def rows(plan: Plan) -> dict[str, list[str]]:
 
 
 def uneven(plan: Plan) -> Plan:
-    """The plan with another number of operators in every segment: nothing folds."""
     segments = tuple(replace(s, end_op=s.first_op + i + 1) for i, s in enumerate(plan.segments))
     return replace(plan, segments=segments)
 

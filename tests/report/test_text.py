@@ -1,7 +1,5 @@
 """The full text: its action lines are exactly the plan's, its moments are right, and it holds everything else too."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 
@@ -16,7 +14,6 @@ ACTION_LINE = re.compile(r"  ([fbst]\d+) +(\S.*)")
 
 
 def listed(text: str) -> dict[str, list[tuple[str, Action]]]:
-    """Labels and parsed actions by program, read from the text alone."""
     found: dict[str, list[tuple[str, Action]]] = {}
     programs = text[text.index("\nprogram ") + 1 :]
     for line in programs.splitlines():
@@ -55,7 +52,6 @@ def test_every_action_kind_reads_back() -> None:
 
 
 def moment_of(text: str, name: str) -> list[str]:
-    """What is resident, what is read, and the bytes: lines before the segment's ``run``."""
     lines = text.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"  # moment {name}:"))
     return [line.strip() for line in lines[first : first + 3]]
@@ -111,7 +107,6 @@ def test_header_layout_and_slots() -> None:
 
 
 def spanning(plan: Plan) -> Plan:
-    """The plan with its embedding said to reach into the second chunk, and sharded over two ranks."""
     placements = (replace(plan.layout.placements[0], num_chunks=2), *plan.layout.placements[1:])
     groups = tuple(replace(g, first_chunk=2 * g.index, num_chunks=2) for g in plan.layout.groups[:9])
     return replace(plan, layout=replace(plan.layout, placements=placements, groups=groups, world_size=2))

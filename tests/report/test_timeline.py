@@ -1,7 +1,5 @@
 """The report of a simulation, and the command that prints it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +49,6 @@ the compute stream waits 5.000 ms of a step in 2 stalls
 
 
 def words(text: str) -> list[list[str]]:
-    """Lines as words: column widths and rules are tabulate's."""
     return [line.replace("-", " ").split() for line in text.splitlines() if line.strip(" -")]
 
 

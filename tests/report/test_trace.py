@@ -1,7 +1,5 @@
 """Counters of memory and arrows between tracks, beside the events of the timeline."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes, shares and ranges as people read them."""
 
-from __future__ import annotations
-
 import pytest
 
 from chunkc.report.units import Unit, percent, plural, printable, ranges, unit_for

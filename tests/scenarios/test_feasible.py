@@ -1,10 +1,4 @@
-"""Which models fit which machines by chunkc's own plans: what PatrickStar could hold, and one that it could not.
-
-Models, machines and sizes are those of Fang et al. (2021, section 9); 0.7 billion parameters on a personal computer is
-a shape of our own. Activation checkpointing, batch 4, sequences of 1024 tokens.
-"""
-
-from __future__ import annotations
+"""Which models fit which machines by chunkc's own plans: those of Fang et al. (2021, section 9) and one of our own."""
 
 import pytest
 

@@ -1,7 +1,5 @@
 """Scenarios: the plan is that of `chunkc.plan`, recomputation is decided, captures are kept."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

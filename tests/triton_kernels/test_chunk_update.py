@@ -1,7 +1,5 @@
 """The checks of chunk_update by Triton's interpreter; tests/gpu/test_kernels_gpu.py runs the same on a GPU."""
 
-from __future__ import annotations
-
 import pytest
 from interpreted import checks_of, run_interpreted
 

@@ -1,7 +1,5 @@
 """Tiles cover every element of every piece once, and launches refuse what kernels could not do right."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Kernels compiled for GPUs that are not here: full-width accesses, no spills, few registers, for sm_70 to sm_120."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,7 +44,6 @@ TILES = make_tiles([(0, 2 * BLOCK, 0)], "cpu")
 
 
 def update(rule: str, grad: torch.dtype, payload: torch.dtype | None) -> Launch:
-    """The update; without a payload it is param32 itself."""
     gradient, *states = lists(grad, F32, *[F32] * FORMULAS[rule][1])
     param16 = states[0] if payload is None else lists(payload)[0]
     tables = (torch.zeros(1, dtype=torch.int32), torch.zeros(1, ROW_COLUMNS), torch.zeros(2))
@@ -58,7 +55,6 @@ def adam(grad: torch.dtype, payload: torch.dtype | None) -> Launch:
 
 
 def squares(grad: torch.dtype) -> Launch:
-    """The first launch of the norm."""
     return grad_norm_launches(*lists(grad), TILES, torch.zeros(2))[0]
 
 

@@ -1,7 +1,5 @@
 """Checkpoints that transformers converts: experts one by one on disk and fused in the model, and names that changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights from strangers: whatever index and header say, the files are refused whole or loaded whole."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,7 +16,6 @@ from chunkc.weights.files import INDEX_NAME, WeightFiles
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The weights of a small model in two shards."""
     folder = tmp_path / "given"
     model = chunkc.compile(Small(), HW, dtype=torch.float32, backend="eager")
     written = chunkc.save_safetensors(model, folder, max_shard_size=200)
@@ -27,7 +24,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def of_header(shard: bytes) -> tuple[bytes, bytes]:
-    """The header of a safetensors file, and the data behind it."""
     length = int.from_bytes(shard[:8], "little")
     return shard[8 : 8 + length], shard[8 + length :]
 

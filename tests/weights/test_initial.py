@@ -1,7 +1,5 @@
 """Values that stand in no file: buffers of models from the meta device, given by the modules' own initialisation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +12,7 @@ from torch import nn
 
 import chunkc
 from chunkc import ChunkcError
-from chunkc.weights.initial import initial_values
+from chunkc.weights.initial import initial_values, moved_buffers
 
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 97}
 ROPES: dict[str, dict[str, Any]] = {
@@ -33,7 +31,6 @@ def roped(kind: str) -> nn.Module:
 
 
 def gemma() -> nn.Module:
-    """Two rotary tables, and a scale of embeddings, all of them computed."""
     return transformers.Gemma3ForCausalLM(
         transformers.Gemma3TextConfig(**LLAMA, head_dim=8, num_key_value_heads=2, max_position_embeddings=32)
     )
@@ -141,3 +138,15 @@ def test_a_tied_parameter_and_a_model_without_initialisation() -> None:
         model[1].weight = model[0].weight
     found = initial_values(model, {"0.weight": torch.bfloat16, "2.scale": torch.float32})
     assert set(found) == {"0.weight"} and found["0.weight"].dtype is torch.bfloat16
+
+
+def test_buffers_move_to_the_device_and_stay_shared() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    model[1].running_mean = model[0].running_mean
+    before = dict(model.named_buffers(remove_duplicate=False))
+    moved = moved_buffers(model, torch.device("meta"))
+    assert all(before[name] is value for name, value in model.named_buffers(remove_duplicate=False)), "nothing yet"
+    assert {b.device.type for _, _, b in moved} == {"meta"} and len(moved) == len(before)
+    shared = [b for _, name, b in moved if name == "running_mean"]
+    assert shared[0] is shared[1]
+    assert moved_buffers(model, torch.device("cpu")) == []

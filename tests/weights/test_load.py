@@ -1,7 +1,5 @@
 """Pretrained weights into compiled models: exact, at any time, with transformers' rules for names, or refused whole."""
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -29,6 +27,7 @@ FAMILIES = [
     pytest.param("gpt2", torch.bfloat16, marks=pytest.mark.slow),
 ]
 DTYPES = (torch.float32, torch.bfloat16)
+INDEX = "model.safetensors.index.json"
 ROOT = Path(__file__).parents[2]
 
 
@@ -157,7 +156,7 @@ def test_values_that_are_there_stay_where_the_file_has_none_and_unknown_ones_sta
     model(torch.ones(4, 8)).backward()
 
 
-Damage = Callable[[Path], None]
+Damage = Callable[[Path], object]
 
 
 def rewritten(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
@@ -181,17 +180,9 @@ def lost(folder: Path) -> None:
     sorted(folder.glob("*.safetensors"))[-1].unlink()
 
 
-def foreign(folder: Path) -> None:
-    sorted(folder.glob("*.safetensors"))[-1].write_bytes(b"<html>not found</html>")
-
-
 def swapped(folder: Path) -> None:
     first, *_, last = sorted(folder.glob("*.safetensors"))
     last.write_bytes(first.read_bytes())
-
-
-def no_index(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": [1, 2]}')
 
 
 def pickled(folder: Path) -> None:
@@ -205,23 +196,10 @@ def outside(folder: Path) -> None:
     _point_to(folder, "../other.safetensors")
 
 
-def absolute(folder: Path) -> None:
-    _point_to(folder, str(min(folder.glob("*.safetensors"))))
-
-
 def _point_to(folder: Path, file: str) -> None:
-    index = folder / "model.safetensors.index.json"
+    index = folder / INDEX
     found = json.loads(index.read_text())
     index.write_text(json.dumps({"weight_map": dict.fromkeys(found["weight_map"], file)}))
-
-
-def unindexed(folder: Path) -> None:
-    (folder / "model.safetensors.index.json").unlink()
-
-
-def emptied(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
 
 
 FAULTS: dict[str, tuple[Damage, str]] = {
@@ -230,20 +208,31 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "float8": (rewritten(change=lambda t: t.to(torch.float8_e4m3fn)), r"is F8_E4M3, which does not convert"),
     "cut off": (cut_off, r"-of-\d+\.safetensors is no whole safetensors file"),
     "lost shard": (lost, r"names .*safetensors, which is missing"),
-    "foreign": (foreign, r"is no whole safetensors file"),
+    "foreign": (
+        lambda f: max(f.glob("*.safetensors")).write_bytes(b"<html>not found</html>"),
+        r"is no whole safetensors file",
+    ),
     "swapped": (swapped, r"stands both in"),
-    "no index": (no_index, r"index\.json is no index of safetensors shards"),
+    "no index": (
+        lambda f: (f / INDEX).write_text('{"weight_map": [1, 2]}'),
+        r"index\.json is no index of safetensors shards",
+    ),
     "pickled": (pickled, r"pytorch_model\.bin, which is pickled.*save_pretrained"),
     "outside": (outside, r"names '\.\./other\.safetensors', which is outside of its folder"),
-    "absolute": (absolute, r"names '/.*', which is outside of its folder"),
-    "unindexed": (unindexed, r"holds \d+ safetensors files and no model\.safetensors\.index\.json"),
-    "emptied": (emptied, r"holds neither"),
+    "absolute": (
+        lambda f: _point_to(f, str(min(f.glob("*.safetensors")))),
+        r"names '/.*', which is outside of its folder",
+    ),
+    "unindexed": (
+        lambda f: (f / INDEX).unlink(),
+        r"holds \d+ safetensors files and no model\.safetensors\.index\.json",
+    ),
+    "emptied": (lambda f: [path.unlink() for path in f.iterdir()], r"holds neither"),
 }
 
 
 @pytest.fixture(scope="module")
 def half_step(tmp_path_factory: pytest.TempPathFactory) -> tuple[nn.Module, Path]:
-    """A model other than the one that is saved in shards, with gradients that wait for a step; and that folder."""
     folder = tmp_path_factory.mktemp("llama")
     model = chunkc.compile(saved("llama", folder, "20KB"), HW, dtype=torch.float32, backend="eager")
     with torch.no_grad():

@@ -1,7 +1,5 @@
 """Weights loaded while a model is trained: between micro-batches, and wherever its optimizer states stand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,11 +1,7 @@
 """Loading holds the model and one tensor, saving one tensor or one shard more, by the anonymous memory of a process.
 
-After the first step that is the chunks, to the page what the plan says, and what does not grow with the model: Python,
-torch and transformers as imported, and what torch.compile imports and builds for one graph. Both parts are measured
-apart, since forks do not inherit chunks and the kernel lists such mappings.
+Chunks, which forks do not inherit and the kernel lists apart, are to the page what the plan says.
 """
-
-from __future__ import annotations
 
 import json
 import subprocess
@@ -37,7 +33,6 @@ def run(size: str, way: str, folder: Path) -> dict[str, int]:
 
 
 def check(found: dict[str, int], *, arena_is_slab: bool = True) -> None:
-    """The bounds of a run, whatever its size."""
     assert not arena_is_slab or 0.9 * found["chunks"] <= found["slabs"] <= found["chunks"] + MIB, (
         "homes and arena, as planned and touched"
     )

@@ -1,7 +1,5 @@
 """Weights of compiled models as safetensors: whole, aligned, sharded as Hugging Face has it, never half a save."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -46,7 +44,6 @@ class Odd(nn.Module):
 
 
 def headers(folder: Path) -> dict[str, Any]:
-    """Shapes by name and file, as the index or the single file has them."""
     return {path.name: set(load_file(path)) for path in sorted(folder.glob("*.safetensors"))}
 
 

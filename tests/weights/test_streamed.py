@@ -1,7 +1,5 @@
 """``save_pretrained`` of compiled models: file for file what transformers writes of the plain model."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

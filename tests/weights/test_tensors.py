@@ -1,7 +1,5 @@
 """One named tensor of a compiled model at a time, read and written in every phase of training."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from small import PHASES, Small, twins_at
@@ -62,8 +60,8 @@ def test_a_write_is_rounded_to_the_dtype_handed_over_before_and_after_the_first_
     tensors.write(tensors.entry("second.weight"), fine)
     optimizer.zero_grad()
     model(torch.ones(4, 8, dtype=torch.bfloat16)).backward()
-    index = model.second.weight._chunkc_index
-    assert torch.equal(model.second.weight._chunkc_store.read_state(index)[2], fine.bfloat16().float())
+    index = model.second.weight.chunkc_index
+    assert torch.equal(model.second.weight.chunkc_store.read_state(index)[2], fine.bfloat16().float())
 
 
 def test_tied_parameters_are_one_entry() -> None:

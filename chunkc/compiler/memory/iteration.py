@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from chunkc.capture.bundles import CapturedGraph
+from chunkc.capture.graphs import Captured
 from chunkc.compiler.memory.footprint import NO_STORAGE, Footprint, tensors_in
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
-from chunkc.runtime.execution.bound_action import Graph
+from chunkc.ir.values import GraphValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +31,6 @@ class SegmentBytes:
     def workspace_nbytes(self) -> int:
         """Bytes by which kernels raise the peak above what is alive."""
         return self.peak_nbytes - self.live_nbytes
-
-
-class CapturedIteration(Protocol):
-    """The parts of a captured iteration that the replay needs (see ``chunkc.capture.graphs``)."""
-
-    @property
-    def forward(self) -> CapturedGraph: ...
-    @property
-    def backward(self) -> CapturedGraph: ...
-    @property
-    def user_outputs(self) -> tuple[str, ...]: ...
-    @property
-    def concurrent_nbytes(self) -> int: ...
-    @property
-    def scales(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -82,7 +67,7 @@ class _Run:
     """One graph under way: ``names`` are the executor's values, None for what is no storage or model data."""
 
     heap: _Heap
-    graph: Graph
+    graph: GraphValues
     names: dict[str, int | None]
 
     def segment(self, position: int, footprint: Footprint) -> SegmentBytes:
@@ -115,9 +100,9 @@ class _Run:
 
 
 def iteration_bytes(
-    captured: CapturedIteration,
+    captured: Captured,
     segments: Sequence[Segment],
-    graphs: Mapping[GraphKind, Graph],
+    graphs: Mapping[GraphKind, GraphValues],
     footprints: Mapping[GraphKind, Sequence[Footprint]],
 ) -> tuple[SegmentBytes, ...]:
     """The non-model bytes of every segment, forward's first.
@@ -147,9 +132,9 @@ def iteration_bytes(
 
 
 def _backward_bytes(
-    captured: CapturedIteration,
+    captured: Captured,
     segments: Sequence[Segment],
-    graphs: Mapping[GraphKind, Graph],
+    graphs: Mapping[GraphKind, GraphValues],
     footprints: Mapping[GraphKind, Sequence[Footprint]],
     forward: _Run,
 ) -> list[SegmentBytes]:
@@ -197,7 +182,7 @@ def _placeholders(
     return names
 
 
-def _constants_nbytes(captured: CapturedIteration) -> int:
+def _constants_nbytes(captured: Captured) -> int:
     """Bytes of the constants that the graphs hold."""
     modules = (captured.forward.module, captured.backward.module)
     values = [n.meta.get("val") for m in modules for n in m.graph.find_nodes(op="get_attr")]

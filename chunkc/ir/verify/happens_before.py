@@ -53,27 +53,26 @@ class HappensBefore:
 
     def __init__(self) -> None:
         self._streams: list[tuple[int, ...]] = [(0,) * _NUM_STREAMS] * _NUM_STREAMS
-        self._latest: dict[str, list[Event]] = {}
-        self._current: list[Event] = []
+        self._latest: dict[str, dict[str, Event]] = {}
 
     def begin(self, program: Program) -> None:
-        """Start a program: from here on, labels of its role mean this run."""
-        self._current = []
-        self._latest[ROLE_LETTER[program.role]] = self._current
+        """Start a program: labels mean its run, and, of a later micro-batch, what it leaves out those before."""
+        if program.position == "first":
+            self._latest[ROLE_LETTER[program.role]] = {}
 
     def issue(self, program: Program, position: int, moment: str) -> Event:
-        """Issue the action at ``position`` of ``program``; waits on roles that have not run are satisfied."""
-        action = program.actions[position]
+        """Issue the action at ``position`` of ``program``; waits for labels that mean nothing are satisfied."""
+        action, label = program.actions[position], program.label(position)
         stream = _STREAM_INDEX[action.stream]
         clock = list(self._streams[stream])
         for wait in action.waits:
-            run = self._latest.get(wait[0])
-            if run is not None:
-                clock = [max(pair) for pair in zip(clock, run[int(wait[1:])].clock, strict=True)]
+            before = self._latest.get(wait[0], {}).get(wait)
+            if before is not None:
+                clock = [max(pair) for pair in zip(clock, before.clock, strict=True)]
         clock[stream] += 1
-        event = Event(program.label(position), program.name, moment, action, stream, clock[stream], tuple(clock))
+        event = Event(label, program.name, moment, action, stream, clock[stream], tuple(clock))
         self._streams[stream] = event.clock
-        self._current.append(event)
+        self._latest[label[0]][label] = event
         return event
 
     def join(self) -> None:

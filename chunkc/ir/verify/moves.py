@@ -1,4 +1,4 @@
-"""Effects of the actions that move chunks and triples, from fetch and evict to gather and reduce.
+"""Effects of the actions that move chunks and states, from fetch and evict to gather and reduce.
 
 A gathered group stands in ``world_size`` adjacent slots, the own chunk at position ``rank``. All ranks carry out the
 same collectives on the same chunks, so that a remote chunk is as new as the own chunk of its group.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op
-from chunkc.ir.layout import ChunkList, Home
+from chunkc.ir.layout import ChunkList
 from chunkc.ir.verify.happens_before import Event
 from chunkc.ir.verify.replay import NOTHING, Machine, Payload
 
@@ -46,7 +46,7 @@ def _open(machine: Machine, event: Event) -> None:
 
 def _evict(machine: Machine, event: Event) -> None:
     chunk = machine.chunk(event)
-    if chunk.home is not Home.HOST:
+    if chunk.is_resident:
         machine.refuse(event, f"c{chunk.index} has no host home to be evicted to")
     payload = machine.resident(event, chunk.index)
     _refuse_unreduced(machine, event, chunk.index, payload)
@@ -78,7 +78,7 @@ def _refuse_unreduced(machine: Machine, event: Event, chunk: int, payload: Paylo
 
 def _load(machine: Machine, event: Event) -> None:
     chunk = machine.chunk(event)
-    if chunk.os_home is not Home.HOST:
+    if not chunk.has_os_below:
         machine.refuse(event, f"os{chunk.index} has no host home to be loaded from")
     if machine.home_os[chunk.index] != machine.os_truth[chunk.index]:
         machine.refuse(event, f"the host copy of os{chunk.index} is stale")
@@ -89,7 +89,7 @@ def _load(machine: Machine, event: Event) -> None:
 
 def _store(machine: Machine, event: Event) -> None:
     chunk = machine.chunk(event)
-    if chunk.os_home is not Home.HOST:
+    if not chunk.has_os_below:
         machine.refuse(event, f"os{chunk.index} has no host home to be stored to")
     machine.slot(event, f"os{chunk.index}")
     if machine.device_os[chunk.index] != machine.os_truth[chunk.index]:
@@ -176,10 +176,6 @@ def _refuse_nothing_new(machine: Machine, event: Event, chunks: tuple[int, ...])
         machine.refuse(event, "nothing has landed in its chunks since they were opened or reduced")
 
 
-def _keep(machine: Machine, event: Event) -> None:
-    """Nothing changes, and nothing is read or written."""
-
-
 MOVES: dict[Op, Callable[[Machine, Event], None]] = {
     Op.FETCH: _fetch,
     Op.OPEN: _open,
@@ -190,5 +186,4 @@ MOVES: dict[Op, Callable[[Machine, Event], None]] = {
     Op.GATHER: _gather,
     Op.RELEASE: _release,
     Op.REDUCE: _reduce,
-    Op.KEEP: _keep,
 }

@@ -2,8 +2,8 @@
 
 Contents are symbolic. A payload is the number of updates its param16 has seen, the parameters in it that their
 gradients have overlaid, and whether these gradients are reduced. For every chunk the machine keeps the *truth*, the
-newest content, beside the copies in the slot and at home; a copy that differs from the truth is stale. An OS triple is
-the number of updates it has seen, with the same distinction.
+newest content, beside the copies in the slot and at home; a copy that differs from the truth is stale. Of states
+the machine keeps the number of updates that they have seen, with the same distinction.
 
 Every access goes through ``read`` and ``write``, which also ask the race detector. ``moves`` and ``training`` say what
 each action does to the machine.
@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.layout import Chunk, ChunkList, Layout
 from chunkc.ir.plan import Plan, Segment, State
 from chunkc.ir.verify.happens_before import Accesses, Event
 
@@ -145,7 +145,7 @@ class Machine:
     Attributes:
         slot_of: slot of every resident target (``c3``, ``os3``).
         occupant: target in every occupied slot.
-        device, home: copies of payloads; device_os, home_os: copies of OS triples, as the number of updates seen.
+        device, home: copies of payloads; device_os, home_os: copies of optimizer states, as the number of updates seen.
         truth, os_truth: the newest content of each.
         gathered: chunks that all ranks hold since the last gather.
     """
@@ -160,8 +160,8 @@ class Machine:
         chunks = self.layout.chunks
         self.truth = {c.index: Payload() for c in chunks}
         self.os_truth = {c.index: 0 for c in chunks if c.os_home is not None}
-        self.home = {c.index: Payload() for c in chunks if c.home is Home.HOST and facts.owned[c.index]}
-        self.home_os = {c.index: 0 for c in chunks if c.os_home is Home.HOST and facts.owned[c.index]}
+        self.home = {c.index: Payload() for c in chunks if not c.is_resident and facts.owned[c.index]}
+        self.home_os = {c.index: 0 for c in chunks if c.has_os_below and facts.owned[c.index]}
         self.gathered: set[int] = set()
         self.iteration = Iteration()
         named = {f"slot d{slot}": tuple(f"slot d{o}" for o in others) for slot, others in facts.overlaps.items()}

@@ -23,7 +23,7 @@ from enum import StrEnum
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import FIRST_BACKWARDS, Plan, Program
+from chunkc.ir.plan import TRANSITIONS, Plan, Program
 
 
 class TensorState(StrEnum):
@@ -66,17 +66,15 @@ class StateChange:
     state: TensorState
 
 
-def payload_states(
-    plan: Plan, programs: Iterable[str] = ("forward", "backward", "step")
-) -> dict[Payload, tuple[StateChange, ...]]:
-    """The states of every payload, the one at the start first, while ``programs`` run from cold.
+def payload_states(plan: Plan, programs: Iterable[Program] | None = None) -> dict[Payload, tuple[StateChange, ...]]:
+    """The states of every payload, from the start on, while ``programs`` (an iteration) run from cold.
 
     Raises:
         PlanError: on an illegal change; the message names action, chunk, program and both states.
     """
     walk = _Walk(plan)
-    for name in programs:
-        walk.run(plan.program(name))
+    for program in plan.iteration() if programs is None else programs:
+        walk.run(program)
     return {payload: tuple(changes) for payload, changes in walk.changes.items()}
 
 
@@ -105,7 +103,7 @@ class _Walk:
 
     def run(self, program: Program) -> None:
         self._program = program.name
-        if program.name in FIRST_BACKWARDS:
+        if program.begins_step:
             self._discard_gradients()
         for label, action in program.labelled():
             self._label, self._action = label, action
@@ -113,7 +111,7 @@ class _Walk:
             if handler is not None:
                 handler(self, action)
         self._label, self._action = "end", None
-        if program.role in ("forward", "transition", "evaluate"):
+        if program.role in TRANSITIONS | {"forward", "evaluate"}:
             for payload in self.changes:
                 if self._state(payload) is TensorState.HOLD_AFTER_FWD:
                     self._move(payload, TensorState.HOLD)

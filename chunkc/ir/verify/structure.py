@@ -2,71 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op
-from chunkc.ir.layout import ChunkList, Home, Layout
-from chunkc.ir.plan import ROLE_GRAPH, ROLE_LETTER, Phase, Plan, Program, Role, State
+from chunkc.ir.layout import ChunkList, Layout
+from chunkc.ir.plan import ROLE_GRAPH, ROLE_LETTER, Key, Phase, Plan, Program, Role, State, name_of
+from chunkc.ir.tiers import SLOWER_TIERS
 
-PROGRAM_ROLES: dict[str, Role] = {
-    "forward": "forward",
-    "backward": "backward",
-    "step": "step",
-    "restore": "step",
-    "abandon": "transition",
-    "resume": "transition",
-}
-ACCUMULATING_ROLES: dict[str, Role] = {**PROGRAM_ROLES, "accumulate": "backward"}
-DEFERRING_ROLES: dict[str, Role] = {
-    **ACCUMULATING_ROLES,
-    "forward_again": "forward",
-    "backward_unreduced": "backward",
-    "accumulate_unreduced": "backward",
-    "accumulate_last": "backward",
-    "reduce_all": "transition",
-}
-EVALUATION_ROLES: dict[str, Role] = {"evaluate": "evaluate"}
-_PHASES: dict[str, tuple[Phase, Phase]] = {
+_TRAINING: tuple[Role, ...] = ("forward", "backward", "step", "restore", "abandon", "resume")
+_BACKWARDS: tuple[Key, ...] = (("backward", "first", False), ("backward", "later", False), ("backward", "last", True))
+_DEFERRING: tuple[Key, ...] = (("forward", "later", False), *_BACKWARDS, ("reduce_all", "first", True))
+_PHASES: dict[Role, tuple[Phase, Phase]] = {
     "forward": ("cold", "saved"),
     "backward": ("saved", "graded"),
-    "accumulate": ("saved", "graded"),
     "step": ("graded", "cold"),
     "restore": ("graded", "cold"),
     "abandon": ("saved", "cold"),
     "resume": ("cold", "saved"),
     "evaluate": ("cold", "cold"),
-    "forward_again": ("unreduced", "unreduced"),
-    "backward_unreduced": ("saved", "unreduced"),
-    "accumulate_unreduced": ("unreduced", "unreduced"),
-    "accumulate_last": ("unreduced", "graded"),
     "reduce_all": ("unreduced", "graded"),
 }
 _MOVES = frozenset({Op.FETCH, Op.EVICT, Op.DROP, Op.GATHER, Op.RELEASE, Op.LOAD, Op.STORE})
-_ALLOWED: dict[str, frozenset[Op]] = {
+_ALLOWED: dict[Role, frozenset[Op]] = {
     "forward": _MOVES | {Op.RUN},
-    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.REDUCE, Op.NORM, Op.SUM},
-    "accumulate": _MOVES | {Op.OPEN, Op.RUN, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
+    "backward": _MOVES | {Op.OPEN, Op.RUN, Op.STASH, Op.ADD, Op.REDUCE, Op.NORM, Op.SUM},
     "step": _MOVES | {Op.OPEN, Op.DECIDE, Op.UPDATE},
     "restore": _MOVES | {Op.OPEN, Op.DECIDE, Op.RESTORE},
     "abandon": _MOVES,
     "resume": _MOVES,
     "evaluate": (_MOVES - {Op.EVICT, Op.LOAD, Op.STORE}) | {Op.RUN},
-    "forward_again": frozenset({Op.RUN, Op.KEEP}),
-    "backward_unreduced": frozenset({Op.OPEN, Op.RUN, Op.STASH, Op.KEEP}),
-    "accumulate_unreduced": frozenset({Op.RUN, Op.ADD, Op.KEEP}),
-    "accumulate_last": frozenset({Op.RUN, Op.ADD, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM, Op.KEEP}),
     "reduce_all": frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM}),
 }
-WITHOUT_EXCHANGES: dict[str, tuple[str, frozenset[Op]]] = {
-    "forward_again": ("forward", frozenset({Op.GATHER})),
-    "backward_unreduced": ("backward", frozenset({Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
-    "accumulate_unreduced": ("accumulate", frozenset({Op.OPEN, Op.REDUCE, Op.RELEASE, Op.NORM, Op.SUM})),
-    "accumulate_last": ("accumulate", frozenset({Op.OPEN})),
-}
-"""Programs that have ``keep`` in place of some actions of another one: which, and their kinds."""
+
+_Twins = tuple[Program, Program, Mapping[Op, Op]]
+"""A program, the one whose actions and labels it repeats, and kinds of actions in place of others."""
 
 
 def check_structure(plan: Plan) -> None:
@@ -81,30 +53,21 @@ def check_structure(plan: Plan) -> None:
     _check_programs(plan)
     if not plan.is_evaluation:
         _check_gradients(plan)
-        _check_lengths(plan.program("step"), plan.program("restore"))
-        if plan.accumulate > 1:
-            _check_lengths(plan.program("backward"), plan.program("accumulate"))
-        for name, (twin, _) in WITHOUT_EXCHANGES.items() if plan.defers_reduction else ():
-            _check_lengths(plan.program(twin), plan.program(name))
+    twins = list(_twins_of(plan))
+    _check_lengths(twins)
     segments = frozenset((s.name, s.graph) for s in plan.segments)
+    lengths = _num_labels(plan)
     for program in plan.programs:
-        lengths = _num_labels(plan, program)
-        for position, action in enumerate(program.actions):
-            problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(
-                program, position, action, lengths
-            )
+        own = frozenset(label for label, _ in program.labelled())
+        for label, action in program.labelled():
+            problem = _problem_of(plan.layout, segments, program, action) or _wait_problem(label, action, own, lengths)
             if problem is not None:
-                raise PlanError(f"{program.name} {program.label(position)} `{action}`: {problem}")
+                raise PlanError(f"{program.name} {label} `{action}`: {problem}")
     _check_phases(plan)
     if plan.is_evaluation:
         _check_evaluation(plan.layout, plan.program("evaluate"))
     else:
-        _check_twins(plan.layout, plan.program("step"), plan.program("restore"), {Op.UPDATE: Op.RESTORE})
-        if plan.accumulate > 1:
-            swaps = {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD}
-            _check_twins(plan.layout, plan.program("backward"), plan.program("accumulate"), swaps)
-        for name, (twin, kept) in WITHOUT_EXCHANGES.items() if plan.defers_reduction else ():
-            _check_without_exchanges(plan.program(twin), plan.program(name), kept)
+        _check_twins(plan.layout, twins)
         _check_states(plan)
 
 
@@ -165,7 +128,7 @@ def _check_overlap(layout: Layout) -> None:
 
 
 def _check_gradients(plan: Plan) -> None:
-    """Refuse gradients without a triple to update, and triples without a gradient."""
+    """Refuse gradients without states to update, and states without a gradient."""
     layout = plan.layout
     landed = {p for s in plan.segments for p in s.lands}
     twice = landed.intersection(plan.trained_elsewhere)
@@ -225,31 +188,35 @@ def _check_memory(plan: Plan) -> None:
     memory, layout = plan.memory, plan.layout
     if memory.arena_nbytes != layout.arena_nbytes:
         raise PlanError(f"memory states an arena of {memory.arena_nbytes} bytes, the layout {layout.arena_nbytes}")
-    if memory.host_nbytes != layout.host_nbytes():
-        raise PlanError(f"memory states {memory.host_nbytes} host bytes, the homes take {layout.host_nbytes()}")
-    if memory.host_nbytes > memory.host_budget_nbytes:
-        raise PlanError(f"homes take {memory.host_nbytes} host bytes, the host budget is {memory.host_budget_nbytes}")
+    for tier in SLOWER_TIERS:
+        needed, budget, taken = memory.needs[tier], memory.budgets[tier], layout.nbytes_in(tier)
+        if needed != taken:
+            raise PlanError(f"memory states {needed} {tier} bytes, the homes take {taken}")
+        if needed > budget:
+            raise PlanError(f"homes take {needed} {tier} bytes, the {tier} budget is {budget}")
     peak = max((s.nonmodel_nbytes for s in plan.segments), default=0)
     if memory.nonmodel_nbytes < peak:
         raise PlanError(f"memory states {memory.nonmodel_nbytes} non-model bytes, a segment takes {peak}")
 
 
 def _check_programs(plan: Plan) -> None:
-    names = [p.name for p in plan.programs]
     if plan.accumulate < 1:
         raise PlanError(f"an iteration has one micro-batch or more, not {plan.accumulate}")
-    roles = ACCUMULATING_ROLES if plan.accumulate > 1 else PROGRAM_ROLES
-    roles = DEFERRING_ROLES if plan.defers_reduction else roles
-    roles = EVALUATION_ROLES if plan.is_evaluation else roles
-    if sorted(names) != sorted(roles):
-        raise PlanError(f"a plan has the programs {', '.join(roles)}; found {', '.join(names)}")
+    keys: list[Key] = [("evaluate", "first", True)] if plan.is_evaluation else [(r, "first", True) for r in _TRAINING]
+    keys += [("backward", "later", True)] if plan.accumulate > 1 else []
+    keys += _DEFERRING if plan.defers_reduction else ()
+    if sorted(p.key for p in plan.programs) != sorted(keys):
+        names, found = (", ".join(map(name_of, each)) for each in (keys, [p.key for p in plan.programs]))
+        raise PlanError(f"a plan has the programs {names}; found {found}")
     for program in plan.programs:
-        if program.role != roles[program.name]:
-            raise PlanError(f"program {program.name} has role {program.role}, not {roles[program.name]}")
+        is_whole = program.reduces and program.position != "last"
+        if len(program.numbers) not in ((0,) if is_whole else (0, len(program.actions))):
+            raise PlanError(f"the actions of {program.name} cannot have the labels {program.numbers}")
 
 
 def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: Program, action: Action) -> str | None:
-    if action.op not in _ALLOWED[program.name]:
+    landing = Op.ADD if program.begins_step else Op.STASH
+    if action.op not in _ALLOWED[program.role] - program.left_out - {landing}:
         return f"{action.op} has no place in program {program.name}"
     runs = action.op is Op.RUN and (action.target, ROLE_GRAPH.get(program.role)) not in segments
     if runs or not _target_exists(layout, action):
@@ -261,21 +228,22 @@ def _problem_of(layout: Layout, segments: frozenset[tuple[str, str]], program: P
     return None
 
 
-def _num_labels(plan: Plan, waiting: Program) -> dict[str, int]:
-    """Labels that every program of a role has; of the role of ``waiting``, those that it has itself."""
+def _num_labels(plan: Plan) -> dict[str, int]:
+    """Numbers of labels, by letter, that all programs have which leave nothing out."""
     lengths: dict[str, int] = {}
-    for program in plan.programs:
+    for program in (p for p in plan.programs if not p.numbers):
         letter = ROLE_LETTER[program.role]
         lengths[letter] = min(lengths.get(letter, len(program.actions)), len(program.actions))
-    return lengths | {ROLE_LETTER[waiting.role]: len(waiting.actions)}
+    return lengths
 
 
-def _wait_problem(program: Program, position: int, action: Action, lengths: dict[str, int]) -> str | None:
+def _wait_problem(label: str, action: Action, own: Set[str], lengths: Mapping[str, int]) -> str | None:
+    """A problem of the waits of ``action``, whose program has the labels ``own``."""
     for wait in action.waits:
         number = int(wait[1:])
-        if number >= lengths.get(wait[0], 0):
+        if wait not in own and number >= lengths.get(wait[0], 0):
             return f"it waits for {wait}, which does not exist"
-        if wait[0] == ROLE_LETTER[program.role] and number >= position:
+        if wait[0] == label[0] and number >= int(label[1:]):
             return f"it waits for {wait}, which does not come before it: a deadlock"
     return None
 
@@ -286,48 +254,58 @@ def _target_exists(layout: Layout, action: Action) -> bool:
     return action.index < len(layout.groups if action.target[0] == "g" else layout.chunks)
 
 
-def _check_lengths(first: Program, second: Program) -> None:
-    if len(first.actions) != len(second.actions):
-        raise PlanError(
-            f"{second.name} has {len(second.actions)} actions and {first.name} {len(first.actions)}; they must match"
-        )
+def _twins_of(plan: Plan) -> Iterator[_Twins]:
+    for program in plan.programs:
+        if program.role == "restore":
+            yield program, plan.program("step"), {Op.UPDATE: Op.RESTORE}
+        elif program.key == ("backward", "later", True):
+            yield program, plan.program("backward"), {Op.OPEN: Op.FETCH, Op.STASH: Op.ADD}
+        elif program.position == "last" or not program.reduces:
+            is_first = program.role == "forward" or program.begins_step
+            yield program, plan.program(program.role, "first" if is_first else "later"), {}
 
 
-def _check_twins(layout: Layout, program: Program, twin: Program, swaps: Mapping[Op, Op]) -> None:
-    """Check that two programs of one role, whose labels are shared, match but for ``swaps``."""
-    for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
-        is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank  # opened in both
-        op = first.op if is_remote else swaps.get(first.op, first.op)
-        wanted = (op, first.target, first.slot, first.source)
-        if wanted != (second.op, second.target, second.slot, second.source):
+def _kept(twin: Program, program: Program) -> list[tuple[str, Action]]:
+    """The actions of ``twin`` that ``program`` repeats."""
+    return [(label, action) for label, action in twin.labelled() if action.op not in program.left_out]
+
+
+def _check_lengths(twins: Sequence[_Twins]) -> None:
+    for program, twin, _ in twins:
+        num_kept = len(_kept(twin, program))
+        if len(program.actions) != num_kept:
             raise PlanError(
-                f"{twin.name} {label} `{second}` does not match `{first}` at the same position of {program.name}"
+                f"{program.name} has {len(program.actions)} actions and {twin.name} {num_kept}"
+                f"{' besides what is left out' if program.left_out else ''}; they must match"
             )
 
 
-def _check_without_exchanges(program: Program, twin: Program, kept: frozenset[Op]) -> None:
-    """``twin`` must match ``program`` action for action, with ``keep`` in place of all that are ``kept``."""
-    for (label, first), second in zip(program.labelled(), twin.actions, strict=True):
-        wanted = replace(first, waits=second.waits)
-        if first.op in kept:
-            wanted = replace(wanted, op=Op.KEEP, slot=None)
-        if wanted != second:
-            raise PlanError(
-                f"{twin.name} {label} `{second}` does not match `{first}` at the same position of {program.name}"
-            )
+def _check_twins(layout: Layout, twins: Sequence[_Twins]) -> None:
+    """Check that programs which share labels match under each of these, but for what may differ."""
+    for program, twin, swaps in twins:
+        for (label, first), (own_label, action) in zip(_kept(twin, program), program.labelled(), strict=True):
+            is_remote = first.op is Op.OPEN and layout.owner(first.index) != layout.rank  # opened in both
+            op = first.op if is_remote else swaps.get(first.op, first.op)
+            if (label, replace(first, op=op, waits=action.waits)) != (own_label, action):
+                place = f"{program.name} {own_label} `{action}`"
+                raise PlanError(f"{place} does not match `{first}`, {label} of {twin.name}")
 
 
 def _static(layout: Layout) -> Iterator[str]:
     for chunk in layout.owned():
-        if chunk.home is Home.DEVICE:
+        if chunk.is_resident:
             yield f"c{chunk.index}"
-        if chunk.os_home is Home.DEVICE:
+        if chunk.has_resident_os:
             yield f"os{chunk.index}"
 
 
 def _check_phases(plan: Plan) -> None:
     for program in plan.programs:
-        entry, exit_phase = _PHASES[program.name]
+        entry, exit_phase = _PHASES[program.role]
+        if program.position == "last" or (program.position == "later" and not program.reduces):
+            entry = "unreduced"
+        if not program.reduces:
+            exit_phase = "unreduced"
         if (program.entry.phase, program.exit.phase) != (entry, exit_phase):
             raise PlanError(
                 f"program {program.name} leads from {program.entry.phase} to {program.exit.phase}, not from {entry} to "
@@ -342,32 +320,14 @@ def _check_evaluation(layout: Layout, evaluate: Program) -> None:
 
 
 def _check_states(plan: Plan) -> None:
-    forward, backward, step = (plan.program(n) for n in ("forward", "backward", "step"))
-    restore, abandon, resume = (plan.program(n) for n in ("restore", "abandon", "resume"))
-    links = [(forward, backward), (forward, abandon), (backward, step), (backward, restore), (resume, backward)]
-    ends = [step, restore, abandon]
-    if plan.accumulate > 1:
-        later = plan.program("accumulate")
-        links += [(before, later) for before in (forward, resume)]
-        links += [(before, after) for before in (backward, later, abandon) for after in (step, restore)]
-        ends += [backward, later]
-    if plan.defers_reduction:
-        first, again, middle = (
-            plan.program(n) for n in ("backward_unreduced", "forward_again", "accumulate_unreduced")
-        )
-        lasts = [plan.program(n) for n in ("accumulate_last", "reduce_all")]
-        links += [
-            (forward, first),
-            (resume, first),
-            *((before, after) for before in lasts for after in (step, restore)),
-        ]
-        links += [(before, after) for before in (first, again, middle) for after in (again, middle, *lasts)]
-        ends += lasts
-    links += [(before, after) for before in ends for after in (forward, resume)]
-    for before, after in links:
-        if set(before.exit.resident) != set(after.entry.resident):
+    """Check that states of one phase are equal; with gradient chunks, ``cold`` and ``graded`` are."""
+    alike: tuple[set[Phase], ...] = ({"cold", "graded"},) if plan.accumulate > 1 else ()
+    for before, after in product(plan.programs, plan.programs):
+        phases = {before.exit.phase, after.entry.phase}
+        is_link = len(phases) == 1 or phases in alike
+        if is_link and set(before.exit.resident) != set(after.entry.resident):
             raise PlanError(f"{_difference(before.exit, after.entry)} between {before.name} and {after.name}")
-    _check_cold(plan.layout, forward.entry)
+    _check_cold(plan.layout, plan.cold)
 
 
 def _difference(left: State, right: State) -> str:

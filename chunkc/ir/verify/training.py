@@ -1,7 +1,7 @@
 """Effects of the actions that compute, from run and stash to update and restore.
 
 Gradients land right after the segment that finishes them, each once (in every micro-batch), and from then on the
-payload that they overlay is no parameter. An update runs where gradients and triple stand: on ``cpu`` at their homes,
+payload that they overlay is no parameter. An update runs where gradients and states stand: on ``cpu`` at their homes,
 on ``compute`` in their slots.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.plan import FIRST_BACKWARDS, ROLE_GRAPH, Program
+from chunkc.ir.plan import ROLE_GRAPH, Program
 from chunkc.ir.verify.happens_before import Event
 from chunkc.ir.verify.moves import MOVES
 from chunkc.ir.verify.replay import Machine, Payload
@@ -229,7 +229,7 @@ def _update(machine: Machine, event: Event) -> None:
 
 
 def _step(machine: Machine, event: Event, chunk: int) -> None:
-    """Advance the triple (update only) and write param16 where the action runs."""
+    """Advance the states (update only) and write param16 where the action runs."""
     on_cpu, advance = event.action.stream is Stream.CPU, event.action.op is Op.UPDATE
     copies = machine.home_os if on_cpu else machine.device_os
     place = "at home" if on_cpu else "on the device"
@@ -267,16 +267,17 @@ def finish(machine: Machine, program: Program) -> str | None:
         due = sum(s.graph == graph for s in facts.segments.values())
         if iteration.next_segment != due:
             return f"{iteration.next_segment} of {due} segments ran"
-    if program.role == "step":
+    is_step = program.role in ("step", "restore")
+    if is_step:
         missing = facts.to_update - iteration.updated
         if missing:
             return f"no update or restore of {', '.join(f'c{c}' for c in sorted(missing))}"
         _renew_remote(machine)
     iteration.next_segment, iteration.last_run = 0, None
-    if program.role == "step":
+    if is_step:
         iteration.normed, iteration.updated, iteration.num_micro_batches = set(), set(), 0
         iteration.summed = iteration.decided = False
-    if program.role == "step" or facts.accumulates:
+    if is_step or facts.accumulates:
         iteration.stashed = set()
     return None
 
@@ -285,7 +286,7 @@ def begin(machine: Machine, program: Program) -> None:
     """Begin ``program``: a backward is one more micro-batch, or the first of a step."""
     if program.role != "backward" or not machine.facts.accumulates:
         return
-    if program.name in FIRST_BACKWARDS:
+    if program.begins_step:
         machine.iteration.num_micro_batches = 0
         for chunk in machine.facts.grad_chunk.values():
             _discard(machine, chunk)

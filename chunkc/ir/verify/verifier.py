@@ -10,7 +10,8 @@ The verifier knows no pass.
 Without races every legal interleaving of the streams equals program order, so the replay proves all of them.
 
 Programs do not join when they end: copies of the next forward may run while the step still updates. The sequence that
-is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A
+is replayed contains every legal pair of programs after every legal predecessor, and the cycle more than twice. A wait
+for a label that no program of its letter has had since the first micro-batch of a step counts as satisfied. A
 transition joins all streams at its end: what follows it runs as from a cold start. ``resume``, ``reduce_all`` and an
 evaluation also begin so.
 """
@@ -19,27 +20,27 @@ from __future__ import annotations
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Op
-from chunkc.ir.plan import Plan, Program
+from chunkc.ir.plan import TRANSITIONS, Key, Plan, Program
 from chunkc.ir.verify.happens_before import HappensBefore
 from chunkc.ir.verify.replay import Facts, Machine
 from chunkc.ir.verify.states import payload_states
 from chunkc.ir.verify.structure import check_structure
 from chunkc.ir.verify.training import EFFECTS, begin, finish
 
-_PROGRAMS = {
-    "F": "forward",
-    "B": "backward",
-    "S": "step",
-    "R": "restore",
-    "A": "abandon",
-    "U": "resume",
-    "E": "evaluate",
-    "C": "accumulate",
-    "G": "forward_again",
-    "P": "backward_unreduced",
-    "Q": "accumulate_unreduced",
-    "L": "accumulate_last",
-    "X": "reduce_all",
+_PROGRAMS: dict[str, Key] = {
+    "F": ("forward", "first", True),
+    "G": ("forward", "later", False),
+    "B": ("backward", "first", True),
+    "C": ("backward", "later", True),
+    "P": ("backward", "first", False),
+    "Q": ("backward", "later", False),
+    "L": ("backward", "last", True),
+    "S": ("step", "first", True),
+    "R": ("restore", "first", True),
+    "A": ("abandon", "first", True),
+    "U": ("resume", "first", True),
+    "X": ("reduce_all", "first", True),
+    "E": ("evaluate", "first", True),
 }
 SEQUENCE = "FA FBS FBS FBR FBR FBS FA FBR UBR FA UBS UBS FA F".replace(" ", "")
 """Every legal pair of programs after each legal predecessor, from a cold start."""
@@ -75,11 +76,11 @@ def verify(plan: Plan) -> None:
     for program in sequence:
         _replay(program, moments[program.name], machine, order)
     if plan.is_evaluation:
-        payload_states(plan, ("evaluate", "evaluate"))
+        payload_states(plan, sequence[:2])
     else:
         states = "FBFCSFBRFAUBFCFBUCR" if facts.accumulates else "FBSFBRFAUBS"
         states += "FPGQGLSFPXFCS" if plan.defers_reduction else ""
-        payload_states(plan, [_PROGRAMS[letter] for letter in states])
+        payload_states(plan, _programs(plan, states))
 
 
 def verify_beside(evaluation: Plan, training: Plan) -> None:
@@ -100,7 +101,7 @@ def verify_beside(evaluation: Plan, training: Plan) -> None:
 
 
 def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order: HappensBefore) -> None:
-    if program.name in ("resume", "reduce_all"):
+    if program.role in ("resume", "reduce_all"):
         order.join()
     order.begin(program)
     begin(machine, program)
@@ -110,7 +111,7 @@ def _replay(program: Program, moments: tuple[str, ...], machine: Machine, order:
     if left_undone is not None:
         raise PlanError(f"{program.name}, at its end: {left_undone}")
     _check_exit(program, machine)
-    if program.role in ("transition", "evaluate"):
+    if program.role in TRANSITIONS or program.role == "evaluate":
         order.join()
 
 
@@ -139,4 +140,8 @@ def replayed_programs(plan: Plan) -> tuple[Program, ...]:
     """The programs of ``plan`` in the sequence in which the verifier replays them."""
     letters = EVALUATIONS if plan.is_evaluation else ACCUMULATING if plan.accumulate > 1 else SEQUENCE
     letters = DEFERRING if plan.defers_reduction else letters
-    return tuple(plan.program(_PROGRAMS[letter]) for letter in letters)
+    return _programs(plan, letters)
+
+
+def _programs(plan: Plan, letters: str) -> tuple[Program, ...]:
+    return tuple(plan.program(*_PROGRAMS[letter]) for letter in letters)

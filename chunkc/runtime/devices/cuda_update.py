@@ -15,8 +15,8 @@ import torch
 
 from chunkc.runtime.devices.cuda_api import ChunkKernels, KernelLaunch
 from chunkc.runtime.update.cpu_update import Piece
-from chunkc.runtime.update.rules import UpdateRule
-from chunkc.runtime.update.update_inputs import ROW_NUMEL, StepInputs, tables_of
+from chunkc.runtime.update.rules import ROW_NUMEL, UpdateRule
+from chunkc.runtime.update.update_inputs import StepInputs, tables_of
 
 Upload = Callable[[torch.Tensor, torch.Tensor], None]
 

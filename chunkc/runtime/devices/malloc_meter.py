@@ -99,7 +99,7 @@ class NonModelMeter:
         self._level.resume()
 
     def long_work(self) -> LongWork:
-        """Return a context that samples at both ends and, by the thread, in between; it may nest and overlap."""
+        """Return a context that samples at its end and, by the thread, before; it may nest and overlap."""
         return self._section
 
     def stop(self) -> None:
@@ -164,10 +164,8 @@ class LongWork:
     def __enter__(self) -> None:
         with self._lock:
             self._depth += 1
-        if self.is_on:
-            self._level.sample()
-            if self._period_s and not self._awake.is_set():
-                self._wake()
+        if self.is_on and self._period_s and not self._awake.is_set():
+            self._wake()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

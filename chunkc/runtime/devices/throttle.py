@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
@@ -32,12 +32,17 @@ class Pace:
     use: Any
 
 
-class PaceLaw(Protocol):
-    def paces(self, plan: Plan) -> Mapping[str, Pace]: ...
+@dataclass(frozen=True, slots=True)
+class PaceLaw:
+    """The law of a throttled device.
 
-    def speeds(self, uses: tuple[Any, ...]) -> tuple[float, ...]:
-        """For actions that run together: the share of its full speed, in (0, 1], that each gets."""
-        ...
+    Attributes:
+        paces: the pace of every action of a plan, by its text.
+        speeds: for actions that run together, by their use: the share of its full speed, in (0, 1], that each gets.
+    """
+
+    paces: Callable[[Plan], Mapping[str, Pace]]
+    speeds: Callable[[tuple[Any, ...]], tuple[float, ...]]
 
 
 @dataclass(slots=True)

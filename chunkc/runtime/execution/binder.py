@@ -16,7 +16,7 @@ import torch
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
-from chunkc.ir.layout import Chunk, Home
+from chunkc.ir.layout import Chunk
 from chunkc.ir.occupancy import Occupancy
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind
@@ -26,9 +26,14 @@ from chunkc.runtime.execution.bound_action import (
     AnnouncedUpdate,
     BoundAction,
     CompiledGraph,
+    Landing,
     RunEnvironment,
     Work,
+    announcing,
+    copying,
     in_sequence,
+    running,
+    stashing,
 )
 from chunkc.runtime.execution.collectives import Exchanges
 from chunkc.runtime.execution.grad_norm import GradNormTable
@@ -92,7 +97,6 @@ class Binder:
             Op.REDUCE: self._reduce,
             Op.RELEASE: self._release,
             Op.SUM: self._sum,
-            Op.KEEP: lambda _: _nothing,
         }
         return makers[action.op](action)
 
@@ -131,19 +135,13 @@ class Binder:
     def _store(self, action: Action) -> Work:
         chunk, slot = self._chunk(action), self._slot(action)
         copy = self._copy_states(self.store.states_home(chunk), self.store.states_slot(chunk, slot), Stream.D2H)
-        return in_sequence(partial(self.store.before_write, chunk.index), copy, self._freeing(slot))
+        return in_sequence(announcing(self.store, chunk.index), copy, self._freeing(slot))
 
     def _copy_states(self, target: ChunkStates, source: ChunkStates, stream: Stream) -> Work:
         return in_sequence(*(self._copy(target[name], source[name], stream) for name in target))
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Stream) -> Work:
-        nbytes, moved, key = source.numel() * source.element_size(), self.env.moved_nbytes, (self._program, stream)
-
-        def copy() -> None:
-            target.copy_(source, non_blocking=True)
-            moved[key] = moved.get(key, 0) + nbytes
-
-        return copy
+        return copying(target, source, self.env, self._program, stream)
 
     def _drop(self, action: Action) -> Work:
         return self._freeing(self._slot(action))
@@ -197,18 +195,7 @@ class Binder:
         compiled = self.graphs[planned.graph]
         segment, run = compiled.graph.segments[planned.index], compiled.segments[planned.index]
         payloads = [(i, self._payload(param)) for i, param in segment.params]
-        names = [(n, i in segment.dies) for i, n in enumerate(segment.inputs)]
-        env, outputs, device = self.env, segment.outputs, self.device
-
-        def work() -> None:
-            values = env.values
-            args = [values.pop(name) if dies else values.get(name) for name, dies in names]
-            for i, payload in payloads:
-                args[i] = payload
-            values.update(zip(outputs, run(args), strict=True))
-            device.sample_nonmodel()
-
-        return work
+        return running(segment, run, payloads, self.env, self.device.sample_nonmodel)
 
     def _stash(self, action: Action) -> Work:
         """Land the elements in this chunk of gradients of the segment, and no others.
@@ -220,31 +207,13 @@ class Binder:
         names = {param: name for name, param in compiled.gradients.items()}
         placements, last_use = self.plan.layout.placements, compiled.graph.last_use
         mapped, adds = chunk.index if chunk.partner is None else chunk.partner, action.op is Op.ADD
-        landing = []
+        landings = []
         for param in segment.lands:
             if mapped in placements[param].chunks:
                 name = names[param]
                 is_last = last_use.get(name, -1) <= segment.index and mapped == placements[param].chunks[-1]
-                landing.append((param, name, is_last, *self._landing(param, chunk, mapped)))
-        env, share = self.env, self._share(chunk)
-
-        def stash() -> None:
-            for param, name, is_last, target, part_of in landing:
-                whole = env.values.pop(name) if is_last else env.values[name]
-                is_added = adds and param in env.accumulated
-                if param in env.withheld:
-                    if not is_added:
-                        target.zero_()
-                    continue
-                gradient = part_of(whole)
-                if is_added:
-                    target.add_(gradient, alpha=share)
-                elif share == 1.0:
-                    target.copy_(gradient)
-                else:
-                    torch.mul(gradient, share, out=target)
-
-        return stash
+                landings.append(Landing(param, name, is_last, *self._landing(param, chunk, mapped)))
+        return stashing(landings, self.env, self._share(chunk), adds=adds)
 
     def _share(self, chunk: Chunk) -> float:
         """Factor of landing gradients: ranks that share chunks add up those of micro-batches, average others."""
@@ -253,19 +222,18 @@ class Binder:
 
     def _landing(
         self, param: int, chunk: Chunk, mapped: int
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-        """Return where the elements of a gradient in ``chunk`` go, and the function that takes them out.
+    ) -> tuple[torch.Tensor] | tuple[torch.Tensor, list[int], slice]:
+        """Return where the elements of a gradient in ``chunk`` go, and which they are if not all.
 
         ``mapped`` is the chunk in which the parameter's own elements are.
         """
         slot = self._slot_of(chunk.index)
         if self.plan.layout.placements[param].num_chunks == 1:
-            return self.store.param_in_slot(param, slot), _whole
+            return (self.store.param_in_slot(param, slot),)
         info = self.plan.layout.params[param]
         memory_order = sorted(range(len(info.shape)), key=lambda d: -info.stride[d])
         part = next(p for p in self.store.parts(param) if p.chunk == mapped)
-        target = self.store.payload_slot(chunk, slot)[part.in_chunk]
-        return target, lambda gradient: gradient.permute(memory_order).reshape(-1)[part.in_param]
+        return self.store.payload_slot(chunk, slot)[part.in_chunk], memory_order, part.in_param
 
     def _norm_table(self, action: Action) -> GradNormTable:
         if self.norm_table is None:
@@ -302,7 +270,7 @@ class Binder:
             pieces = store.pieces(chunk.index)
             rule, lists = rule_of(self.plan.layout.state_spec), tuple(states.values())
             update = self.device.make_update(action.stream, rule, payload, lists, pieces, gradient)
-            writes_home = slots is None or chunk.os_home is Home.DEVICE
+            writes_home = slots is None or chunk.has_resident_os
             self.updates[key] = AnnouncedUpdate(update, store, chunk.index) if writes_home else update
             self.recoveries[chunk.index] = self._recovery(chunk, pieces)
         return self.updates[key]
@@ -320,10 +288,6 @@ class Binder:
                 payload[piece.start : piece.end].copy_(param32[piece.start : piece.end])
 
         return recover
-
-
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
 
 
 def _nothing() -> None:

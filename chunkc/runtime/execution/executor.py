@@ -18,22 +18,24 @@ from chunkc.distributed.agreement import Kind, digest_lines
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import DeviceMemoryError
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.plan import REPEATED_PROGRAMS, Plan
+from chunkc.ir.plan import Plan, Position, Program, Role
 from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.devices.protocol import Device, Event
 from chunkc.runtime.execution.binder import Binder
-from chunkc.runtime.execution.bound_action import CompiledGraph, RunEnvironment
+from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment
 from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.rules import Hyper
+from chunkc.runtime.update.update_inputs import StepInputs
 
 
 class Executor:
     """Runs the programs of ``plan`` over the memory of ``store``.
 
     Attributes:
+        defers_reduction: as of the plan.
         graded_params: indexes of the parameters whose gradients land in its backward.
         used_params: those and the ones that its backward reads.
         num_actions: actions launched so far.
@@ -51,6 +53,7 @@ class Executor:
         ranks: Ranks | None = None,
     ) -> None:
         self.plan = plan
+        self.defers_reduction = plan.defers_reduction
         self.num_actions = 0
         self.trace: list[str] | None = None
         self.graded_params = tuple(sorted(p for s in plan.segments for p in s.lands))
@@ -58,7 +61,7 @@ class Executor:
         self.norm_table: GradNormTable | None = None
         if plan.tracks_grad_norm:
             self.norm_table = GradNormTable(len(plan.layout.chunks), device.torch_device, plan.layout.world_size)
-        self._decide = _label_of(plan, "step", Op.DECIDE)
+        self._decide = next((label for p in plan.programs for label, a in p.labelled() if a.op is Op.DECIDE), "")
         self._device = device
         self._paced_launch = device.paced_launch(plan)
         self._graphs = graphs
@@ -69,9 +72,13 @@ class Executor:
         self.step_number = -1
         self._counted_programs: set[str] = set()
         binder = Binder(plan, store, device, self._graphs, self._env, self.norm_table, self._ranks)
-        self._programs = {p.name: binder.bind(p) for p in plan.programs}
+        self._programs = {p.key: BoundProgram(p, p.name, binder.bind(p)) for p in plan.programs}
         self._recoveries = tuple(binder.recoveries.values())
         self._used_values = {name: _used_values(compiled) for name, compiled in self._graphs.items()}
+
+    def program(self, role: Role, position: Position = "first", reduces: bool = True) -> BoundProgram:
+        """The program of that key, bound."""
+        return self._programs[role, position, reduces]
 
     def enter_step(self, number: int) -> None:
         """Note that the next forward is one of step ``number``: bytes moved by its micro-batches add up."""
@@ -81,17 +88,19 @@ class Executor:
 
     def moved_nbytes(self, stream: Stream) -> int:
         """Bytes that copies on ``stream`` moved in the latest iteration, or for all its micro-batches."""
-        counted = REPEATED_PROGRAMS if self.plan.accumulate == 1 else self._counted_programs
-        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in REPEATED_PROGRAMS if name in counted)
+        counted = [p.name for p in self.plan.programs if p.is_repeated]
+        if self.plan.accumulate > 1:
+            counted = [name for name in counted if name in self._counted_programs]
+        return sum(self._env.moved_nbytes.get((name, stream), 0) for name in counted)
 
-    def exchanges(self, program: str) -> list[str]:
+    def exchanges(self, program: BoundProgram) -> list[str]:
         """List what all ranks must have alike in a program: collectives in order, and gradients that land."""
-        lines = [str(replace(a, waits=())) for a in self.plan.program(program).actions if a.stream is Stream.COMM]
-        if self.plan.program(program).role == "backward":
+        lines = [str(replace(a, waits=())) for a in program.planned.actions if a.stream is Stream.COMM]
+        if program.planned.role == "backward":
             lines += [f"makes the gradient of {self.plan.layout.params[p].name}" for p in self.graded_params]
-        return [line for line in lines if not line.startswith(("release", "drop", "keep"))]
+        return [line for line in lines if not line.startswith(("release", "drop"))]
 
-    def agree(self, kind: Kind, program: str, state: Sequence[str] = (), number: int = 0) -> list[int]:
+    def agree(self, kind: Kind, program: BoundProgram, state: Sequence[str] = (), number: int = 0) -> list[int]:
         """Agree with all ranks on ``state`` and on running ``program``; return ``number`` of every rank.
 
         Raises:
@@ -99,24 +108,24 @@ class Executor:
         """
         if self._ranks.size == 1:
             return [number]
-        if program not in self._exchange_digests:
-            self._exchange_digests[program] = digest_lines(self.exchanges(program))
-        digest = digest_lines([*state, str(self._exchange_digests[program])])
+        if program.name not in self._exchange_digests:
+            self._exchange_digests[program.name] = digest_lines(self.exchanges(program))
+        digest = digest_lines([*state, str(self._exchange_digests[program.name])])
         return self._ranks.agree_digest(kind, digest, lambda: [*state, *self.exchanges(program)], number=number)
 
-    def forward(self, program: str, args: list[Any]) -> list[Any]:
+    def forward(self, program: BoundProgram, args: list[Any]) -> list[Any]:
         """Run a forward program on the inputs of the forward graph; empties ``args``."""
         return self._run_graph(program, "forward", args)
 
     def evaluate(self, args: list[Any]) -> list[Any]:
         """Run the evaluate program on the inputs of its graph, and join; empties ``args``."""
-        outputs = self._run_graph("evaluate", "forward", args)
+        outputs = self._run_graph(self.program("evaluate"), "forward", args)
         self.join()
         return outputs
 
     def backward(
         self,
-        program: str,
+        program: BoundProgram,
         args: list[Any],
         accumulated: Set[int] = frozenset(),
         loss_scale: LossScale | None = None,
@@ -149,31 +158,31 @@ class Executor:
         """
         table, num_params = self.norm_table, len(self.plan.layout.params)
         if table is None:
-            self._launch("step", StepInputs(hypers, steps, num_params))
+            self._launch(self.program("step"), StepInputs(hypers, steps, num_params))
             return None
         inputs = StepInputs(hypers, steps, num_params, factor, table.control, table.host_control, found, loss_scale)
-        self._launch("step", inputs)
+        self._launch(self.program("step"), inputs)
         return None if found is None else StepDecision(self._events[self._decide], table.host_control)
 
     def restore(self) -> None:
         """Launch the restore program: param16 from param32, gradients are discarded."""
-        self._launch("restore")
+        self._launch(self.program("restore"))
 
     def abandon(self) -> None:
         """Go from the forward's exit state to cold, joined."""
-        self._launch("abandon")
+        self._launch(self.program("abandon"))
         self.join()
 
     def resume(self) -> None:
         """Go from cold, joined, to the forward's exit state."""
         self.join()
-        self._launch("resume")
+        self._launch(self.program("resume"))
         self.join()
 
     def reduce_all(self) -> None:
         """Reduce what micro-batches have left unreduced, joined."""
         self.join()
-        self._launch("reduce_all")
+        self._launch(self.program("reduce_all"))
         self.join()
 
     def recover(self) -> None:
@@ -196,7 +205,7 @@ class Executor:
         finally:
             self._events.clear()
 
-    def _run_graph(self, program: str, graph: GraphKind, args: list[Any]) -> list[Any]:
+    def _run_graph(self, program: BoundProgram, graph: GraphKind, args: list[Any]) -> list[Any]:
         compiled, env = self._graphs[graph], self._env
         pairs = zip(compiled.graph.inputs, args, strict=True)
         env.values = {n: value for n, value in pairs if n in self._used_values[graph]}
@@ -208,24 +217,24 @@ class Executor:
         finally:
             env.values = {}
 
-    def _launch(self, name: str, inputs: StepInputs | None = None) -> None:
+    def _launch(self, program: BoundProgram, inputs: StepInputs | None = None) -> None:
         events, device = self._events, self._device
         launch = device.launch if self._paced_launch is None else self._paced_launch
-        self._count_from_zero(name)
-        for position, action in enumerate(self._programs[name]):
+        self._count_from_zero(program.name)
+        for position, action in enumerate(program.actions):
             waits = [events[w] for w in action.waits if w in events]
             work = action.work if action.update is None or inputs is None else partial(action.update.update, inputs)
             try:
                 events[action.label] = launch(action.stream, action.text, waits, work)
             except torch.OutOfMemoryError as error:
-                raise self._out_of_memory(name, position, error) from error
+                raise self._out_of_memory(program.planned, position, error) from error
             if action.is_sum and self.norm_table is not None:
                 self.norm_table.ready = (events[action.label],)
             if self.trace is not None:
                 self.trace.append(action.text)
         if self._ranks.size > 1:
             device.enqueue_exchanges()
-        self.num_actions += len(self._programs[name])
+        self.num_actions += len(program.actions)
 
     def _count_from_zero(self, name: str) -> None:
         """Forget the bytes that a program moved, unless it runs again for the same step."""
@@ -234,10 +243,9 @@ class Executor:
             moved.update({(name, stream): 0 for stream in (Stream.H2D, Stream.D2H, Stream.COMM)})
         self._counted_programs.add(name)
 
-    def _out_of_memory(self, name: str, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
-        program = self.plan.program(name)
+    def _out_of_memory(self, program: Program, position: int, error: torch.OutOfMemoryError) -> DeviceMemoryError:
         return DeviceMemoryError(
-            f"{self._device.name} ran out of memory in `{program.actions[position]}` ({name} "
+            f"{self._device.name} ran out of memory in `{program.actions[position]}` ({program.name} "
             f"{program.label(position)} of plan {self.plan.digest()}). The plan's own account of this moment:\n"
             f"{moment_text(self.plan, program, position)}\n"
             f"  {self._device.memory_text()}\n"
@@ -250,9 +258,3 @@ class Executor:
 def _used_values(compiled: CompiledGraph) -> frozenset[str]:
     taken = {name for segment in compiled.graph.segments for name in segment.inputs}
     return frozenset(taken | {entry for entry in compiled.graph.result if isinstance(entry, str)})
-
-
-def _label_of(plan: Plan, program: str, op: Op) -> str:
-    """The label of the first ``op`` in a program; empty where there is none."""
-    labels = (label for p in plan.programs if p.name == program for label, a in p.labelled() if a.op is op)
-    return next(labels, "")

@@ -7,7 +7,6 @@ from typing import NamedTuple, NoReturn
 
 from chunkc.errors import ChunkcError
 from chunkc.runtime.model.parameters import Parameters
-from chunkc.runtime.model.program_state import ModelPhase
 from chunkc.runtime.params.gradients import Gradients
 from chunkc.runtime.update.loss_scale import LossScale
 
@@ -31,7 +30,7 @@ def refuse_undeclared(
             "are discarded",
             loses_gradients=True,
         )
-    waiting = [i for i in graded if hasattr(parameters.params[i].grad, "_chunkc_index") and i not in gradients.zeroed]
+    waiting = [i for i in graded if hasattr(parameters.params[i].grad, "chunkc_index") and i not in gradients.zeroed]
     if waiting:
         return Undeclared(
             f"{parameters.names(waiting)} still hold gradients of an earlier backward (stepped or not); adding to them "
@@ -45,7 +44,7 @@ def refuse_more(
 ) -> Undeclared | None:
     """Why a backward may not run where several are declared: one too many, or onto stepped gradients."""
     gradients.drop_removed()
-    stale = [i for i in graded if hasattr(parameters.params[i].grad, "_chunkc_index")]
+    stale = [i for i in graded if hasattr(parameters.params[i].grad, "chunkc_index")]
     stale = [i for i in stale if not gradients.is_kept(i) and i not in gradients.zeroed]
     if stale:
         return Undeclared(
@@ -65,14 +64,13 @@ def refuse_more(
     )
 
 
-def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> None:
+def refuse_partial(parameters: Parameters, missing: Sequence[int]) -> NoReturn:
     """Refuse, by ChunkcError, a backward that does not ask for the gradients of ``missing``."""
-    if missing:
-        raise ChunkcError(
-            f"this backward leaves out the gradients of {parameters.names(missing)}, as torch.autograd.grad and "
-            "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
-            "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
-        )
+    raise ChunkcError(
+        f"this backward leaves out the gradients of {parameters.names(missing)}, as torch.autograd.grad and "
+        "backward(inputs=...) do: a compiled backward makes all of them. Call loss.backward() and read "
+        "`param.grad`; freeze parameters with requires_grad_(False) before chunkc.compile"
+    )
 
 
 def refuse_unplanned(parameters: Parameters, stepped: Sequence[int]) -> NoReturn:
@@ -98,13 +96,12 @@ def refuse_lost(gradients: Gradients, index: int, stamp: int, name: str) -> None
     )
 
 
-def refuse_broken(phase: ModelPhase) -> None:
+def refuse_broken() -> NoReturn:
     """Refuse, by ChunkcError, a model whose parameters are of two steps."""
-    if phase is ModelPhase.BROKEN:
-        raise ChunkcError(
-            "an update failed halfway through the last step(), so some parameters have taken it and others have "
-            "not; load a checkpoint into a newly compiled model"
-        )
+    raise ChunkcError(
+        "an update failed halfway through the last step(), so some parameters have taken it and others have "
+        "not; load a checkpoint into a newly compiled model"
+    )
 
 
 def refuse_scaling_parts(own_scale: LossScale | None) -> None:
@@ -116,41 +113,37 @@ def refuse_scaling_parts(own_scale: LossScale | None) -> None:
         )
 
 
-def refuse_hooks(parameters: Parameters) -> None:
+def refuse_hooks(parameters: Parameters, hooked: Sequence[int]) -> NoReturn:
     """Refuse, by ChunkcError, gradient hooks on parameters."""
-    hooked = [i for i, p in enumerate(parameters.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
-    if hooked:
-        raise ChunkcError(
-            f"{parameters.names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
-            "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
-        )
+    raise ChunkcError(
+        f"{parameters.names(hooked)} have gradient hooks, which would never run: gradients land in chunks, not in "
+        "autograd. Remove the hooks, or work on `param.grad` between backward() and step()"
+    )
 
 
-def present_gradients(parameters: Parameters, gradients: Gradients) -> frozenset[int]:
-    """Indexes of all parameters that have a gradient now; ChunkcError where one cannot be stepped."""
-    params = parameters.params
-    present = [i for i, p in enumerate(params) if p.grad is not None]
-    stale = [i for i in present if hasattr(params[i].grad, "_chunkc_index") and not gradients.is_handle(i)]
+def refuse_unsteppable(parameters: Parameters, gradients: Gradients, doubtful: Sequence[int]) -> None:
+    """Refuse, by ChunkcError, `Gradients.present`'s ``doubtful`` gradients that cannot be stepped."""
+    params, handles = parameters.params, [i for i in doubtful if gradients.is_handle(i)]
+    stale = [i for i in doubtful if hasattr(params[i].grad, "chunkc_index") and i not in handles]
     if stale:
         raise ChunkcError(
             f"{parameters.names(stale)} hold gradients of an earlier backward, which are gone; assign gradients in "
             "place (`param.grad.copy_(g)`) or plain tensors"
         )
-    lost = [i for i in present if gradients.is_handle(i) and not gradients.is_kept(i) and i not in gradients.zeroed]
+    lost = [i for i in handles if not gradients.is_kept(i) and i not in gradients.zeroed]
     if lost and gradients.pending:
         raise ChunkcError(
             f"{parameters.names(lost)} hold gradients that an earlier step() consumed, beside new ones of others; call "
             "zero_grad() after each step()"
         )
-    if not gradients.pending and any(gradients.is_handle(i) for i in present):
+    if not gradients.pending and handles:
         raise ChunkcError(
             "step() was already called for the gradients of the last backward; call zero_grad() and run forward "
             "and backward before the next step()"
         )
-    untrained = [i for i in present if not parameters.is_trained(i)]
+    untrained = [i for i in doubtful if i not in parameters.trained]
     if untrained:
         raise ChunkcError(
             f"{parameters.names(untrained)} hold gradients, but the forward of the compiled model does not train them, "
             "so they have no optimizer state; set their .grad to None, or use them in the forward"
         )
-    return frozenset(present)

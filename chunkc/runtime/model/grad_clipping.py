@@ -17,7 +17,7 @@ from chunkc.errors import ChunkcError
 from chunkc.ir.actions import Stream
 from chunkc.runtime.devices.protocol import Event
 from chunkc.runtime.execution.grad_norm import GradNormTable
-from chunkc.runtime.model.backward_rules import present_gradients
+from chunkc.runtime.model.backward_rules import refuse_unsteppable
 from chunkc.runtime.model.gradient_values import GradientValues
 from chunkc.runtime.model.program_state import ProgramState
 from chunkc.runtime.update.loss_scale import LossScale, multiply
@@ -48,7 +48,6 @@ class GradClipping:
         """The scale that backward is to apply."""
         return None if self.is_scaled_outside else self.loss_scale
 
-    @property
     def is_unscaled(self) -> bool:
         """Whether gradients in chunks need nothing but the loss scale undone, if it is applied here."""
         return self._gradients.factor is (None if self.own_scale is None else self._gradients.unscaling)
@@ -56,7 +55,7 @@ class GradClipping:
     def prepare_to_add(self) -> None:
         """Do to gradients in chunks all that is pending, and scale them as the next micro-batch's."""
         gradients, scale = self._gradients, self.own_scale
-        if gradients.num_micro_batches == 0 or self.is_unscaled:
+        if gradients.num_micro_batches == 0 or self.is_unscaled():
             return
         self._parameters.join()
         if scale is not None:
@@ -111,7 +110,9 @@ class GradClipping:
         """All ranks are about to do ``what`` to the same gradients; return whose there are."""
         with self._ranks.agreement_scope():
             self._state.settle()
-            present = present_gradients(self._parameters, self._gradients)
+            present, doubtful = self._gradients.present(self._parameters.trained)
+            if doubtful:
+                refuse_unsteppable(self._parameters, self._gradients, doubtful)
 
         def lines() -> list[str]:
             way = "read one by one" if self._measured(present) is None else "measured"

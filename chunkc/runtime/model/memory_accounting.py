@@ -9,8 +9,8 @@ import torch
 
 from chunkc._torch_compat.core import outlives
 from chunkc.ir.layout import Layout
+from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.protocol import Device
-from chunkc.runtime.model.step_timer import StepLog
 
 
 class Accounting:
@@ -29,7 +29,6 @@ class Accounting:
         self.num_evaluations = 0
         self._is_training = False
         self.num_asked_syncs = 0
-        self.steps = StepLog(device.stalled_s)
         self._device = device
         self._reserved_nbytes = 0
         self._outputs: list[tuple[Callable[[], bool], int]] = []
@@ -67,7 +66,9 @@ class Accounting:
         self._outputs = [pair for pair in self._outputs if pair[0]()] + [pair[:2] for pair in _storages(outputs)]
 
     def begin_backward(self) -> None:
+        """A backward begins; what its caller holds counts, also if the first piece of its work lets go of it."""
         self._device.resume_reading()
+        self._device.sample_nonmodel()
 
     def end_backward(self, layout: Layout | None) -> None:
         self._is_training = False
@@ -95,14 +96,13 @@ class Accounting:
         self._device.unreserve(self._reserved_nbytes)
         self._reserved_nbytes = 0
 
-    def others_device_nbytes(self) -> int:
-        device = self._device
-        return device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes
-
-    def others_host_nbytes(self, layout: Layout | None) -> int:
-        """Bytes of the device's host budget that homes of other models hold."""
-        own = 0 if layout is None else layout.host_nbytes()
-        return self._device.host_budget_nbytes - self._device.free_host_nbytes() - own
+    def others_nbytes(self, layout: Layout | None) -> dict[Tier, int]:
+        """Bytes of the device's budgets that other models hold."""
+        device, own_nbytes = self._device, 0 if layout is None else layout.nbytes_in(Tier.HOST)
+        return {
+            Tier.DEVICE: device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes,
+            Tier.HOST: device.host_budget_nbytes - device.free_host_nbytes() - own_nbytes,
+        }
 
 
 def _storages(values: Sequence[Any]) -> list[tuple[Callable[[], bool], int, int]]:

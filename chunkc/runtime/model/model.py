@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from chunkc._torch_compat.core import current_backward
+from chunkc._torch_compat.core import current_backward, engine_runs
 from chunkc.distributed.agreement import Kind, backward_line
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import AccumulationError
@@ -27,6 +27,7 @@ from chunkc.ir.layout import Layout
 from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.devices.requested import RequestedGradients
+from chunkc.runtime.execution.bound_action import BoundProgram
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
@@ -36,7 +37,7 @@ from chunkc.runtime.model.memory_accounting import Accounting
 from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
-from chunkc.runtime.params.autograd_coverage import find_accumulators, left_out
+from chunkc.runtime.params.autograd_coverage import find_accumulators
 from chunkc.runtime.params.gradients import Gradients
 
 
@@ -72,7 +73,7 @@ class ModelRuntime:
         self.gradient_values = GradientValues(self.parameters, self.state)
         self.clipping = GradClipping(self.gradient_values, self.state)
         self.requested = RequestedGradients(self.ranks, self.parameters.params, self.parameters.name_of)
-        self.steps = OptimizerSteps(self.gradient_values, self.clipping, self.state, self.accounting)
+        self.steps = OptimizerSteps(self.gradient_values, self.clipping, self.state)
         self.infos, self.params = self.parameters.infos, self.parameters.params
         self.transactions, self.executors = self.state.transactions, self.state.executors
         self.saving: Future[Path] | None = None
@@ -113,14 +114,14 @@ class ModelRuntime:
         """Check what must hold before a training forward; AccumulationError where gradients wait, ChunkcError
         for a parameter with hooks or without a value."""
         self.settle()
-        backward_rules.refuse_broken(self.state.phase)
-        backward_rules.refuse_hooks(self.parameters)
-        self.parameters.staging.check_complete()
-        kept = {*self.gradients.chunk_grads, *self.gradients.host_grads}
-        if self.parameters.foreign.end_gradients(
-            kept if self.accumulate == 1 else self.gradients.unshown(), self.parameters.names
-        ):
-            self.accounting.steps.end()
+        self._check_trainable()
+        if self.parameters.staging.blank:
+            self.parameters.staging.check_complete()
+        if self.parameters.foreign.has_read:
+            kept = {*self.gradients.chunk_grads, *self.gradients.host_grads}
+            discarded = kept if self.accumulate == 1 else self.gradients.unshown()
+            if self.parameters.foreign.end_gradients(discarded, self.parameters.names):
+                self.steps.log.end()
         waiting = self.gradients.waiting() if self.gradients.pending and self.accumulate == 1 else []
         if waiting:
             raise AccumulationError(
@@ -131,6 +132,13 @@ class ModelRuntime:
         self._num_calls += 1
         self.tracks_grad_norm = self.clipping.wants_norms
         self.ran.clear()
+
+    def _check_trainable(self) -> None:
+        if self.state.phase is ModelPhase.BROKEN:
+            backward_rules.refuse_broken()
+        hooked = [i for i, p in enumerate(self.params) if p._backward_hooks or p._post_accumulate_grad_hooks]
+        if hooked:
+            backward_rules.refuse_hooks(self.parameters, hooked)
 
     def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
         """Run a forward program from wherever the last call left the model; RankError when ranks differ.
@@ -143,24 +151,24 @@ class ModelRuntime:
         def run() -> list[Any]:
             outputs = executor.forward(program, args)
             self.accounting.end_forward(self.layout, outputs, is_first=is_first)
-            if program == "forward":
+            if program.planned.entry.phase == "cold":
                 self.state.enter(ModelPhase.SAVED)
             self._count_forward(executor)
             return outputs
 
-        with self.ranks.collective_section("a forward", self.device.synchronize), self.state.changing(AtStake.DEVICE):
-            if program == "forward":
+        with self.state.collective("a forward"), self.state.changing(AtStake.DEVICE):
+            if program.planned.entry.phase == "cold":
                 self.state.to_cold()
             self.state.discard_overlaid()
             self.state.switch_to(executor)
-            executor.enter_step(self.accounting.steps.num_steps)
+            executor.enter_step(self.steps.log.num_steps)
             is_first = executor.num_actions == 0
             self.accounting.start(held_nbytes, args)
             return self.state.guarded(run)
 
     def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
-        with self.ranks.collective_section("a forward without a plan", self.device.synchronize):
+        with self.state.collective("a forward without a plan"):
             self.state.to_cold()
             with self.state.changing(AtStake.DEVICE):
                 self.state.discard_overlaid()
@@ -192,39 +200,38 @@ class ModelRuntime:
             self.settle()
             goes_on = self._check_backward(executor, own)
             number = self.gradients.num_micro_batches + (not goes_on)
-            program = self.state.backward_program(executor, number, is_unscaled=self.clipping.is_unscaled)
-            requested = self._agree_on_backward(executor, program, own)
+            program = self.state.backward_program(executor, number, self.clipping.is_unscaled)
+            requested = own if self.ranks.size == 1 else self._agree_on_backward(executor, program, own)
 
         def run() -> list[Any]:
             outputs = executor.backward(program, args, added_to, scale, graded - own)
             self.accounting.end_backward(self.layout)
-            is_unreduced = executor.plan.program(program).exit.phase == "unreduced"
+            is_unreduced = program.planned.exit.phase == "unreduced"
             self.state.enter(ModelPhase.UNREDUCED if is_unreduced else ModelPhase.COLD)
             self.state.norm_table = None if is_unreduced else executor.norm_table
             self.gradients.land(graded)
             scaled_by = None if scale is None else scale.scale
-            self.gradients.publish(self.gradient_values, executor, sorted(requested), scaled_by)
+            values = self.gradient_values
+            self.gradients.publish(values, values.averaged, executor, sorted(requested), scaled_by)
             self.gradients.note_landed(graded, scale, is_measured=self.state.norm_table is not None)
             return outputs
 
-        with (
-            self.ranks.collective_section("a backward", self.device.synchronize),
-            self.state.changing(AtStake.GRADIENTS),
-        ):
-            if executor.plan.program(program).entry.phase != "unreduced":
+        with self.state.collective("a backward"), self.state.changing(AtStake.GRADIENTS):
+            if program.planned.entry.phase != "unreduced":
                 self.state.reduce_gradients()
             self._begin_backward(executor, goes_on=goes_on)
             self._enter_backward(executor, program)
             self.accounting.begin_backward()
-            added_to, scale = self.gradients.accumulated, self.clipping.own_scale
+            added_to = self.gradients.accumulated
+            scale = None if self.clipping.loss_scale is None else self.clipping.own_scale
             return self.state.guarded(run)
 
-    def _agree_on_backward(self, executor: Executor, program: str, own: frozenset[int]) -> frozenset[int]:
+    def _agree_on_backward(self, executor: Executor, program: BoundProgram, own: frozenset[int]) -> frozenset[int]:
         """Agree on ``program`` and return the parameters whose gradients any rank asks for."""
-        state, added_to = program, self.gradients.accumulated
-        if executor.plan.program(program).entry.phase == "saved":
+        state, added_to = program.name, self.gradients.accumulated
+        if program.planned.entry.phase == "saved":
             follows = self.state.phase is ModelPhase.SAVED and self.executor is executor
-            state = f"{program}, {'right after its forward' if follows else 'after something else'}"
+            state = f"{program.name}, {'right after its forward' if follows else 'after something else'}"
         overlaid = [self.parameters.name_of(i) for i in sorted(self.gradients.overlaid & executor.used_params)]
         begun = [i for i in executor.graded_params if i not in added_to] if added_to else []
         anew = [f"the gradient of {self.parameters.name_of(i)} begins anew" for i in begun]
@@ -262,7 +269,7 @@ class ModelRuntime:
                 number=self.requested.number(own),
             )
             requested = self.requested.of_any(own, numbers)
-        with self.ranks.collective_section("a backward without a plan", self.device.synchronize):
+        with self.state.collective("a backward without a plan"):
             self.state.to_cold()
             with self.state.changing(AtStake.GRADIENTS):
                 self._begin_backward(graph, goes_on=goes_on)
@@ -271,10 +278,11 @@ class ModelRuntime:
                 outputs, made = graph.backward(args, self.parameters.read_param)
                 self.accounting.end_backward(self.layout)
                 self.gradients.measured = None
+                values = self.gradient_values
                 for index in sorted(requested):
                     gradient = made[index] if index in own else torch.zeros_like(made[index])
-                    self.gradients.add(index, self.gradient_values.averaged(gradient))
-                self.gradients.publish(self.gradient_values, graph, sorted(requested))
+                    self.gradients.add(index, values.averaged(gradient))
+                self.gradients.publish(values, values.averaged, graph, sorted(requested))
             except BaseException:
                 self.state.lose_gradients()
                 raise
@@ -282,13 +290,16 @@ class ModelRuntime:
 
     def _check_backward(self, executor: Executor | UnplannedGraph, requested: Set[int]) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
-        backward_rules.refuse_broken(self.state.phase)
-        backward_rules.refuse_hooks(self.parameters)
-        backward_rules.refuse_partial(self.parameters, left_out(self._accumulators, sorted(requested)))
+        self._check_trainable()
+        missing = [i for i in requested if i in self._accumulators and not engine_runs(self._accumulators[i])]
+        if missing:
+            backward_rules.refuse_partial(self.parameters, sorted(missing))
         gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
         if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
             return True
         is_under_way = gradients.is_under_way(backward)
+        if self.accumulate == 1 and not is_under_way and all(self.params[i].grad is None for i in requested):
+            return False
         rule = backward_rules.refuse_more if self.accumulate > 1 else backward_rules.refuse_undeclared
         problem = rule(self.parameters, gradients, sorted(requested), is_under_way=is_under_way)
         if problem is not None:
@@ -307,10 +318,10 @@ class ModelRuntime:
             self.state.discard_overlaid()
         self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
 
-    def _enter_backward(self, executor: Executor, program: str) -> None:
+    def _enter_backward(self, executor: Executor, program: BoundProgram) -> None:
         """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
         state = self.state
-        if executor.plan.program(program).entry.phase == "unreduced":
+        if program.planned.entry.phase == "unreduced":
             state.switch_to(executor)
             return
         overlaid = sorted(self.gradients.overlaid & executor.used_params)

@@ -44,6 +44,8 @@ class Parameters:
 
     Attributes:
         state_spec: the optimizer states that plans make room for; the layout's once there is one.
+        trained: parameters that have, or before the first plan may get, an optimizer state.
+        shells: what stands for each parameter inside compiled graphs.
         foreign: updates by other optimizers than chunkc's.
     """
 
@@ -59,15 +61,17 @@ class Parameters:
         self.has_optimizer = False
         self._state, self._accounting, self._gradients = state, accounting, state.gradients
         self._entered: set[int] = set()
-        self._store: ChunkStore | None = None
+        self.store: ChunkStore | None = None
         self._values: ChunkValues | None = None
         self.staging = StagingStore([p.detach() for p in params], [info.name for info in infos], self.ranks)
         self.state_spec = ADAM_STATES
+        self.trained = frozenset(i for i, info in enumerate(self.infos) if info.trainable)
         manage_all(self.params, self.infos, self, self.device.torch_device)
+        self.shells = tuple(map(inner_of, self.params))
 
     @property
     def layout(self) -> Layout | None:
-        return None if self._store is None else self._store.layout
+        return None if self.store is None else self.store.layout
 
     @property
     def is_sixteen_bit(self) -> bool:
@@ -79,13 +83,15 @@ class Parameters:
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
         """The chunks; the first call consumes the staging store. RankError when ranks' layouts differ."""
-        if self._store is None or self._values is None:
+        if self.store is None or self._values is None:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
-            self._store = ChunkStore(layout, self.device)
+            self.store = ChunkStore(layout, self.device)
             self.state_spec = layout.state_spec
-            self._values = ChunkValues(self._store, static, self.ranks)
+            values = ChunkValues(self.store, static, self.ranks)
+            self.trained = frozenset(filter(values.is_trained, range(len(self.infos))))
+            self._values = values
         self._values.load(self.staging)
-        return self._store
+        return self.store
 
     def drain(self) -> None:
         """Undo what an exception has interrupted, then `join`."""
@@ -98,13 +104,13 @@ class Parameters:
             raise ChunkcError(
                 f"the compiled model of {self.name_of(0)} was deleted and its memory given back; keep it to read it"
             )
-        if self._store is not None:
+        if self.store is not None:
             self._accounting.num_asked_syncs += 1
             self.device.synchronize()
 
     def close(self) -> None:
-        if self._store is not None:
-            self._store.close()
+        if self.store is not None:
+            self.store.close()
 
     def name_of(self, index: int) -> str:
         return self.infos[index].name
@@ -172,8 +178,8 @@ class Parameters:
 
     def raise_versions(self, indexes: Iterable[int]) -> None:
         """Tell autograd that these parameters changed: graphs that saved them refuse to run backward."""
-        shells = [tensor for i in indexes for tensor in (self.params[i], inner_of(self.params[i]))]
-        torch.autograd.graph.increment_version(shells)
+        tensors = [tensor for i in indexes for tensor in (self.params[i], self.shells[i])]
+        torch.autograd.graph.increment_version(tensors)
 
     def read_state(self, param: int, names: Sequence[str] | None = None) -> tuple[torch.Tensor, ...]:
         """Copies of a parameter's states, and param32, called ``names`` (all), in float32 and host memory."""
@@ -199,9 +205,9 @@ class Parameters:
     def own_ranges(self, index: int) -> tuple[tuple[int, int], ...]:
         """Elements of a parameter that this rank has, in the order of its memory, ``[first, end)`` each."""
         numel = self.infos[index].numel
-        if self._store is None or self.staging.holds(index) or not numel:
+        if self.store is None or self.staging.holds(index) or not numel:
             return ((0, numel),) if self.ranks.is_first else ()
-        runs = self._store.own_runs(index)
+        runs = self.store.own_runs(index)
         return tuple((run[0].first, run[-1].in_param.stop) for run in runs)
 
     @property
@@ -209,17 +215,16 @@ class Parameters:
         """Whether this rank is one of those whose chunks count where there are several of each."""
         return self.layout is None or self.ranks.replica == 0
 
-    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats]) -> None:
-        """Replace this rank's elements of a parameter and of some states, 1-D, one for each of ``own_ranges``;
-        the model is in the cold state."""
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats] | None) -> None:
+        """Replace this rank's elements of a parameter and of its states, 1-D, one for each of ``own_ranges``; states
+        not given become zero, and None keeps them all. The model is in the cold state."""
         self.drain()
         if self.infos[index].numel:
             self.values.write_own(index, value, states, payload=index not in self._gradients.overlaid)
         self.raise_versions([index])
 
     def is_trained(self, index: int) -> bool:
-        """Whether the parameter has, or before the first plan may get, an optimizer state."""
-        return self.infos[index].trainable if self._values is None else self._values.is_trained(index)
+        return index in self.trained
 
     def snapshot(self, max_copied_nbytes: int) -> SnapshotReader | None:
         """This rank's chunks as they are now, until ``end_snapshot``; None without chunks."""
@@ -229,8 +234,8 @@ class Parameters:
         return self._values.snapshot(max_copied_nbytes)
 
     def end_snapshot(self, reader: SnapshotReader | None) -> None:
-        if self._store is not None and reader is not None:
-            self._store.end_snapshot(reader.snapshot)
+        if self.store is not None and reader is not None:
+            self.store.end_snapshot(reader.snapshot)
 
     @property
     def values(self) -> ChunkValues:

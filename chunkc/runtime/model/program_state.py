@@ -18,7 +18,7 @@ the next use of the model brings it to the cold state, with the parameters of th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ from chunkc.distributed.agreement import Kind
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
 from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.execution.bound_action import BoundProgram
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.grad_norm import GradNormTable
 from chunkc.runtime.params.gradients import Gradients
@@ -87,6 +88,12 @@ class ProgramState:
             if self.executor is not None:
                 self.executor.join()
             self.executor = executor
+
+    def collective(self, place: str) -> AbstractContextManager[None]:
+        """Within the block all ranks carry out programs together; see `Ranks.collective_section`."""
+        if self.ranks.size == 1:
+            return nullcontext()
+        return self.ranks.collective_section(place, self.device.synchronize)
 
     @contextmanager
     def changing(self, at_stake: AtStake) -> Iterator[None]:
@@ -158,11 +165,8 @@ class ProgramState:
         if self.phase is not ModelPhase.UNREDUCED:
             return False
         executor = self.running
-        executor.agree(Kind.REDUCE, "reduce_all")
-        with (
-            self.ranks.collective_section("a reduction of gradients", self.device.synchronize),
-            self.changing(AtStake.GRADIENTS),
-        ):
+        executor.agree(Kind.REDUCE, executor.program("reduce_all"))
+        with self.collective("a reduction of gradients"), self.changing(AtStake.GRADIENTS):
             executor.reduce_all()
             self.enter(ModelPhase.COLD)
             self.norm_table = executor.norm_table
@@ -170,19 +174,23 @@ class ProgramState:
             self.gradients.note_landed(graded, None, is_measured=self.norm_table is not None)
         return True
 
-    def forward_program(self, executor: Executor) -> str:
-        defers = self.phase is ModelPhase.UNREDUCED and executor.plan.defers_reduction
-        return "forward_again" if defers and self.gradients.accumulated else "forward"
+    def forward_program(self, executor: Executor) -> BoundProgram:
+        is_later = self._is_unreduced(executor)
+        return executor.program("forward", "later" if is_later else "first", not is_later)
 
-    def backward_program(self, executor: Executor, number: int, *, is_unscaled: bool) -> str:
+    def backward_program(self, executor: Executor, number: int, is_unscaled: Callable[[], bool]) -> BoundProgram:
         """The program of micro-batch ``number`` of a step, from 1; the last is guessed by the step before.
 
         A guess too low makes every further micro-batch exchange; `reduce_gradients` makes up for one too high.
         """
-        adds, defers = bool(self.gradients.accumulated), executor.plan.defers_reduction
         is_last = number >= (self.num_expected or self.gradients.accumulate)
-        if self.phase is ModelPhase.UNREDUCED and adds and defers and is_unscaled:
-            return "accumulate_last" if is_last else "accumulate_unreduced"
-        if adds:
-            return "accumulate"
-        return "backward_unreduced" if defers and not is_last else "backward"
+        if self._is_unreduced(executor) and is_unscaled():
+            return executor.program("backward", "last" if is_last else "later", is_last)
+        if self.gradients.accumulated:
+            return executor.program("backward", "later")
+        return executor.program("backward", "first", is_last or not executor.defers_reduction)
+
+    def _is_unreduced(self, executor: Executor) -> bool:
+        """Whether a micro-batch of ``executor`` may add to gradients that those before have left unreduced."""
+        is_unreduced = self.phase is ModelPhase.UNREDUCED and bool(self.gradients.accumulated)
+        return is_unreduced and executor.defers_reduction

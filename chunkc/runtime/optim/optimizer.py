@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from chunkc.errors import ChunkcError
 from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.optim.state_dict import (
     Groups,
-    check_options,
     check_range,
     check_states,
     find_runtime,
@@ -35,8 +34,10 @@ from chunkc.runtime.optim.state_dict import (
 )
 from chunkc.runtime.optim.state_mapping import OptimizerState
 from chunkc.runtime.optim.step_counts import StepCounts, names_of
-from chunkc.runtime.update.rules import UpdateRule, rule_of
-from chunkc.runtime.update.update_inputs import Hyper
+from chunkc.runtime.update.rules import Hyper, UpdateRule, rule_of
+
+UNSUPPORTED_OPTIONS: Final = ("amsgrad", "maximize", "differentiable")
+"""Options of torch's optimizers that change what a step computes; others that chunkc lacks choose an implementation."""
 
 
 class ChunkOptimizer(torch.optim.Optimizer):
@@ -57,16 +58,32 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._has_warned = False
         super().__init__(params, defaults)
 
-    def _rule_of(self, groups: Groups) -> UpdateRule:
+    def needed_rule(self, groups: Groups) -> UpdateRule:
+        """The rule of an optimizer made with ``groups``."""
         return self._counts.rule
+
+    def _rule_of(self, groups: Groups) -> UpdateRule:
+        """The rule of ``groups``, with the states that this optimizer keeps already."""
+        kept, needed = self._counts.rule, self.needed_rule(groups)
+        return kept if set(needed.states.names) <= set(kept.states.names) else needed
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
         """Hyperparameters of a group as the rule takes them; every optimizer has its own."""
         raise NotImplementedError
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse options that would change what a step computes."""
-        check_options(group)
+        """Refuse options of torch's that would change what a step computes, and those that no group has."""
+        if "max_grad_norm" in group:
+            raise ChunkcError(
+                "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
+                "optimizer: chunkc.AdamW(groups, max_grad_norm=...)"
+            )
+        for name in UNSUPPORTED_OPTIONS:
+            if group.get(name):
+                raise ChunkcError(
+                    f"{name}={group[name]} is not supported by chunkc's optimizers; leave it out of the group or the "
+                    "state"
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does.
@@ -110,14 +127,14 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self._counts.settle()
         runtime, groups = self.runtime, self._groups_by_index()
         self._declare(runtime, self.param_groups)
-        active = runtime.check_step({index: param for index, (param, _) in groups.items()})
+        active = runtime.check_step()
         if not active:
             self._warn_without_gradients()
             return
         self._check_covered(active, groups.keys())
         self._counts.check_owned(active)
         snapshots = {id(group): self._hyper_of(group) for group in self.param_groups}
-        hypers = {index: snapshots[id(groups[index][1])] for index in sorted(active)}
+        hypers = {index: snapshots[id(groups[index])] for index in sorted(active)}
         steps = self._counts.following(hypers)
         self._check_max_norm()
         runtime.prepare_step(active)
@@ -256,8 +273,13 @@ class ChunkOptimizer(torch.optim.Optimizer):
         self.declare(state_dict["param_groups"])
         return states
 
-    def _groups_by_index(self) -> dict[int, tuple[nn.Parameter, dict[str, Any]]]:
-        return {managed(param)[1]: (param, group) for group in self.param_groups for param in group["params"]}
+    def _groups_by_index(self) -> dict[int, dict[str, Any]]:
+        """The group of every parameter; ChunkcError for one that no compiled model manages any more."""
+        store = self.runtime.parameters
+        pairs = [(param, group) for group in self.param_groups for param in group["params"]]
+        if all(getattr(param, "chunkc_store", None) is store for param, _ in pairs):
+            return {param.chunkc_index: group for param, group in pairs}
+        return {managed(param)[1]: group for param, group in pairs}
 
     def _hyper_of(self, group: Mapping[str, Any]) -> Hyper:
         self.check_group(group)

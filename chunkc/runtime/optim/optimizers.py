@@ -14,9 +14,8 @@ from torch.optim.optimizer import ParamsT
 from chunkc.errors import ChunkcError
 from chunkc.runtime.optim.optimizer import ChunkOptimizer
 from chunkc.runtime.optim.state_dict import Groups
-from chunkc.runtime.update.rules import ADAM, LION, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
+from chunkc.runtime.update.rules import ADAM, LION, SGD_MOMENTUM, AdamHyper, Hyper, LionHyper, SgdHyper, UpdateRule
 from chunkc.runtime.update.rules import SGD as PLAIN_SGD
-from chunkc.runtime.update.update_inputs import Hyper
 
 _IMPLEMENTATIONS: Final[dict[str, Any]] = {"maximize": False, "foreach": None, "differentiable": False, "fused": None}
 """Options of torch's optimizers that groups carry so that states can be exchanged with torch."""
@@ -115,8 +114,8 @@ class SGD(ChunkOptimizer):
         plain = [group for group in self.param_groups if not float(group["momentum"])]
         self._without_buffer.update(param for group in plain for param in group["params"])
 
-    def _rule_of(self, groups: Groups) -> UpdateRule:
-        return SGD_MOMENTUM if any(float(group.get("momentum", 0)) for group in groups) else super()._rule_of(groups)
+    def needed_rule(self, groups: Groups) -> UpdateRule:
+        return SGD_MOMENTUM if any(float(group.get("momentum", 0)) for group in groups) else PLAIN_SGD
 
     def _hyper(self, group: Mapping[str, Any]) -> Hyper:
         """Refuse, by ChunkcError, dampening behind steps without momentum: plans tell only a first step."""

@@ -26,15 +26,12 @@ Groups = Sequence[Mapping[str, Any]]
 MASTER_PART: Final = "master_param"
 """``param32`` as state dicts name it."""
 
-UNSUPPORTED_OPTIONS = ("amsgrad", "maximize", "differentiable")
-"""Options of torch's optimizers that change what a step computes; others that chunkc lacks choose an implementation."""
-
 
 def find_runtime(param: Tensor) -> tuple[OptimizerSteps, int] | None:
     """The compiled model that manages ``param`` and the parameter's index, or None for a plain tensor."""
-    store = getattr(param, "_chunkc_store", None)
+    store = getattr(param, "chunkc_store", None)
     runtime = getattr(store, "runtime", None)  # gradients and parts of states have a store without one
-    return None if runtime is None else (runtime.steps, param._chunkc_index)  # type: ignore[attr-defined]
+    return None if runtime is None else (runtime.steps, param.chunkc_index)  # type: ignore[attr-defined]
 
 
 def managed(param: Tensor) -> tuple[OptimizerSteps, int]:
@@ -118,20 +115,6 @@ def check_range(group: Mapping[str, Any]) -> None:
             raise ValueError(f"betas must lie in [0, 1), found {group['betas']}")
     if group.get("nesterov") and not (float(group["momentum"]) > 0.0 and float(group["dampening"]) == 0.0):
         raise ValueError("nesterov takes a momentum above 0 and no dampening")
-
-
-def check_options(group: Mapping[str, Any]) -> None:
-    """Refuse options of torch's that would change what a step computes, and those that no group has."""
-    if "max_grad_norm" in group:
-        raise ChunkcError(
-            "max_grad_norm bounds the norm of all gradients together and is no option of a group; pass it to the "
-            "optimizer: chunkc.AdamW(groups, max_grad_norm=...)"
-        )
-    for name in UNSUPPORTED_OPTIONS:
-        if group.get(name):
-            raise ChunkcError(
-                f"{name}={group[name]} is not supported by chunkc's optimizers; leave it out of the group or the state"
-            )
 
 
 def check_state(rule: UpdateRule, runtime: OptimizerSteps, index: int, param: Tensor, state: Mapping[str, Any]) -> int:

@@ -1,4 +1,4 @@
-"""Whether autograd's engine runs the whole backward of a compiled forward.
+"""Nodes that tell whether autograd's engine runs the whole backward of a compiled forward.
 
 Gradients land in chunks and never reach autograd, so ``backward(inputs=...)`` and ``torch.autograd.grad`` cannot pick
 some of them: the nodes that would have accumulated the others notice both inside the backward.
@@ -7,13 +7,13 @@ some of them: the nodes that would have accumulated the others notice both insid
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 
-from chunkc._torch_compat.core import engine_runs, pytree
+from chunkc._torch_compat.core import pytree
 
 
 def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[int, Node]:
@@ -32,8 +32,3 @@ def find_accumulators(outputs: Any, params: Mapping[int, torch.Tensor]) -> dict[
             else:
                 todo.append(node)
     return accumulators
-
-
-def left_out(accumulators: Mapping[int, Node], keys: Collection[int]) -> list[int]:
-    """The ``keys`` whose gradients the backward under way does not ask for. Call inside a backward."""
-    return [key for key in keys if key in accumulators and not engine_runs(accumulators[key])]

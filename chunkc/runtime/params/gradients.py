@@ -11,12 +11,12 @@ the first micro-batch that had a gradient), so that a kept handle never shows th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch import nn
 
-from chunkc.runtime.params.managed_tensor import GradStore, ManagedTensor, inner_of
+from chunkc.runtime.params.managed_tensor import ManagedTensor, ValueStore, inner_of
 from chunkc.runtime.update.loss_scale import LossScale, multiply
 
 
@@ -49,8 +49,9 @@ class Gradients:
         self.found: torch.Tensor | None = None
         self.measured: frozenset[int] | None = None
         self.is_consumed = False
-        self._params = params
+        self.params = params
         self._handles: dict[int, ManagedTensor] = {}
+        self._shells: dict[int, torch.Tensor] = {}
         self._stamps: dict[int, int] = {}
         self._live: set[int] = set()
         self._replaced: dict[int, torch.Tensor] = {}
@@ -75,12 +76,23 @@ class Gradients:
 
     def is_handle(self, index: int) -> bool:
         """Whether ``param.grad`` is what the latest backward published."""
-        grad = self._params[index].grad
+        grad = self.params[index].grad
         return grad is not None and grad is self._handles.get(index)
 
     def is_kept(self, index: int) -> bool:
         """Whether a gradient stands somewhere and can be stepped; zeros of a withheld one are none."""
         return (index in self.chunk_grads and index in self._live) or index in self.host_grads
+
+    def doubtful(self, indexes: Iterable[int]) -> list[int]:
+        """Those of ``indexes`` whose ``grad`` is none that the latest backward published and memory holds."""
+        params, handles = self.params, self._handles
+        kept = {*self._live.intersection(self.chunk_grads), *self.host_grads}
+        return [i for i in indexes if i not in kept or params[i].grad is not handles.get(i)]
+
+    def present(self, trained: Set[int]) -> tuple[frozenset[int], list[int]]:
+        """All parameters with a ``grad``, and those of them that are `doubtful` or not ``trained``."""
+        present = frozenset(i for i, p in enumerate(self.params) if p.grad is not None)
+        return present, sorted({*self.doubtful(present), *present.difference(trained)})
 
     def published(self, indexes: Iterable[int]) -> frozenset[int]:
         """Those of ``indexes`` whose gradient was published since the last step; the others were withheld."""
@@ -107,7 +119,7 @@ class Gradients:
 
     def waiting(self) -> list[int]:
         """Parameters that show a gradient which nobody has zeroed."""
-        shown = [i for i, p in enumerate(self._params) if p.grad is not None]
+        shown = [i for i, p in enumerate(self.params) if p.grad is not None]
         return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
 
     def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
@@ -146,27 +158,32 @@ class Gradients:
         self.host_grads[index] = part if before is None else before + part
 
     def publish(
-        self, store: GradStore, graph: object, indexes: Iterable[int], scale: torch.Tensor | None = None
+        self,
+        store: ValueStore,
+        averaged: Callable[[torch.Tensor], torch.Tensor],
+        graph: object,
+        indexes: Iterable[int],
+        scale: torch.Tensor | None = None,
     ) -> None:
-        """Set ``param.grad`` after ``graph`` has run backward, whose gradients are multiplied by ``scale``.
+        """Set ``param.grad``, of ``store``, after ``graph`` has run backward on a loss times ``scale``.
 
-        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, and kept for
-        the case that this backward fails.
+        A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, ``averaged``
+        over ranks, and kept for the case that this backward fails.
         """
         self._ran[graph] += 1
         for index in indexes:
-            param = self._params[index]
+            param = self.params[index]
             if param.grad is not None and not self.is_handle(index):
                 self._replaced[index] = param.grad
-                plain = store.averaged(param.grad.detach()).clone()
+                plain = averaged(param.grad.detach()).clone()
                 self.add(index, plain if scale is None else multiply(plain, scale.to(plain.device)))
             self.zeroed.discard(index)
-            if self.is_handle(index) and index in self._live:
+            if index in self._live and self.is_handle(index):
                 continue  # one tensor, to which each backward adds
-            shell = inner_of(param).detach()  # storage-less already: nothing is allocated
+            if index not in self._shells:
+                self._shells[index] = inner_of(param).detach()  # storage-less already: nothing is allocated
             self._stamps[index] = self.stamp
-            self._handles[index] = ManagedTensor(shell, "grad", index, store, self.stamp)
-            param.grad = self._handles[index]
+            self._handles[index] = param.grad = ManagedTensor(self._shells[index], "grad", index, store, self.stamp)
             self._live.add(index)
 
     def forget(self) -> None:
@@ -186,11 +203,12 @@ class Gradients:
     def retract(self) -> None:
         """Give gradients up: parameters show what they showed before this model published gradients."""
         for index, handle in self._handles.items():
-            if self._params[index].grad is handle:
-                self._params[index].grad = self._replaced.get(index)
+            if self.params[index].grad is handle:
+                self.params[index].grad = self._replaced.get(index)
         self.forget()
 
     def close(self) -> None:
         """Let go of everything, where the garbage collector cannot look."""
         self.retract()
         self._handles.clear()
+        self._shells.clear()

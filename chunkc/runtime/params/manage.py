@@ -9,12 +9,12 @@ import torch
 from chunkc._torch_compat.core import swap_tensors
 from chunkc.errors import ChunkcError
 from chunkc.ir.schedule import ParamInfo
-from chunkc.runtime.params.managed_tensor import ManagedTensor, ParamStore
+from chunkc.runtime.params.managed_tensor import ManagedTensor, ValueStore
 from chunkc.runtime.params.shell import Shell
 
 
 def manage(
-    param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ParamStore, device: torch.device
+    param: torch.nn.Parameter, info: ParamInfo, index: int, runtime: ValueStore, device: torch.device
 ) -> torch.nn.Parameter:
     """Turn ``param`` into a managed parameter on ``device``; the object stays the same, its payload goes.
 
@@ -29,7 +29,7 @@ def manage(
 
 
 def manage_all(
-    params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ParamStore, device: torch.device
+    params: Sequence[torch.nn.Parameter], infos: Sequence[ParamInfo], runtime: ValueStore, device: torch.device
 ) -> None:
     """Make all parameters managed, or none; raises `ChunkcError` that names the first that cannot."""
     done: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []

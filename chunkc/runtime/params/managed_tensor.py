@@ -26,7 +26,6 @@ import torch
 from chunkc._torch_compat.core import graph_break, hidden_from_dynamo, is_capturing, pytree, wrapper_tensor
 from chunkc.errors import ChunkcError
 from chunkc.runtime.params.shell import Shell
-from chunkc.runtime.storage.staging import StagingStore
 
 Role = Literal["param", "grad", "state", "view"]
 aten = torch.ops.aten
@@ -40,32 +39,16 @@ _ALIASES = frozenset({aten.detach.default, aten.alias.default})
 
 
 class ValueStore(Protocol):
-    """Reads and writes of one kind of values, by the index of a parameter; a read drains pending updates."""
+    """Reads and writes of one kind of values, by the index of a parameter; a read drains updates.
+
+    Tensors of each role also call the methods that stand for their own kind of values.
+    """
 
     @property
     def holds(self) -> Literal["params", "states"]: ...
     def name_of(self, index: int) -> str: ...
     def is_entered(self) -> bool: ...
     def version_of(self, index: int) -> int: ...
-
-
-class ParamStore(ValueStore, Protocol):
-    """Where values of parameters are read and written."""
-
-    staging: StagingStore
-
-    def read_param(self, index: int) -> torch.Tensor: ...
-    def write_param(self, index: int, value: torch.Tensor) -> None: ...
-    def read_exact(self, index: int) -> torch.Tensor: ...
-
-
-class GradStore(ValueStore, Protocol):
-    """Where values of gradients are read and written, by the stamp of their backward."""
-
-    def read_grad(self, index: int, stamp: int) -> torch.Tensor: ...
-    def write_grad(self, index: int, stamp: int, value: torch.Tensor) -> None: ...
-    def zero_grad(self, index: int, stamp: int) -> None: ...
-    def averaged(self, gradient: torch.Tensor) -> torch.Tensor: ...
 
 
 def _refusing(access: str) -> Any:
@@ -82,8 +65,8 @@ class ManagedTensor(torch.Tensor):
 
     _inner: torch.Tensor
     _role: Role
-    _chunkc_index: int
-    _chunkc_store: Any
+    chunkc_index: int
+    chunkc_store: Any
     _chunkc_stamp: int
 
     @staticmethod
@@ -93,8 +76,8 @@ class ManagedTensor(torch.Tensor):
         outer: ManagedTensor = wrapper_tensor(cls, inner, inner.requires_grad and role == "param")
         outer._inner = inner
         outer._role = role
-        outer._chunkc_index = index
-        outer._chunkc_store = runtime
+        outer.chunkc_index = index
+        outer.chunkc_store = runtime
         outer._chunkc_stamp = stamp
         return outer
 
@@ -105,7 +88,7 @@ class ManagedTensor(torch.Tensor):
         return f"{_describe(self)}(shape={tuple(self.shape)}, dtype={self.dtype}, requires_grad={self.requires_grad})"
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Role, int]]:
-        runtime = self._chunkc_store
+        runtime = self.chunkc_store
         if runtime is not None and not runtime.is_entered():
             text = (
                 f"{_describe(self)} is used inside another torch.compile, or inside a compiled model that it is no "
@@ -113,7 +96,7 @@ class ManagedTensor(torch.Tensor):
                 "(`param.detach().clone()`)"
             )
             raise graph_break(text) if is_capturing() else ChunkcError(text)
-        return ["_inner"], (self._role, self._chunkc_index)
+        return ["_inner"], (self._role, self.chunkc_index)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -132,7 +115,7 @@ class ManagedTensor(torch.Tensor):
 
     def exact(self) -> torch.Tensor:
         """A copy of the parameter in the dtype that it was handed over in."""
-        value: torch.Tensor = _store(self).read_exact(self._chunkc_index)
+        value: torch.Tensor = _store(self).read_exact(self.chunkc_index)
         return value
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
@@ -211,7 +194,7 @@ def _alias(tensor: ManagedTensor) -> ManagedTensor:
 
 
 def _like(tensor: ManagedTensor, inner: torch.Tensor) -> ManagedTensor:
-    return ManagedTensor(inner, tensor._role, tensor._chunkc_index, tensor._chunkc_store, tensor._chunkc_stamp)
+    return ManagedTensor(inner, tensor._role, tensor.chunkc_index, tensor.chunkc_store, tensor._chunkc_stamp)
 
 
 def _refuse_memory(tensor: ManagedTensor, access: str) -> NoReturn:
@@ -235,7 +218,7 @@ def _refuse_lost_write(func: Any, view: ManagedTensor) -> NoReturn:
 
 def _is_of_state(tensor: ManagedTensor) -> bool:
     """Whether it is a part of an optimizer state, or a view of one."""
-    store: ValueStore | None = tensor._chunkc_store
+    store: ValueStore | None = tensor.chunkc_store
     return store is not None and store.holds == "states"
 
 
@@ -248,13 +231,13 @@ def _refuse_hook(tensor: ManagedTensor) -> None:
 
 
 def _describe(tensor: ManagedTensor) -> str:
-    runtime = tensor._chunkc_store
-    name = runtime.name_of(tensor._chunkc_index) if runtime is not None else f"#{tensor._chunkc_index}"
+    runtime = tensor.chunkc_store
+    name = runtime.name_of(tensor.chunkc_index) if runtime is not None else f"#{tensor.chunkc_index}"
     return f"chunkc.{'Parameter' if tensor._role == 'param' else tensor._role.capitalize()}({name!r})"
 
 
 def _read(tensor: ManagedTensor) -> torch.Tensor:
-    store, index = _store(tensor), tensor._chunkc_index
+    store, index = _store(tensor), tensor.chunkc_index
     if tensor._role == "view":
         if tensor._chunkc_stamp not in (_NO_VERSION, store.version_of(index)):
             changed = "was taken before the parameter changed"
@@ -276,15 +259,15 @@ def _write(tensor: ManagedTensor, value: torch.Tensor) -> None:
         result = f"{tuple(value.shape)} {value.dtype}"
         raise ChunkcError(f"{_describe(tensor)} keeps its shape and dtype; an in-place operator made it {result}")
     if tensor._role == "grad":
-        runtime.write_grad(tensor._chunkc_index, tensor._chunkc_stamp, value)
+        runtime.write_grad(tensor.chunkc_index, tensor._chunkc_stamp, value)
     else:
-        runtime.write_param(tensor._chunkc_index, value)
+        runtime.write_param(tensor.chunkc_index, value)
 
 
 def _store(tensor: ManagedTensor) -> Any:
-    if tensor._chunkc_store is None:
+    if tensor.chunkc_store is None:
         raise ChunkcError(f"{_describe(tensor)} belongs to no compiled model any more; read it before the model goes")
-    return tensor._chunkc_store
+    return tensor.chunkc_store
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list[ManagedTensor]) -> Any:
@@ -299,7 +282,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return _fill(func, args[0], args[1:], kwargs)
     if func in _ZEROING and all(t._role == "grad" for t in managed):
         for tensor in managed:
-            _store(tensor).zero_grad(tensor._chunkc_index, tensor._chunkc_stamp)
+            _store(tensor).zero_grad(tensor.chunkc_index, tensor._chunkc_stamp)
         return args[0] if func is aten.zero_.default else None
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
@@ -314,7 +297,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         return pytree.tree_map_only(torch.Tensor, lambda x: originals.get(id(x), x), out)
     if any(r.alias_info is not None for r in func._schema.returns):
         source = managed[0]
-        runtime, index, stamp = source._chunkc_store, source._chunkc_index, source._chunkc_stamp
+        runtime, index, stamp = source.chunkc_store, source.chunkc_index, source._chunkc_stamp
         if source._role != "view":
             stamp = _NO_VERSION if source._role == "grad" else runtime.version_of(index)
         wrap = partial(ManagedTensor, role="view", index=index, runtime=runtime, stamp=stamp)
@@ -325,13 +308,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
 def _copy_exactly(target: ManagedTensor, source: torch.Tensor) -> ManagedTensor:
     """``target.copy_(source)`` without rounding to compute dtype on the way to param32."""
     value = _read(source) if isinstance(source, ManagedTensor) else source
-    _store(target).write_param(target._chunkc_index, value.expand(target.shape))
+    _store(target).write_param(target.chunkc_index, value.expand(target.shape))
     return target
 
 
 def _fill(func: Any, target: ManagedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ManagedTensor:
     """Fill a parameter without reading it, in the dtype and with the random numbers of its initialisation."""
-    dtype = _store(target).staging.dtypes[target._chunkc_index]
+    dtype = _store(target).staging.dtypes[target.chunkc_index]
     value = torch.empty_strided(target.shape, target.stride(), dtype=dtype, device=target.device)
     args, kwargs = pytree.tree_map_only(ManagedTensor, _read, (args, kwargs))
     func(value, *args, **kwargs)
@@ -342,7 +325,7 @@ def _value_key(tensor: ManagedTensor) -> object:
     """Return a key shared by tensors whose values are in the same place, as a parameter and its ``data``."""
     if tensor._role == "view":
         return id(tensor)
-    return id(tensor._chunkc_store), tensor._role, tensor._chunkc_index, tensor._chunkc_stamp
+    return id(tensor.chunkc_store), tensor._role, tensor.chunkc_index, tensor._chunkc_stamp
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[ManagedTensor]:

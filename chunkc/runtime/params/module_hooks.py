@@ -37,7 +37,7 @@ class StateDictHook:
                 state[prefix + name] = self._value(param)
 
     def _value(self, param: ManagedTensor) -> torch.Tensor:
-        key = (param._chunkc_index, param._version)
+        key = (param.chunkc_index, param._version)
         known = self._values.get(key)
         value = known() if known is not None else None
         if value is None:

@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import torch
 
-from chunkc.ir.layout import Chunk, Home, Layout
+from chunkc.ir.layout import Chunk, Layout
 from chunkc.ir.schedule import DTYPE_NBYTES
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.storage.snapshot import Part, Snapshot
@@ -34,8 +34,8 @@ class ChunkStore:
         self.snapshot: Snapshot | None = None
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
-        payloads = [c for c in layout.owned() if c.home is Home.HOST]
-        with_states = [c for c in layout.owned() if c.os_home is Home.HOST]
+        payloads = [c for c in layout.owned() if not c.is_resident]
+        with_states = [c for c in layout.owned() if c.has_os_below]
         self._payload_slab = self._states_slab = self._nothing
         self.arena = device.allocate_arena(layout.arena_nbytes)
         try:
@@ -57,9 +57,9 @@ class ChunkStore:
             chunk = self.layout.chunks[part.chunk]
             if not self.is_own(part.chunk):
                 continue
-            if chunk.home is Home.HOST:
+            if not chunk.is_resident:
                 self._device.touch_home(self.payload_home(chunk)[part.in_chunk])
-            if chunk.os_home is Home.HOST:
+            if chunk.has_os_below:
                 for tensor in self.states_home(chunk).values():
                     self._device.touch_home(tensor[part.in_chunk])
 

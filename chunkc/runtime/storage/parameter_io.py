@@ -14,7 +14,7 @@ import torch
 
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
-from chunkc.ir.layout import Chunk, ChunkList, Home, Layout
+from chunkc.ir.layout import Chunk, ChunkList, Layout
 from chunkc.ir.state_spec import MASTER
 from chunkc.runtime.devices.host_slab import FreedPages
 from chunkc.runtime.storage.chunk_store import ChunkStates, ChunkStore
@@ -30,7 +30,7 @@ class ChunkValues:
 
     def __init__(self, store: ChunkStore, static_slots: dict[str, int], ranks: Ranks | None = None) -> None:
         """Bind a store to ``static_slots``, of payloads (``c3``) and OS (``os3``) homed on the device."""
-        self._store = store
+        self.store = store
         self._ranks = ranks or Ranks()
         self._layout: Layout = store.layout
         self._static = static_slots
@@ -45,7 +45,7 @@ class ChunkValues:
         freed = FreedPages()
         for index in sorted(filter(staging.holds, range(len(self._layout.params))), key=self._first_element):
             exact, state = staging.exact(index), staging.state(index, self._layout.state_spec.names)
-            self._store.touch(index)
+            self.store.touch(index)
             self.write_param(index, exact, payload=True)
             if state is not None and self.is_trained(index):
                 self.write_states(index, state.lists)
@@ -53,7 +53,7 @@ class ChunkValues:
             staging.forget(index)
             del exact, state
             freed.add(nbytes)
-        self._store.pin()
+        self.store.pin()
 
     def _first_element(self, index: int) -> tuple[int, int]:
         placement = self._layout.placements[index]
@@ -124,18 +124,25 @@ class ChunkValues:
         if unknown:
             raise ChunkcError(f"the plan has room for {spec}, and none for {', '.join(unknown)} of another optimizer")
 
-    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats], *, payload: bool) -> None:
-        """Replace this rank's elements of a parameter and given states: a 1-D tensor for each run of parts."""
+    def write_own(self, index: int, value: Flats, states: Mapping[str, Flats] | None, *, payload: bool) -> None:
+        """Replace this rank's elements of a parameter and its states: a 1-D tensor for each run of parts.
+
+        States not given become zero; None keeps them all.
+        """
         self._before_write(index)
         is_trained = self.is_trained(index)
-        for position, run in enumerate(self._store.own_runs(index)):
+        replaced: dict[str, Flats | None] = {MASTER: value}
+        if states is not None:
+            replaced |= {name: states.get(name) for name in self._layout.state_spec.names}
+        for position, run in enumerate(self.store.own_runs(index)):
             for part in run:
                 chunk = self._layout.chunks[part.chunk]
                 first = part.first - run[0].first
                 taken = slice(first, first + part.end - part.start)
                 if is_trained:
-                    for name, flats in {MASTER: value, **states}.items():
-                        self._states(chunk)[name][part.in_chunk].copy_(flats[position][taken])
+                    for name, flats in replaced.items():
+                        here = self._states(chunk)[name][part.in_chunk]
+                        here.zero_() if flats is None else here.copy_(flats[position][taken])
                 if payload or not is_trained:
                     self._payload(chunk)[part.in_chunk].copy_(value[position][taken])
 
@@ -144,10 +151,10 @@ class ChunkValues:
 
         An earlier snapshot ends. ``end_snapshot`` of the store must follow the last read.
         """
-        used = {part.chunk for index in range(len(self._layout.params)) for part in self._store.parts(index)}
-        snapshot = Snapshot(self._masters, {c for c in used if self._store.is_own(c)}, max_copied_nbytes)
-        self._store.begin_snapshot(snapshot)
-        return SnapshotReader(snapshot, self._store.own_runs)
+        used = {part.chunk for index in range(len(self._layout.params)) for part in self.store.parts(index)}
+        snapshot = Snapshot(self._masters, {c for c in used if self.store.is_own(c)}, max_copied_nbytes)
+        self.store.begin_snapshot(snapshot)
+        return SnapshotReader(snapshot, self.store.own_runs)
 
     def _masters(self, chunk: int) -> tuple[torch.Tensor, ...]:
         """Tensors of a chunk's values: param32 and states, or the payload of an untrained chunk."""
@@ -156,20 +163,20 @@ class ChunkValues:
 
     def _before_write(self, index: int) -> None:
         for chunk, _ in self._own_parts(index):
-            self._store.before_write(chunk.index)
+            self.store.before_write(chunk.index)
 
     def _own_parts(self, index: int) -> Iterator[tuple[Chunk, Part]]:
-        for part in self._store.parts(index):
-            if self._store.is_own(part.chunk):
+        for part in self.store.parts(index):
+            if self.store.is_own(part.chunk):
                 yield self._layout.chunks[part.chunk], part
 
     def _chunk_of(self, index: int) -> Chunk:
         return self._layout.chunks[self._layout.placements[index].chunk]
 
     def _payload(self, chunk: Chunk) -> torch.Tensor:
-        if chunk.home is Home.DEVICE:
-            return self._store.payload_slot(chunk, self._static[f"c{chunk.index}"])
-        return self._store.payload_home(chunk)
+        if chunk.is_resident:
+            return self.store.payload_slot(chunk, self._static[f"c{chunk.index}"])
+        return self.store.payload_home(chunk)
 
     def _gradient(self, chunk: Chunk) -> torch.Tensor:
         grad_chunk = self._grad_chunks.get(chunk.index)
@@ -179,12 +186,12 @@ class ChunkValues:
         return self._states(chunk)[name]
 
     def _states(self, chunk: Chunk) -> ChunkStates:
-        if chunk.os_home is Home.DEVICE:
-            return self._store.states_slot(chunk, self._static[f"os{chunk.index}"])
-        return self._store.states_home(chunk)
+        if chunk.has_resident_os:
+            return self.store.states_slot(chunk, self._static[f"os{chunk.index}"])
+        return self.store.states_home(chunk)
 
     def _gather(self, index: int, of: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:
-        info, parts = self._layout.params[index], self._store.parts(index)
+        info, parts = self._layout.params[index], self.store.parts(index)
         ranges = [of(self._layout.chunks[part.chunk])[part.in_chunk] for part in parts]
         dtype = ranges[0].dtype if ranges else getattr(torch, info.dtype)
         device = ranges[0].device if ranges else torch.device("cpu")
@@ -204,7 +211,7 @@ class ChunkValues:
         if self._ranks.replica == 0:
             for chunk, part in self._own_parts(index):
                 flat[part.in_param].copy_(of(chunk)[part.in_chunk])
-        owners = {self._layout.owner(part.chunk) for part in self._store.parts(index)}
+        owners = {self._layout.owner(part.chunk) for part in self.store.parts(index)}
         if len(owners) == 1:
             self._ranks.broadcast(flat, owners.pop())
         else:
@@ -227,6 +234,6 @@ def _flat(dense: torch.Tensor) -> torch.Tensor:
 
 def static_slots(layout: Layout, resident: Sequence[tuple[str, int]]) -> dict[str, int]:
     """Slots of the payloads and optimizer states that live on the device."""
-    fixed = {f"c{c.index}" for c in layout.chunks if c.home is Home.DEVICE}
-    fixed |= {f"os{c.index}" for c in layout.chunks if c.os_home is Home.DEVICE}
+    fixed = {f"c{c.index}" for c in layout.chunks if c.is_resident}
+    fixed |= {f"os{c.index}" for c in layout.chunks if c.has_resident_os}
     return {target: slot for target, slot in resident if target in fixed}

@@ -33,7 +33,10 @@ class StagedState:
 
 
 class StagingStore:
-    """Per-tensor storage by parameter index; ``dtypes`` are those that parameters were handed over in."""
+    """Per-tensor storage by parameter index; ``dtypes`` are those that parameters were handed over in.
+
+    ``blank``: parameters that were never given a value.
+    """
 
     def __init__(self, values: Sequence[torch.Tensor], names: Sequence[str] = (), ranks: Ranks | None = None) -> None:
         self._ranks = ranks or Ranks()
@@ -42,7 +45,7 @@ class StagingStore:
         self._names = tuple(names) or tuple(f"#{index}" for index in range(len(values)))
         self.dtypes = tuple(v.dtype for v in values)
         blank = bytes(value.is_meta and value.numel() > 0 for value in values)
-        self._blank = {index for index, is_blank in enumerate(self._ranks.collect(blank)[0]) if is_blank}
+        self.blank = {index for index, is_blank in enumerate(self._ranks.collect(blank)[0]) if is_blank}
         for index, value in enumerate(values):
             if not self._ranks.is_first:
                 self._values[index] = torch.empty_like(value, device="meta")
@@ -53,7 +56,7 @@ class StagingStore:
         return self._values[index] is not None
 
     def is_blank(self, index: int) -> bool:
-        return index in self._blank
+        return index in self.blank
 
     def check_complete(self) -> None:
         """Raise `ChunkcError` that names parameters which were never given a value."""
@@ -108,20 +111,20 @@ class StagingStore:
         return self._held(index), self._states.get(index)
 
     def nbytes(self) -> int:
-        held = [v for i, v in enumerate(self._values) if v is not None and i not in self._blank]
+        held = [v for i, v in enumerate(self._values) if v is not None and i not in self.blank]
         return sum(v.numel() * v.element_size() for v in held)
 
     def write(self, index: int, value: torch.Tensor, *, keep_finer: bool = True) -> None:
         """Replace a parameter; with ``keep_finer``, elements of param32 that merely round to ``value`` stay."""
         if not self._ranks.is_first:
-            self._blank.discard(index)
+            self.blank.discard(index)
             return
         state = self._states.get(index)
         if state is not None and state.param32 is not None:
             state.param32 = keep_master(state.param32, value.to(self.dtypes[index])) if keep_finer else None
         staged = self.empty(index) if self.is_blank(index) else self._held(index)
         self._values[index] = staged.copy_(value)
-        self._blank.discard(index)
+        self.blank.discard(index)
 
     def state(self, index: int, names: Sequence[str] = ()) -> StagedState | None:
         """Loaded optimizer states, those of ``names`` alone, or None; of rank 0."""
@@ -161,7 +164,7 @@ class StagingStore:
 
     def forget(self, index: int) -> None:
         self._values[index] = None
-        self._blank.discard(index)
+        self.blank.discard(index)
         self._states.pop(index, None)
 
 

@@ -6,18 +6,21 @@ Step ``t = 1`` starts from states of zero, whatever their memory held, so that t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from chunkc.runtime.update.cpu_update_kernel import coefficients_of, host_kernel
-from chunkc.runtime.update.rules import UpdateRule
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update_kernel import host_kernel
+from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Hyper, UpdateRule, coefficients_of
+from chunkc.runtime.update.update_inputs import StepInputs
 
 PARALLEL_NUMEL = 32 * 1024
 """Shorter ranges are updated by the calling thread alone, as PyTorch's own operators would."""
+
+_MAX_READY = 256
+"""Ranges of a chunk whose updates are kept ready; other ranges follow where other parameters are stepped each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,7 @@ class ChunkUpdate:
         self._kernel = host_kernel(rule, *dtypes, is_parallel=False)
         is_large = payload.numel() >= PARALLEL_NUMEL
         self._large_kernel = host_kernel(rule, *dtypes, is_parallel=True) if is_large else self._kernel
+        self._ready: dict[tuple[int, int, bool], tuple[Tensor, Callable[[], None]]] = {}
 
     @torch.no_grad()
     def update(self, inputs: StepInputs) -> None:
@@ -86,8 +90,6 @@ class ChunkUpdate:
             self.restore()
             return
         runs = list(self._runs(inputs))
-        groups = {run.group for run in runs if run.group is not None}
-        coefficients = {group: coefficients_of(group.hyper, group.step, factor) for group in groups}
         num_threads = torch.get_num_threads()  # asking also gives a new thread PyTorch's number of OpenMP threads
         for run in runs:
             if run.group is None:
@@ -96,8 +98,22 @@ class ChunkUpdate:
             if run.group.step == 1:
                 self._clear_states(run.start, run.end)
             is_large = num_threads > 1 and run.end - run.start >= PARALLEL_NUMEL
+            coefficients, kernel = self._over(run.start, run.end, is_large)
+            coefficients.copy_(coefficients_of(run.group.hyper, run.group.step, factor))
+            kernel()
+
+    def _over(self, start: int, end: int, is_large: bool) -> tuple[Tensor, Callable[[], None]]:
+        """The kernel over [start, end), and the coefficients that it reads, made ready at the first step."""
+        ready = self._ready.get((start, end, is_large))
+        if ready is None:
+            if len(self._ready) >= _MAX_READY:
+                self._ready.clear()
+            with torch.inference_mode(False):
+                coefficients = torch.empty(1 + NUM_COEFFICIENTS, dtype=torch.float32, device="cpu")
             kernel = self._large_kernel if is_large else self._kernel
-            kernel(self._tensors, run.start, run.end, coefficients[run.group])
+            ready = coefficients, kernel(self._tensors, start, end, coefficients)
+            self._ready[start, end, is_large] = ready
+        return ready
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -19,15 +19,13 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Protocol
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from chunkc._torch_compat.inductor import LoopUnavailable, inductor_loop
-from chunkc.runtime.update.rules import Sqrt, UpdateRule
-from chunkc.runtime.update.update_inputs import NUM_COEFFICIENTS, Hyper, row_of
+from chunkc.runtime.update.rules import NUM_COEFFICIENTS, Sqrt, UpdateRule
 
 EAGER_TILE_NUMEL = 64 * 1024
 """Elements that are updated at a time without a compiled loop: the temporaries stay in a core's cache."""
@@ -35,15 +33,11 @@ EAGER_TILE_NUMEL = 64 * 1024
 logger = logging.getLogger("chunkc")
 
 
-class Kernel(Protocol):
-    """Updates [start, end) of gradient, param32, states and payload in place: host, 1-D, contiguous."""
+Kernel = Callable[[Sequence[Tensor], int, int, Tensor], Callable[[], None]]
+"""Makes ready the update of [start, end) of gradient, param32, states and payload in place: host, 1-D, contiguous.
 
-    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None: ...
-
-
-def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
-    """Compute the gradient's factor and the rule's coefficients, float32; ValueError below step 1."""
-    return torch.tensor((grad_scale, *row_of(hyper, step)[:NUM_COEFFICIENTS]), dtype=torch.float32, device="cpu")
+What it returns reads the coefficients when it is called; the caller keeps all tensors alive.
+"""
 
 
 @cache
@@ -101,10 +95,10 @@ class _Loop:
         places = {"input": (*range(1 + num_lists), -2), "output": tuple(range(1, 2 + num_lists)), "numel": (-1,)}
         self._order = tuple(places[kind][index] for kind, index in order)
 
-    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
         values = [t.data_ptr() + start * t.element_size() for t in tensors]
         values += (coefficients.data_ptr(), end - start)
-        self._function(*[values[i] for i in self._order])
+        return partial(self._function, *[values[i] for i in self._order])
 
 
 def _rounded_sqrt(values: Tensor) -> Tensor:
@@ -116,7 +110,10 @@ def _rounded_sqrt(values: Tensor) -> Tensor:
 class _Eager:
     rule: UpdateRule
 
-    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
+    def __call__(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
+        return partial(self._update, tensors, start, end, coefficients)
+
+    def _update(self, tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
         num_lists = 1 + len(self.rule.states.names)
         for first in range(start, end, EAGER_TILE_NUMEL):
             gradient, *lists = (t[first : min(first + EAGER_TILE_NUMEL, end)] for t in tensors)
@@ -129,8 +126,8 @@ def _agree(kernel: Kernel, eager: _Eager, gradient_dtype: torch.dtype, payload_d
     """Whether both kernels make the same of vectors and a rest between elements that neither may touch."""
     num_lists, coefficients = 1 + len(eager.rule.states.names), _arbitrary_coefficients()
     found, wanted = (_random_chunk(num_lists, gradient_dtype, payload_dtype) for _ in range(2))
-    kernel(found, 3, 1006, coefficients)
-    eager(wanted, 3, 1006, coefficients)
+    kernel(found, 3, 1006, coefficients)()
+    eager(wanted, 3, 1006, coefficients)()
     return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 

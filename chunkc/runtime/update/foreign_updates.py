@@ -14,19 +14,25 @@ logger = logging.getLogger("chunkc")
 
 
 class ForeignUpdates:
-    """Reads and writes of parameters since their gradients landed; ``num_steps`` counts foreign updates."""
+    """Reads and writes of parameters since their gradients landed; ``num_steps`` counts foreign updates.
+
+    ``has_read``: whether anything was read since gradients were stepped or began anew; else there was no update.
+    """
 
     def __init__(self) -> None:
         self.num_steps = 0
+        self.has_read = False
         self._is_told = False
         self._read: set[int] = set()
         self._graded: set[int] = set()
         self._updated: set[int] = set()
 
     def read(self, index: int) -> None:
+        self.has_read = True
         self._read.add(index)
 
     def read_gradient(self, index: int) -> None:
+        self.has_read = True
         self._graded.add(index)
 
     def written(self, index: int) -> bool:
@@ -39,6 +45,7 @@ class ForeignUpdates:
     def end_gradients(self, discarded: Collection[int], names: Callable[[Sequence[int]], str]) -> bool:
         """Gradients were stepped or begin anew; whether something else has stepped ``discarded`` ones."""
         updated = sorted(self._updated.intersection(discarded))
+        self.has_read = False
         self._read.clear()
         self._graded.clear()
         self._updated.clear()

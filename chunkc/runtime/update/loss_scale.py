@@ -76,15 +76,15 @@ def times(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Return ``value`` times ``factor`` (float32 []), in float32, rounded once to the dtype of ``value``."""
     if value.device.type == "cpu":
         return (value * factor).to(value.dtype)
-    return _in_float32(value, factor, None)
+    return multiply_in_float32(value, factor, None)
 
 
 def multiply(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """`times` in place; returns ``value``."""
-    return value.mul_(factor) if value.device.type == "cpu" else _in_float32(value, factor, value)
+    return value.mul_(factor) if value.device.type == "cpu" else multiply_in_float32(value, factor, value)
 
 
-def _in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+def multiply_in_float32(value: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """On a GPU torch rounds an operand without dimensions first: 2^16 is infinite in fp16."""
     row = value if value.dim() else value.reshape(1)
     target = torch.empty_like(row) if out is None else out if out.dim() else out.reshape(1)

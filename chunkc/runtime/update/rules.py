@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -147,6 +148,33 @@ OPTIMIZERS: Final[Mapping[str, StateSpec]] = MappingProxyType(
     {"adamw": ADAM.states, "adam": ADAM.states, "sgd": SGD_MOMENTUM.states, "lion": LION.states}
 )
 """The states that plans make room for, by name; those of SGD serve with momentum and without."""
+
+Hyper = AdamHyper | SgdHyper | LionHyper
+"""Hyperparameters of one parameter group as of the call of ``step()``."""
+
+NUM_COEFFICIENTS: Final = 8
+"""Of a rule at most."""
+
+ROW_NUMEL: Final = NUM_COEFFICIENTS + 1
+"""Columns of a row: the rule's coefficients, then zeros, and last 1 in the first step, else 0."""
+
+
+def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
+    """One row of a step's table (`ROW_NUMEL`), in float64; ValueError when the step count is below 1."""
+    if step < 1:
+        raise ValueError(f"step counts start at 1, not {step}")
+    found = hyper.coefficients(step)
+    return (*found, *(0.0,) * (NUM_COEFFICIENTS - len(found)), float(step == 1))
+
+
+@lru_cache(maxsize=64)
+def coefficients_of(hyper: Hyper, step: int, grad_scale: float = 1.0) -> Tensor:
+    """The gradient's factor and the rule's coefficients, float32, made once for all chunks of a step.
+
+    Nobody writes to them. ValueError below step 1.
+    """
+    with torch.inference_mode(False):
+        return torch.tensor((grad_scale, *row_of(hyper, step)[:NUM_COEFFICIENTS]), dtype=torch.float32, device="cpu")
 
 
 def states_of(optimizer: str) -> StateSpec:

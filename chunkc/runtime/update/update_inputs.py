@@ -8,26 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from chunkc.runtime.update.loss_scale import LossScale
-
-NUM_COEFFICIENTS: Final = 8
-"""Of a rule at most."""
-
-ROW_NUMEL: Final = NUM_COEFFICIENTS + 1
-"""Columns of a row: the rule's coefficients, then zeros, and last 1 in the first step, else 0."""
+from chunkc.runtime.update.rules import ROW_NUMEL, Hyper, row_of
 
 INACTIVE: Final = -1
 """The row of a parameter that this step leaves alone."""
-
-
-class Hyper(Protocol):
-    """Hyperparameters of one parameter group as of the call of ``step()``; frozen, and compared by value."""
-
-    def coefficients(self, step: int) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,14 +50,6 @@ def step_lines(
         f"step {steps[i]} of {name_of(i)}{', gradient assigned' if i in assigned else ''}, {hyper}"
         for i, hyper in hypers.items()
     ]
-
-
-def row_of(hyper: Hyper, step: int) -> tuple[float, ...]:
-    """One row of the table (`ROW_NUMEL`), in float64; ValueError when the step count is below 1."""
-    if step < 1:
-        raise ValueError(f"step counts start at 1, not {step}")
-    found = hyper.coefficients(step)
-    return (*found, *(0.0,) * (NUM_COEFFICIENTS - len(found)), float(step == 1))
 
 
 def tables_of(inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,5 @@
 """What norms take on the device is within what plans state for it, however parameters are packed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -19,8 +17,6 @@ SIZES = ((1,), (53,), (13, 7), (0,), (64, 1024), (1025,), (300, 700), (1,), (2, 
 
 
 class Odd(nn.Module):
-    """Parameters of odd sizes, each used once; gives a vector, so that its tangent is one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.randn(size) for size in SIZES)
@@ -38,7 +34,7 @@ def taken_nbytes(chunk_size: int | str) -> tuple[int, int]:
     model = chunkc.compile(Odd(), "emulated-64m-64m", dtype=torch.float32, backend="eager", chunk_size=chunk_size)
     model(torch.ones(3)).sum().backward()
     runtime = compiled_of(model).runtime
-    layout, store = runtime.layout, runtime.parameters._store
+    layout, store = runtime.layout, runtime.parameters.store
     pieces = [[(p.start, p.end, p.param) for p in store.pieces(c.index)] for c in layout.owned() if c.os_home]
     tables = [make_norm_tiles(found, "cpu") for found in pieces]
     assert sum(int((t[:, 1] - t[:, 0]).sum()) for t in tables) == sum(i.numel for i in layout.params if i.trainable)

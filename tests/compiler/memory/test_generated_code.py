@@ -1,7 +1,5 @@
 """Reading generated code: by hand against what it must say, and compiled segments against malloc's own count."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import threading
@@ -123,8 +121,6 @@ def test_constants_are_no_memory_of_a_segment() -> None:
 
 
 class Mixture(nn.Module):
-    """An operator of every sort that generated code calls: fused, into a buffer, returning one or several tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(512, 128)
@@ -143,7 +139,6 @@ class Mixture(nn.Module):
 
 
 def whole_graphs(dtype: torch.dtype) -> Iterator[LoweredSegment]:
-    """Forward and backward as one segment each."""
     captured = capture_ahead(Mixture(), dtype, (torch.zeros(8, 128, dtype=torch.int64),), "inductor")
     for kind, graph in (("forward", captured.forward), ("backward", captured.backward)):
         whole = Segment(kind, 0, 0, len(graph.bundles), (), (), 0, 0)
@@ -161,7 +156,6 @@ class Probe:
     highest: list[int] = field(default_factory=list)
 
     def function(self) -> Any:
-        """The generated function with a reading before and after every statement."""
         source, _ = inductor_code(self.compiled)
         tree = next(n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == "call")
         begin, end = (ast.parse(f"__{name}__()").body[0] for name in ("begin", "end"))
@@ -180,7 +174,6 @@ class Probe:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Readings every few microseconds enter into the statement under way."""
         done = threading.Event()
 
         def run() -> None:
@@ -202,7 +195,6 @@ class Probe:
 
 
 def probed(segment: LoweredSegment, compiled: Any, times: int = 7) -> list[Probe]:
-    """Runs with every statement probed; the first ones let kernels' libraries take what they keep."""
     found = []
     for _ in range(times):
         probe = Probe(compiled, malloc_reader())

@@ -1,7 +1,5 @@
 """The replay of an iteration against capture's own liveness, which counts the same bytes operator by operator."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -27,7 +25,6 @@ MODELS = ("odd", "resnet", "albert", "gpt2_dropout")
 
 
 def plan_for(schedule: Schedule, device_nbytes: int) -> Plan:
-    """For this budget, or for the least that works where it is 0."""
     try:
         return make_plan(schedule, target(device_nbytes)).plan
     except BudgetError as error:
@@ -35,7 +32,6 @@ def plan_for(schedule: Schedule, device_nbytes: int) -> Plan:
 
 
 def replayed(captured: Captured, plan: Plan) -> tuple[SegmentBytes, ...]:
-    """Segments that are interpreted node by node."""
     graphs = {
         "forward": lower_graph(captured.forward, plan, "forward"),
         "backward": lower_graph(captured.backward, plan, "backward"),
@@ -65,8 +61,6 @@ def test_interpreted_segments_take_what_capture_counted(name: str, device_nbytes
 
 
 class TwoOutputs(nn.Module):
-    """A large output beside the loss, that nothing depends on."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 32)

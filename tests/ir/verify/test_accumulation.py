@@ -1,7 +1,5 @@
 """The verifier on plans with micro-batches: against the oracle of interleavings, and on what loses a contribution."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,14 +7,13 @@ from itertools import pairwise
 import pytest
 import reference
 from interleave import find_wrong
-from schedules import chain, op, param, planned, schedule, target
+from schedules import chain, op, param, planned, program_named, schedule, target
 
 from chunkc.errors import PlanError
 from chunkc.ir.actions import Action, Op, Stream
 from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan, Program
 from chunkc.ir.verify import verify
-from chunkc.ir.verify.structure import WITHOUT_EXCHANGES
 from chunkc.ir.verify.verifier import ACCUMULATING, DEFERRING
 from chunkc.passes import PlanOptions
 
@@ -27,14 +24,15 @@ SHARED = schedule(
     [op([1], [1]), op([4], [4]), op([3], [3]), op([2], [2]), op([0], [0])],
 )
 """The first chunk holds two parameters, between whose landings others land."""
+DEFERRED = ("forward_again", "backward_unreduced", "accumulate_unreduced", "accumulate_last", "reduce_all")
 TWINS = {"backward": "accumulate", "step": "restore"}
 PLANS: dict[str, Plan] = {
     "two slots": planned(chain(3), target(), replace(HOST, max_slots=2)).plan,
     "three slots": planned(chain(4), target(), replace(HOST, max_slots=3)).plan,
-    "states anywhere": planned(chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6)).plan,
+    "states anywhere": planned(chain(4), target(), replace(HOST, num_resident_states=1, streamed_share=0.6)).plan,
     "measured": planned(chain(4), target(), replace(HOST, max_slots=3, tracks_grad_norm=True)).plan,
     "measured, states anywhere": planned(
-        chain(4), target(), replace(HOST, num_resident_triples=1, streamed_share=0.6, tracks_grad_norm=True)
+        chain(4), target(), replace(HOST, num_resident_states=1, streamed_share=0.6, tracks_grad_norm=True)
     ).plan,
     "resident": planned(chain(3), target(), replace(HOST, os_home="device")).plan,
     "two ranks": planned(chain(4), target(world_size=2), replace(HOST, max_slots=4)).plan,
@@ -61,8 +59,6 @@ PLANS: dict[str, Plan] = {
 
 
 def changed(plan: Plan, program: str, position: int, action: Action) -> Plan:
-    """``plan`` with another action there, and in the program's twin, where only the kind may differ."""
-
     def edit(found: Program) -> Program:
         if found.name not in (program, TWINS.get(program)):
             return found
@@ -73,7 +69,6 @@ def changed(plan: Plan, program: str, position: int, action: Action) -> Plan:
 
 
 def sequence_of(plan: Plan) -> str:
-    """What its programs are tried in."""
     return reference.ACCUMULATING + (reference.DEFERRING if plan.defers_reduction else "")
 
 
@@ -86,7 +81,6 @@ def is_accepted(plan: Plan) -> bool:
 
 
 def test_every_legal_pair_of_programs_is_replayed() -> None:
-    """Where something else may follow a backward than a step."""
     backwards = {b + after for b in "BC" for after in "FUSR"}
     ends = {end + after for end in "SRA" for after in "FU"}
     accumulating, deferring = ({"".join(p) for p in pairwise(letters)} for letters in (ACCUMULATING, DEFERRING))
@@ -109,7 +103,7 @@ def test_right_plans_compute_the_reference_in_every_interleaving(name: str) -> N
 
 def waits_of(plan: Plan, programs: Sequence[str]) -> Iterator[tuple[str, int, Action, str]]:
     for program in programs:
-        for position, action in enumerate(plan.program(program).actions):
+        for position, action in enumerate(program_named(plan, program).actions):
             for wait in action.waits:
                 yield program, position, action, wait
 
@@ -132,7 +126,7 @@ def test_no_plan_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None
 def test_no_deferring_program_without_a_wait_is_accepted_that_can_go_wrong(name: str) -> None:
     """Their waits are those of the programs that they stand for; with less to wait for, most can be spared."""
     refused = set[str]()
-    for program, position, action, wait in waits_of(PLANS[name], (*WITHOUT_EXCHANGES, "reduce_all")):
+    for program, position, action, wait in waits_of(PLANS[name], DEFERRED):
         less = replace(action, waits=tuple(w for w in action.waits if w != wait))
         plan = changed(PLANS[name], program, position, less)
         if is_accepted(plan):
@@ -156,8 +150,6 @@ def test_the_wait_that_orders_a_fetch_after_the_gradients_of_the_backward_before
 
 
 def edited(plan: Plan, program: str, position: int, op: Op) -> Plan:
-    """``plan`` with an action of another kind in one program alone."""
-
     def edit(found: Program) -> Program:
         if found.name != program:
             return found
@@ -170,7 +162,7 @@ def edited(plan: Plan, program: str, position: int, op: Op) -> Plan:
 
 
 def first(plan: Plan, program: str, op: Op) -> int:
-    return next(i for i, a in enumerate(plan.program(program).actions) if a.op is op)
+    return next(i for i, a in enumerate(program_named(plan, program).actions) if a.op is op)
 
 
 def test_a_later_micro_batch_that_overwrites_is_refused() -> None:
@@ -211,8 +203,6 @@ def test_a_chunk_opened_again_in_one_backward_is_refused() -> None:
 
 
 def rewritten(plan: Plan, at: int, *actions: Action) -> Plan:
-    """``plan`` with other actions from position ``at`` of both backwards on; a later one adds."""
-
     def edit(found: Program) -> Program:
         if found.role != "backward":
             return found
@@ -237,11 +227,11 @@ class TestSeveralRanks:
     def test_the_plan_opens_what_is_remote_and_fetches_what_is_its_own(self) -> None:
         layout = self.plan.layout
         for name, own in (("backward", Op.OPEN), ("accumulate", Op.FETCH)):
-            entered = [a for a in self.plan.program(name).actions if a.op in (Op.OPEN, Op.FETCH)]
+            entered = [a for a in program_named(self.plan, name).actions if a.op in (Op.OPEN, Op.FETCH)]
             grads = [a for a in entered if layout.chunks[a.index].list is ChunkList.GRAD]
             assert {a.op for a in grads if layout.owner(a.index) == 0} == {own}
             assert {a.op for a in grads if layout.owner(a.index) == 1} == {Op.OPEN}
-            gathered = {c for a in self.plan.program(name).actions if a.op is Op.GATHER for c in
+            gathered = {c for a in program_named(self.plan, name).actions if a.op is Op.GATHER for c in
                         layout.groups[a.index].chunks}  # fmt: skip
             assert not gathered & {a.index for a in grads}
 
@@ -279,13 +269,12 @@ class TestSeveralRanks:
             verify(mutant)
 
     def test_a_sum_opened_again_by_a_later_micro_batch(self) -> None:
-        at = next(i for i, a in enumerate(self.plan.program("accumulate").actions)
+        at = next(i for i, a in enumerate(self.plan.program("backward", "later").actions)
                   if a.op is Op.FETCH and self.plan.layout.chunks[a.index].list is ChunkList.GRAD)  # fmt: skip
         with pytest.raises(PlanError, match=r"accumulate b\d+ `open c\d.* does not match `open"):
             verify(edited(self.plan, "accumulate", at, Op.OPEN))
 
     def test_a_group_that_comes_twice_is_reduced_twice(self) -> None:
-        """Each time what has landed since."""
         plan = PLANS["two ranks, a group that comes twice"]
         reduced = [a.index for a in plan.program("backward").actions if a.op is Op.REDUCE]
         assert max(map(reduced.count, reduced)) == 2

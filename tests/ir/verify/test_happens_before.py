@@ -1,14 +1,14 @@
 """Order and races on streams, waits, programs and joins, in cases small enough to read."""
 
-from __future__ import annotations
-
 from chunkc.ir.actions import parse
-from chunkc.ir.plan import Program, Role, State
+from chunkc.ir.plan import Position, Program, Role, State
 from chunkc.ir.verify.happens_before import Accesses, Event, HappensBefore
 
 
-def issue(order: HappensBefore, role: Role, *texts: str) -> list[Event]:
-    program = Program(role, role, State("cold"), State("cold"), tuple(parse(t) for t in texts))
+def issue(order: HappensBefore, role: Role, *texts: str, position: Position = "first", number: int = 0) -> list[Event]:
+    numbers = tuple(range(number, number + len(texts)))
+    actions = tuple(parse(t) for t in texts)
+    program = Program(role, State("cold"), State("cold"), actions, position, numbers=numbers)
     order.begin(program)
     return [order.issue(program, position, "") for position in range(len(texts))]
 
@@ -38,6 +38,17 @@ def test_a_label_means_the_latest_run_of_its_role() -> None:
     (second,) = issue(order, "step", "update c0 @cpu")
     (after,) = issue(order, "forward", "fetch c0 -> d0 @h2d after s0")
     assert not never.follows(first) and after.follows(second) and after.follows(first)
+
+
+def test_a_label_left_out_means_that_of_an_earlier_micro_batch_of_the_step() -> None:
+    order = HappensBefore()
+    (opened, _) = issue(order, "backward", "open c1 -> d1 @h2d", "run bwd.0 @compute")
+    issue(order, "backward", "run bwd.0 @compute", position="later", number=1)
+    (last,) = issue(order, "backward", "reduce g0 @comm after b0", position="last", number=1)
+    issue(order, "backward", "run bwd.0 @compute", number=1)
+    (next_step,) = issue(order, "backward", "gather g0 @comm after b0", position="last", number=2)
+    (alone,) = issue(HappensBefore(), "backward", "reduce g0 @comm after b0", number=1)
+    assert last.follows(opened) and next_step.clock[0] == last.clock[0] and alone.clock[1:3] == (0, 0)
 
 
 def test_programs_do_not_join_and_transitions_do() -> None:

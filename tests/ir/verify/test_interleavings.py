@@ -1,10 +1,7 @@
 """The verifier against an oracle: symbolic execution of plans in many random legal interleavings.
 
-Sound: whatever the verifier accepts computes the reference in every interleaving tried. Tight: every single wait that
-the verifier demands in these plans is demanded by some interleaving that goes wrong without it.
+Accepted plans compute the reference in all of them; each wait that is demanded is needed in one of them.
 """
-
-from __future__ import annotations
 
 import itertools
 import random
@@ -64,7 +61,6 @@ def test_deleting_a_wait_is_refused_exactly_when_some_interleaving_goes_wrong(na
 
 
 def test_some_deleted_waits_are_redundant_and_most_are_not() -> None:
-    """Both outcomes of the test above occur."""
     kept = [ORACLE_SPECS[n].without_wait(p, k, w).build() for n, p, k, w in _all_waits()]
     num_accepted = sum(map(accepted, kept))
     assert 3 <= num_accepted <= len(kept) // 4
@@ -82,7 +78,6 @@ SLOTLESS = TO_SLOT | FROM_SLOT
 
 
 def _edit(spec: PlanSpec, chance: random.Random) -> PlanSpec:
-    """One random change of one action: deleted, moved, without a wait, with another slot, target, stream or wait."""
     program = chance.choice([name for name, texts in spec.programs.items() if texts])
     texts = spec.programs[program]
     position = chance.randrange(len(texts))
@@ -147,8 +142,6 @@ def test_thousands_of_random_edits(name: str) -> None:
 
 
 class TestOracle:
-    """Tests of the test: the oracle is strict enough to be worth something."""
-
     def test_interleavings_differ(self) -> None:
         """A race that needs a slow copy is not shown by every seed, but by some."""
         plan = ORACLE_SPECS["evicting"].without_wait("forward", 5, "f4").build()
@@ -156,7 +149,6 @@ class TestOracle:
         assert any(shown) and not all(shown)
 
     def test_wrong_in_program_order_is_always_shown(self) -> None:
-        """Gradients that are dropped instead of evicted are lost in every interleaving."""
         plan = ORACLE_SPECS["evicting"].set("backward", 2, "drop c2 <- d0 @compute").build()
         assert all(find_wrong(plan, [seed], "FBS") for seed in range(20))
 

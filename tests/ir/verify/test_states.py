@@ -1,7 +1,5 @@
 """The states that payloads go through, and the changes that are refused."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -12,12 +10,13 @@ from chunkc.errors import PlanError
 from chunkc.ir.verify.states import LEGAL_TRANSITIONS, TensorState, payload_states
 
 F, C, H = TensorState.FREE, TensorState.COMPUTE, TensorState.HOLD
+TRAINING = ("forward", "backward", "step")
 AF, AB = TensorState.HOLD_AFTER_FWD, TensorState.HOLD_AFTER_BWD
 
 
 def states(spec: PlanSpec, param: int, chunk: int, *programs: str) -> list[TensorState]:
-    names = programs or ("forward", "backward", "step")
-    return [change.state for change in payload_states(spec.build(), names)[param, chunk]]
+    plan = spec.build()
+    return [change.state for change in payload_states(plan, map(plan.program, programs or TRAINING))[param, chunk]]
 
 
 def test_trained_parameter_over_one_iteration() -> None:
@@ -104,12 +103,12 @@ def test_every_change_is_legal_and_the_cycle_closes(name: str) -> None:
     ],
 )
 def test_illegal_change_is_refused_by_name(spec: PlanSpec, message: str) -> None:
-    programs = ("forward", "abandon") if "abandon" in message else ("forward", "backward", "step")
+    plan = spec.build()
+    programs = ("forward", "abandon") if "abandon" in message else TRAINING
     with pytest.raises(PlanError, match=message):
-        payload_states(spec.build(), programs)
+        payload_states(plan, map(plan.program, programs))
 
 
 def test_table_is_the_architectures() -> None:
-    """Every transition that section 1 lists, and no other."""
     assert len(LEGAL_TRANSITIONS) == 11
     assert (AB, C) not in LEGAL_TRANSITIONS and (F, C) not in LEGAL_TRANSITIONS and (H, AB) not in LEGAL_TRANSITIONS

@@ -1,7 +1,5 @@
 """The verifier accepts right plans, and refuses broken ones by the name of the action and the chunk."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

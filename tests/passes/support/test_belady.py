@@ -1,7 +1,5 @@
 """Belady against brute force on small cases, and as an oracle on all: capacity, residency, blocks in one piece."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest
@@ -15,7 +13,6 @@ WORST_DIRTY_RATIO = 1.3
 
 
 def brute_force(steps: Steps, modified: Steps, num_ranges: int) -> int:
-    """The least volume over all choices of what to keep after every step (units of one place)."""
     best: dict[frozenset[tuple[int, bool]], int] = {frozenset(): 0}
     for needed, dirtied in zip(steps, modified, strict=True):
         following: dict[frozenset[tuple[int, bool]], int] = {}
@@ -41,7 +38,6 @@ def planned_volume(steps: Steps, modified: Steps, num_ranges: int) -> int:
 
 @st.composite
 def uses(draw: st.DrawFn, max_steps: int = 10) -> tuple[Steps, int]:
-    """Steps of one to three of six units, and a capacity that suffices but not for all."""
     steps = draw(
         st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1, max_size=max_steps)
     )
@@ -131,7 +127,6 @@ def test_a_few_blocks_beside_singles_get_all_the_room_that_singles_leave() -> No
 
 
 def swept(num_layers: int) -> Steps:
-    """Forward over layers of three units each, and backward, which computes every layer again before it."""
     layers = [[[3 * n], [3 * n + 1], [3 * n + 2]] for n in range(num_layers)]
     return [s for layer in layers for s in layer] + [s for layer in layers[::-1] for s in (*layer, *layer[::-1])]
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from schedules import PLENTY, chain, gpt_like, op, param, planned, requests, schedule, target
+from schedules import PLENTY, budgeted, chain, gpt_like, op, param, planned, requests, schedule, target
 
 from chunkc.errors import BudgetError
-from chunkc.hardware.usable_memory import slack_nbytes
+from chunkc.hardware.usable_memory import Budget, slack_nbytes
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions, Target, make_plan
 
 
@@ -19,23 +20,23 @@ from chunkc.passes import PlanOptions, Target, make_plan
 def test_named_budgets_work_and_one_byte_less_does_not(request: tuple[Schedule, Target, PlanOptions]) -> None:
     """With that byte less, the error names the device, or more host memory where the device holds every segment."""
     found, where, options = request
-    hopeless = replace(where, device_budget_nbytes=0)
+    hopeless = budgeted(where, 0)
     try:
         make_plan(found, hopeless, options)
     except BudgetError as error:
-        enough = replace(where, device_budget_nbytes=error.min_device_nbytes, host_budget_nbytes=error.min_host_nbytes)
+        enough = budgeted(where, error.min_device_nbytes, error.min_host_nbytes)
         assert planned(found, enough, options).plan.memory.device_peak_nbytes <= error.min_device_nbytes
         if error.min_device_nbytes:
-            less = replace(enough, device_budget_nbytes=error.min_device_nbytes - 1)
+            less = budgeted(enough, error.min_device_nbytes - 1)
             with pytest.raises(BudgetError) as caught:
                 make_plan(found, less, options)
             again = caught.value
             if again.moment == "host":
-                assert again.min_device_nbytes <= less.device_budget_nbytes
-                assert again.missing_nbytes == again.min_host_nbytes - less.host_budget_nbytes > 0
-                assert planned(found, replace(less, host_budget_nbytes=again.min_host_nbytes), options)
+                assert again.min_device_nbytes <= less.budget_nbytes(Tier.DEVICE)
+                assert again.missing_nbytes == again.min_host_nbytes - less.budget_nbytes(Tier.HOST) > 0
+                assert planned(found, budgeted(less, host=again.min_host_nbytes), options)
                 with pytest.raises(BudgetError):
-                    make_plan(found, replace(less, host_budget_nbytes=again.min_host_nbytes - 1), options)
+                    make_plan(found, budgeted(less, host=again.min_host_nbytes - 1), options)
             else:
                 assert again.missing_nbytes == 1
                 assert again.min_device_nbytes == error.min_device_nbytes
@@ -46,13 +47,13 @@ def test_named_host_budgets_work_and_one_byte_less_does_not(request: tuple[Sched
     found, where, options = request
     options = replace(options, os_home="host")
     try:
-        make_plan(found, replace(where, device_budget_nbytes=PLENTY, host_budget_nbytes=0), options)
+        make_plan(found, budgeted(where, PLENTY, 0), options)
     except BudgetError as error:
         assert error.moment == "host" and error.missing_nbytes == error.min_host_nbytes
-        enough = replace(where, device_budget_nbytes=PLENTY, host_budget_nbytes=error.min_host_nbytes)
+        enough = budgeted(where, PLENTY, error.min_host_nbytes)
         assert planned(found, enough, options).plan.memory.host_nbytes == error.min_host_nbytes
         with pytest.raises(BudgetError):
-            make_plan(found, replace(enough, host_budget_nbytes=error.min_host_nbytes - 1), options)
+            make_plan(found, budgeted(enough, host=error.min_host_nbytes - 1), options)
 
 
 def test_the_error_names_moment_tensors_and_numbers() -> None:
@@ -116,12 +117,11 @@ def test_device_memory_is_what_misses_where_segments_have_no_room() -> None:
 
 @given(st.integers(0, 2**40), st.integers(0, 2**30))
 def test_the_memory_that_an_error_names_is_the_least_that_leaves_the_budget(budget: int, reserved: int) -> None:
-    """Where slack of a GPU is left free, too."""
-    where = replace(target(), reserved_nbytes=reserved, leaves_slack=True)
-    memory = where.device_memory_nbytes(budget)
+    where = Budget(PLENTY, reserved, leaves_slack=True)
+    memory = where.memory_nbytes(budget)
     assert not memory or memory - slack_nbytes(memory) - reserved >= budget
     assert not memory or (memory - 1) - slack_nbytes(memory - 1) - reserved < budget
-    assert replace(where, reserved_host_nbytes=7).host_memory_nbytes(budget) == budget + 7
+    assert Budget(PLENTY, 3).less(4).memory_nbytes(budget) == budget + 7
 
 
 @pytest.mark.parametrize("size", [(6, 128, 1000), (24, 512, 2000)])

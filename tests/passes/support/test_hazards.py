@@ -1,7 +1,5 @@
 """Waits: sufficient (the verifier), none to spare, and the same in every iteration."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from schedules import chain, planned, planned_somewhere, requests, target, without_wait

@@ -1,7 +1,5 @@
 """The order of updates on the host: against all orders of a few jobs, and as plans have it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -10,7 +8,7 @@ import pytest
 from costs import rates, with_work
 from hypothesis import example, given
 from hypothesis import strategies as st
-from schedules import accumulating, chain, mixed, planned, planned_somewhere, target
+from schedules import accumulating, budgeted, chain, mixed, planned, planned_somewhere, target
 
 from chunkc.cost.simulate import price
 from chunkc.ir.actions import Op, Stream
@@ -34,7 +32,6 @@ def lateness(jobs: Sequence[Job], deadlines: Sequence[int], order: Sequence[int]
 
 @st.composite
 def due_jobs(draw: st.DrawFn) -> tuple[list[Job], list[int]]:
-    """Jobs and their deadlines, both in the order of the deadlines; chunk numbers are positions."""
     count = draw(st.integers(1, NUM_JOBS))
     deadlines = sorted(draw(st.integers(0, 30)) for _ in range(count))
     return [Job(i, draw(st.integers(0, 20)), draw(st.integers(1, 8))) for i in range(count)], deadlines
@@ -133,9 +130,7 @@ def test_every_plan_updates_the_same_chunks_in_any_order(request: tuple) -> None
     found, where, options = request
     mine = planned_somewhere(found, where, options)
     budget = mine.plan.memory
-    same = replace(
-        where, device_budget_nbytes=budget.device_budget_nbytes, host_budget_nbytes=budget.host_budget_nbytes
-    )
+    same = budgeted(where, budget.device_budget_nbytes, budget.host_budget_nbytes)
     inline = planned(found, replace(same, runs_inline=True), options)
     assert sorted(updated(mine.plan)) == sorted(updated(inline.plan))
     assert decided(mine.drafts[-1][1].layout, "layout") == decided(inline.drafts[-1][1].layout, "layout")

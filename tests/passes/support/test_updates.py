@@ -1,13 +1,12 @@
 """Steps with some triples on the device: every plan passes the verifier, and updates and moves what the options say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from schedules import (
+    budgeted,
     chain,
     gpt_like,
     mixed,
@@ -23,15 +22,16 @@ from schedules import (
 
 from chunkc.errors import BudgetError, PlanError
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import ChunkList, Home
+from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import Schedule
+from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify, verify_beside
 from chunkc.passes import Planned, PlanOptions, Target, make_evaluation_plan, make_plan
 from chunkc.passes.liveness import analyse
-from chunkc.passes.os_placement import most_resident_triples
-from chunkc.passes.support.arena import buffers_of, num_payload_slots, spare_slots, static_triples
-from chunkc.passes.support.budget import demand_of
+from chunkc.passes.os_placement import most_resident_states
+from chunkc.passes.support.arena import buffers_of, num_payload_slots, spare_slots, static_states
+from chunkc.passes.support.budget import demand_of, with_homes
 
 Request = tuple[Schedule, Target, PlanOptions]
 PAYLOAD = GRADIENT = 64 * 4
@@ -40,7 +40,6 @@ ON_HOST = PlanOptions(chunk_numel=64, os_home="host")
 
 
 def with_room(request: Request) -> Planned:
-    """A plan within budgets of a few buffers more than the least."""
     plan = planned_somewhere(*request).plan
     found, where, options = request
     device, host = plan.memory.device_budget_nbytes, plan.memory.host_budget_nbytes
@@ -56,7 +55,7 @@ def test_every_plan_is_accepted_by_the_verifier_and_updates_every_chunk_once(req
         step = plan.program("step").actions
         updated = sorted(a.index for a in step if a.op is Op.UPDATE)
         assert updated == [c.index for c in plan.layout.owned() if c.list is ChunkList.TRAINED and c.used_numel]
-        for stream, home in ((Stream.CPU, Home.DEVICE), (Stream.H2D, Home.DEVICE)):
+        for stream, home in ((Stream.CPU, Tier.DEVICE), (Stream.H2D, Tier.DEVICE)):
             assert not [
                 a for a in step if a.stream is stream and _triple_of(plan, a.index) is home and a.op is not Op.FETCH
             ]
@@ -64,7 +63,7 @@ def test_every_plan_is_accepted_by_the_verifier_and_updates_every_chunk_once(req
         assert loaded == [a.target for a in step if a.op is Op.STORE] and len(set(loaded)) == len(loaded)
 
 
-def _triple_of(plan: Plan, chunk: int) -> Home | None:
+def _triple_of(plan: Plan, chunk: int) -> Tier | None:
     return plan.layout.chunks[chunk].os_home
 
 
@@ -86,12 +85,12 @@ def test_bytes_moved_by_all_ranks_are_those_that_chunk_size_priced(request: Requ
 def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None:
     found, where, options = request
     try:
-        make_plan(found, replace(where, device_budget_nbytes=0), options)
+        make_plan(found, budgeted(where, 0), options)
     except BudgetError as error:
-        enough = replace(where, device_budget_nbytes=error.min_device_nbytes, host_budget_nbytes=error.min_host_nbytes)
+        enough = budgeted(where, error.min_device_nbytes, error.min_host_nbytes)
         assert planned(found, enough, options).plan.memory.device_peak_nbytes <= error.min_device_nbytes
         with pytest.raises(BudgetError) as again:
-            make_plan(found, replace(enough, device_budget_nbytes=error.min_device_nbytes - 1), options)
+            make_plan(found, budgeted(enough, error.min_device_nbytes - 1), options)
         if again.value.moment == "host":  # which could hold a triple that has no room on the device now
             assert again.value.min_device_nbytes < error.min_device_nbytes
             assert again.value.missing_nbytes == again.value.min_host_nbytes - error.min_host_nbytes > 0
@@ -102,15 +101,14 @@ def test_named_budgets_work_and_one_byte_less_does_not(request: Request) -> None
 
 @given(mixed(), st.integers(0, 100_000))
 def test_a_host_too_small_is_eased_by_the_least_number_of_triples(request: Request, host: int) -> None:
-    """One triple fewer on the device would not fit the host."""
     found, where, options = request
     try:
-        plan = planned(found, replace(where, host_budget_nbytes=host), replace(options, num_resident_triples=0)).plan
+        plan = planned(found, budgeted(where, host=host), replace(options, num_resident_states=0)).plan
     except BudgetError as error:
         assert error.missing_nbytes > 0
         return
     assert plan.memory.host_nbytes <= host
-    staying = [c for c in plan.layout.owned() if c.os_home is Home.DEVICE and c.home is Home.HOST]
+    staying = [c for c in plan.layout.owned() if c.os_home is Tier.DEVICE and c.home is Tier.HOST]
     if staying:
         assert plan.memory.host_nbytes + max(map(plan.layout.os_nbytes_of, staying)) > host
 
@@ -120,12 +118,12 @@ def test_a_host_too_small_for_two_of_four_triples() -> None:
     where = target(PAYLOAD + GRADIENT + 2 * TRIPLE, host=4 * PAYLOAD + 2 * TRIPLE)
     for options in (ON_HOST, PlanOptions(chunk_numel=64)):
         plan = planned(chain(4), where, options).plan
-        assert [c.os_home for c in plan.layout.chunks] == [Home.DEVICE, Home.HOST, Home.DEVICE, Home.HOST]
+        assert [c.os_home for c in plan.layout.chunks] == [Tier.DEVICE, Tier.HOST, Tier.DEVICE, Tier.HOST]
         assert plan.memory.host_nbytes == 4 * PAYLOAD + 2 * TRIPLE and plan.memory.device_peak_nbytes == 2048
     with pytest.raises(BudgetError, match=r"1 too few\. At host") as caught:
-        make_plan(chain(4), replace(where, host_budget_nbytes=where.host_budget_nbytes - 1), ON_HOST)
-    assert caught.value.min_device_nbytes == where.device_budget_nbytes
-    assert caught.value.min_host_nbytes == where.host_budget_nbytes
+        make_plan(chain(4), budgeted(where, host=where.budget_nbytes(Tier.HOST) - 1), ON_HOST)
+    assert caught.value.min_device_nbytes == where.budget_nbytes(Tier.DEVICE)
+    assert caught.value.min_host_nbytes == where.budget_nbytes(Tier.HOST)
 
 
 def test_a_device_without_room_for_the_segments_is_asked_for_the_triples_too() -> None:
@@ -139,12 +137,12 @@ def test_a_device_without_room_for_the_segments_is_asked_for_the_triples_too() -
 
 def test_a_step_with_triples_everywhere_reads_like_this() -> None:
     """Six chunks through ten slots: two triples stay, two of the other four pass through a buffer each."""
-    options = replace(ON_HOST, num_resident_triples=2, streamed_share=0.5, max_slots=10)
+    options = replace(ON_HOST, num_resident_states=2, streamed_share=0.5, max_slots=10)
     result = planned(chain(6), target(), options)
     layout = result.plan.layout
     assert num_payload_slots(layout) == 10
-    assert static_triples(layout) == {0: 10, 4: 11}
-    assert [(b.payload, b.triple) for b in buffers_of(layout)] == [(6, 12), (2, 13)]
+    assert static_states(layout) == {0: 10, 4: 11}
+    assert [(b.payload, b.states) for b in buffers_of(layout)] == [(6, 12), (2, 13)]
     assert [(s.offset, s.nbytes) for s in layout.slots[12:]] == [(7 * 256, 768), (3 * 256, 768)]
     assert spare_slots(layout) == ((1, None), (0, None))
     assert texts(result, "step") == [
@@ -206,10 +204,10 @@ def test_buffers_are_laid_out_beyond_the_slots_that_are_used_where_there_is_memo
 
 
 @pytest.mark.parametrize("options", [
-    replace(ON_HOST, num_resident_triples=2, streamed_share=0.5, max_slots=8),
+    replace(ON_HOST, num_resident_states=2, streamed_share=0.5, max_slots=8),
     replace(ON_HOST, streamed_share=1.0, max_slots=4),
-    replace(ON_HOST, num_resident_triples=6, max_slots=2),
-    replace(ON_HOST, num_resident_triples=3, streamed_share=1.0, max_slots=12),
+    replace(ON_HOST, num_resident_states=6, max_slots=2),
+    replace(ON_HOST, num_resident_states=3, streamed_share=1.0, max_slots=12),
 ])  # fmt: skip
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_no_wait_can_be_left_out(options: PlanOptions, world_size: int) -> None:
@@ -229,7 +227,7 @@ def test_no_wait_can_be_left_out(options: PlanOptions, world_size: int) -> None:
 
 
 @given(mixed())
-@example((chain(6), target(), replace(ON_HOST, num_resident_triples=2, streamed_share=0.5, max_slots=8)))
+@example((chain(6), target(), replace(ON_HOST, num_resident_states=2, streamed_share=0.5, max_slots=8)))
 def test_another_shape_keeps_homes_and_arena_and_so_does_an_evaluation(request: Request) -> None:
     found, where, options = request
     first = with_room(request).plan
@@ -251,15 +249,15 @@ def test_the_margin_in_triples_is_used_to_the_last(request: Request) -> None:
     plan = planned_somewhere(found, where, replace(options, os_home="host")).plan
     chosen = replace(options, os_home="host", chunk_numel=plan.layout.chunk_numel)
     budgets = target(plan.memory.device_budget_nbytes, 1 << 50, where.world_size, where.rank)
-    liveness = analyse(found)
-    demand = demand_of(plan.layout, liveness, options.cuts)
-    most = most_resident_triples(plan.layout, demand, liveness, budgets)
+    liveness, layout = analyse(found), with_homes(plan.layout, Tier.HOST)
+    demand = demand_of(layout, liveness, options.cuts)
+    most = most_resident_states(layout, demand, liveness, budgets)
     count = sum(c.list is ChunkList.TRAINED for c in plan.layout.owned())
     assert 0 <= most <= count
-    planned(found, budgets, replace(chosen, num_resident_triples=most))
+    planned(found, budgets, replace(chosen, num_resident_states=most))
     if most < count:
         with pytest.raises(BudgetError):
-            make_plan(found, budgets, replace(chosen, num_resident_triples=most + 1))
+            make_plan(found, budgets, replace(chosen, num_resident_states=most + 1))
 
 
 def test_places_that_are_kept_leave_a_smaller_margin() -> None:
@@ -267,7 +265,7 @@ def test_places_that_are_kept_leave_a_smaller_margin() -> None:
     liveness = analyse(chain(8))
     demand = demand_of(plan.layout, liveness, None)
     where = target(4 * PAYLOAD + 3 * TRIPLE)
-    assert [most_resident_triples(plan.layout, demand, liveness, where, n) for n in (None, 1, 4, 5, 100)] == [
+    assert [most_resident_states(plan.layout, demand, liveness, where, n) for n in (None, 1, 4, 5, 100)] == [
         3,
         3,
         2,
@@ -277,7 +275,6 @@ def test_places_that_are_kept_leave_a_smaller_margin() -> None:
 
 
 def test_half_of_a_large_model_is_streamed() -> None:
-    """Its bytes are counted by the plan as they are by hand."""
     found = gpt_like(12, 256, 1000)
     plan = planned(found, target(16 << 20), PlanOptions(os_home="host", streamed_share=0.5)).plan
     step = plan.program("step").actions

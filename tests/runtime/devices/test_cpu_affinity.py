@@ -1,7 +1,5 @@
 """Cores of a machine divided between its ranks; updates on them, with the same bits and nothing else changed."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -95,7 +93,6 @@ def test_every_division_is_fair(sizes: Sequence[int], num_ranks: int) -> None:
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Path:
-    """A machine of 16 cores, hyperthreads numbered last, with a node that is memory only."""
     for node, cpulist in {0: "0-3,8-11\n", 1: "4-7,12-15\n", 2: "\n", 10: "16\n"}.items():
         folder = tmp_path / f"sys/devices/system/node/node{node}"
         folder.mkdir(parents=True)
@@ -117,8 +114,6 @@ def test_this_machine_has_nodes_with_all_usable_cores() -> None:
 
 
 class ToldRanks(Ranks):
-    """Rank ``rank`` among ``others``, (machine, cores) each, where it is itself."""
-
     def __init__(self, rank: int, others: Sequence[tuple[str, list[int]]]) -> None:
         self.rank, self.size, self._others = rank, len(others), others
 
@@ -194,7 +189,6 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
 
 
 def affinities() -> dict[int, set[int]]:
-    """Cores of every thread of this process, by its number; helpers of a closed device's worker may be about to end."""
     found = {}
     for tid in map(int, os.listdir("/proc/self/task")):
         with suppress(ProcessLookupError):
@@ -203,8 +197,6 @@ def affinities() -> dict[int, set[int]]:
 
 
 class Updating:
-    """Adam on one chunk of a device's homes."""
-
     def __init__(self, device: Device, numel: int = 4 * PARALLEL_NUMEL + 38) -> None:
         generator = torch.Generator().manual_seed(0)
         draws = [torch.randn(numel, generator=generator) for _ in range(4)]
@@ -226,7 +218,6 @@ class Updating:
 
 
 def on_worker(device: Device) -> tuple[int, int]:
-    """Number of the CPU stream's thread, and how many threads its kernels get."""
     found: list[int] = []
     work = lambda: found.extend((threading.get_native_id(), torch.get_num_threads()))  # noqa: E731
     device.launch(Stream.CPU, "look", (), work)
@@ -310,7 +301,6 @@ def test_cores_that_the_system_refuses_are_said_and_the_update_runs(caplog: pyte
 @needs_affinity
 @pytest.mark.parametrize("is_bound", [True, False])
 def test_homes_are_touched_on_bound_cores(is_bound: bool) -> None:
-    """By a thread of its own, so that the caller's stays where it is."""
     seen: list[set[int]] = []
 
     class Memory(torch.Tensor):
@@ -335,7 +325,6 @@ JOB_WAIT_S = 300
 
 
 def tell_threads() -> None:
-    """One rank: how many threads a compiled model's worker and the script have."""
     torch.set_num_threads(len(HERE) + 1)
     model = chunkc.compile(torch.nn.Linear(8, 8), hw="2xemulated-1m-64m", backend="eager")
     device = compiled_of(model).runtime.device

@@ -1,7 +1,5 @@
 """The CUDA device beside plans: launching without waiting, failures, budgets, homes, readings, closing."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading
@@ -15,6 +13,7 @@ from layouts import layout_of
 
 from chunkc.errors import ChunkcError, HardwareError
 from chunkc.ir.actions import Stream
+from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_budget import MemoryLedger
 from chunkc.runtime.devices.debug_settings import DebugSettings
@@ -357,7 +356,7 @@ def test_synchronous_mode_leaves_nothing_under_way() -> None:
 def test_a_store_that_does_not_get_all_its_homes_gives_back_those_it_got() -> None:
     layout = layout_of([(13, 7), (200,)], "bfloat16")
     api = FakeCuda()
-    device = device_on(api, host=layout.host_nbytes() - 1)
+    device = device_on(api, host=layout.nbytes_in(Tier.HOST) - 1)
     with pytest.raises(HardwareError, match="host bytes are free"):
         ChunkStore(layout, device)
-    assert not api.pinned and device.free_host_nbytes() == layout.host_nbytes() - 1
+    assert not api.pinned and device.free_host_nbytes() == layout.nbytes_in(Tier.HOST) - 1

@@ -1,7 +1,5 @@
 """What one GPU gives: budgets under what is named and what is free, shared by devices, less what libraries take."""
 
-from __future__ import annotations
-
 import pytest
 from fake_cuda import GIB, FakeCuda
 

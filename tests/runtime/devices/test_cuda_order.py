@@ -1,7 +1,5 @@
 """A plan on the CUDA device: the calls of CUDA that it makes keep every wait of the plan, and the results are right."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
@@ -35,9 +33,9 @@ SETTINGS = [
     pytest.param(DebugSettings(), marks=pytest.mark.slow),
     DebugSettings(poison=True, max_delay_ms=1, seed=5),
 ]
-MIXED = {"num_resident_triples": 1, "streamed_share": 0.4}
+MIXED = {"num_resident_states": 1, "streamed_share": 0.4}
 """One optimizer state on the device, two streamed, three on the host."""
-WHOLE = {"num_resident_triples": 1, "keeps_payloads": True, "streamed_share": 0.4}
+WHOLE = {"num_resident_states": 1, "keeps_payloads": True, "streamed_share": 0.4}
 """The same, with the parameters of the first beside it."""
 
 
@@ -61,7 +59,6 @@ def compiled(
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
-    """Compiled models run on the device in the list once there is one."""
     devices: list[CudaDevice] = []
     monkeypatch.setattr(
         "chunkc.api.device_for", lambda hw: (chunkc.Hardware.parse(hw), devices[0]) if devices else device_for(hw)
@@ -73,7 +70,6 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaDevice]]:
 def iterate(
     model: nn.Module, optimizer: chunkc.AdamW, num_steps: int, micro_batches: int = 1, bad: Collection[int] = ()
 ) -> list[float]:
-    """Of steps in ``bad`` all gradients are infinite or NaN."""
     losses = []
     for step in range(num_steps):
         torch.manual_seed(step)
@@ -146,7 +142,6 @@ def test_states_are_updated_by_kernels_and_on_the_host_in_one_step(
 
 
 def train_decided(nbytes: int, wishes: Mapping[str, Any]) -> tuple[nn.Module, chunkc.AdamW]:
-    """In fp16, where one step overflows; all others are clipped."""
     model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", torch.float16, wishes)
     optimizer.max_grad_norm = 1e-3
     iterate(model, optimizer, STEPS, bad={2})
@@ -182,7 +177,6 @@ def test_every_wait_of_the_plan_is_kept(
     on_cuda: list[CudaDevice],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In fp16 those of the decision too."""
     api = FakeCuda()
     on_cuda.append(cuda_device(api, nbytes))
     model, optimizer = compiled(f"emulated-{nbytes >> 10}k-16m", dtype, wishes)
@@ -233,7 +227,6 @@ def test_several_micro_batches_equal_the_emulated_devices_bits(on_cuda: list[Cud
 
 
 def stopped(stream: object, work: object) -> None:
-    """Stands in for ``run`` of the API."""
     raise RuntimeError("on purpose")
 
 

@@ -1,7 +1,5 @@
 """Streams of the CUDA device around a wait for all of them."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
@@ -83,8 +81,6 @@ def test_a_launch_that_fails_leaves_nothing_under_way_when_the_host_has_waited()
 
 
 class CountedCuda(FakeCuda):
-    """``asked``: names of all methods of `CudaApi` that were called, those that only look included."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self.asked: list[str] = []
@@ -130,7 +126,6 @@ def test_a_launch_asks_cuda_for_no_more_than_it_needs() -> None:
 
 @pytest.mark.parametrize("stream", [Stream.COMPUTE, Stream.H2D])
 def test_a_launch_enters_few_functions(stream: Stream) -> None:
-    """Those of a double that does nothing are among them."""
     api = FakeCuda(runs=False)
     api.run = api.record = lambda *_: None  # type: ignore[method-assign]
     streams = CudaStreams("fake", api, DebugSettings())
@@ -140,7 +135,6 @@ def test_a_launch_enters_few_functions(stream: Stream) -> None:
 
 @pytest.mark.parametrize("num_held", [1, 100])
 def test_events_are_used_again_when_nobody_holds_them(num_held: int) -> None:
-    """Those that are held stay as they are, however many launches follow."""
     api = FakeCuda(runs=False)
     used, record = list[FakeEvent | None](), api.record
 

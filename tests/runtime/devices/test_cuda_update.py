@@ -1,7 +1,5 @@
 """Updates of chunks on the device: launches are made ready once, and every step finds its own numbers in the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -11,8 +9,8 @@ from fake_cuda import FakeCuda, TorchKernels
 from chunkc.runtime.devices.cuda_norm import GpuNorm, NormScratch
 from chunkc.runtime.devices.cuda_update import GpuUpdate, StepTables
 from chunkc.runtime.update.cpu_update import ChunkUpdate, Piece
-from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, AdamHyper, Hyper, LionHyper, SgdHyper, UpdateRule
+from chunkc.runtime.update.update_inputs import StepInputs
 
 CPU = torch.device("cpu")
 NUMEL = 48
@@ -20,7 +18,6 @@ SLOW, FAST = (AdamHyper(lr, 0.9, 0.999, 1e-8, 0.0, decoupled=True) for lr in (1e
 
 
 def made(kernels: TorchKernels, tables: StepTables) -> tuple[GpuUpdate, torch.Tensor]:
-    """An update of two parameters that share a chunk, and its gradient."""
     payload, gradient = torch.ones(NUMEL), torch.ones(NUMEL)
     triple = [torch.ones(NUMEL), torch.zeros(NUMEL), torch.zeros(NUMEL)]
     pieces = [Piece(0, 0, 16), Piece(1, 16, NUMEL)]

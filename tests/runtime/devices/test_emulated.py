@@ -1,7 +1,5 @@
 """Budgets, poison, settings and readings of the emulated device, and one copy pipeline under every debug setting."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import time
@@ -194,11 +192,7 @@ CHUNK_NBYTES = 4 * KIB
 
 
 class Pipeline:
-    """Chunks go to a slot one ahead, are computed on, go back home, are changed there; slots are reused.
-
-    Args:
-        forget_reuse: leave out the wait of a fetch for the eviction that empties its slot: a race.
-    """
+    """Chunks pass through slots and change at home; ``forget_reuse``: a fetch waits for no eviction, a race."""
 
     def __init__(self, settings: DebugSettings, *, forget_reuse: bool = False) -> None:
         self.device = EmulatedDevice("emulated", MIB, MIB, settings)
@@ -212,7 +206,6 @@ class Pipeline:
         self.forget_reuse = forget_reuse
 
     def run(self) -> torch.Tensor:
-        """Two rounds over all chunks; the homes at the end."""
         fetched = self.fetch(0)
         for position in range(2 * NUM_CHUNKS):
             ahead = self.fetch(position + 1)
@@ -254,7 +247,6 @@ def run_pipeline(settings: DebugSettings, *, forget_reuse: bool = False) -> torc
 
 
 def expected_homes() -> torch.Tensor:
-    """The pipeline's arithmetic without a device."""
     homes = torch.arange(NUM_CHUNKS * CHUNK_NBYTES // 4).view(NUM_CHUNKS, -1) / 7
     for _, home in itertools.product(range(2), homes):
         home.mul_(1.25).add_(home.mean())
@@ -305,8 +297,6 @@ def test_delays_follow_the_seed() -> None:
 
 
 def test_launching_is_cheap(device: EmulatedDevice) -> None:
-    """Aimed at 20 microseconds an action, on a quiet machine; the bound only catches polling and sleeping."""
-
     def microseconds(stream: Stream) -> float:
         start = time.perf_counter()
         event = device.launch(stream, "f0", [], lambda: None)

@@ -1,7 +1,5 @@
 """Slabs against the kernel's own books: /proc says which pages exist, in this process and in its forked children."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import mmap
@@ -49,7 +47,6 @@ def shared_out_nbytes(*pids: int) -> int:
 
 @contextmanager
 def forked_child() -> Iterator[int]:
-    """A forked child that sleeps until the block ends."""
     pid = os.fork()
     if pid == 0:
         signal.pause()
@@ -62,7 +59,6 @@ def forked_child() -> Iterator[int]:
 
 
 def run_in_child(work: Callable[[], bool]) -> int:
-    """Exit status of ``work`` in a forked child: 0 when it returned True, negative when a signal killed it."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if work() else 1)
@@ -146,14 +142,15 @@ def test_huge_pages_are_asked_for() -> None:
 
 
 def test_a_fork_neither_has_nor_doubles_the_memory() -> None:
-    memory, slab = allocate_slab(64 * MIB)
+    """A forked process copies other pages, too, some tens of MiB where tests have filled the heap before."""
+    memory, slab = allocate_slab(256 * MIB)
     memory.fill_(1)
     before = shared_out_nbytes(os.getpid())
     with forked_child() as child:
         assert resident_nbytes(slab.address, child) is None
         memory.fill_(2)
-        assert shared_out_nbytes(os.getpid(), child) - before < 24 * MIB
-    assert int(memory[::4096].sum(dtype=torch.int64)) == 2 * 64 * MIB // 4096
+        assert shared_out_nbytes(os.getpid(), child) - before < 128 * MIB
+    assert int(memory[::4096].sum(dtype=torch.int64)) == 2 * 256 * MIB // 4096
 
 
 def test_the_same_measurement_sees_ordinary_memory_double() -> None:

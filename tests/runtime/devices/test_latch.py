@@ -1,7 +1,5 @@
 """A latch wakes all that wait, also where one of them was interrupted."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

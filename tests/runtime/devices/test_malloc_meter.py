@@ -1,7 +1,5 @@
 """The meter against allocations of known size, against operators with a short-lived temporary, and its own cost."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading
@@ -29,8 +27,6 @@ def meter() -> Iterator[NonModelMeter]:
 
 
 class Levels:
-    """A reader that plays a list of levels."""
-
     def __init__(self, *levels: int) -> None:
         self.levels = list(levels)
 
@@ -39,7 +35,6 @@ class Levels:
 
 
 def meter_threads() -> int:
-    """Sampling threads that were not there when the test began."""
     return sum(thread.name == "chunkc-meter" and thread not in BEFORE for thread in threading.enumerate())
 
 
@@ -48,7 +43,6 @@ BEFORE: set[threading.Thread] = set()
 
 @pytest.fixture(autouse=True)
 def _count_from_here() -> None:
-    """Compiled models of other tests may still have meters."""
     BEFORE.clear()
     BEFORE.update(threading.enumerate())
 
@@ -135,7 +129,6 @@ def test_slabs_are_no_part_of_it(meter: NonModelMeter) -> None:
 
 @needs_glibc
 def test_a_temporary_inside_long_work_is_seen(meter: NonModelMeter) -> None:
-    """A 32 MiB temporary lives in the middle of a chain of products, and is gone at its end."""
     matrix = torch.randn(600, 600)
     torch.mm(matrix, matrix)
     gc.collect()

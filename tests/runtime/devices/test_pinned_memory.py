@@ -1,7 +1,5 @@
 """Pinned homes take their pages as they are filled, so that what they are filled from need not stand beside them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 
@@ -65,11 +63,11 @@ def deep(width: int) -> nn.Module:
 
 
 @pytest.fixture
-def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], CudaDevice]:
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CudaDevice]:
     """``on_cuda(nbytes)``: the device over a double on which models of this test run, with so many bytes."""
 
-    def make(nbytes: int) -> CudaDevice:
-        api = FakeCuda()
+    def make(nbytes: int, api: FakeCuda | None = None) -> CudaDevice:
+        api = api or FakeCuda()
         ledger = MemoryLedger(api)
         device = CudaDevice("fake", api, ledger, ledger.overhead_nbytes + nbytes, GIB)
         monkeypatch.setattr("chunkc.api.device_for", lambda hw: (chunkc.Hardware.parse(hw), device))
@@ -80,21 +78,27 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], CudaDevice]:
 
 @on_linux
 def test_a_model_moves_into_pinned_homes_within_what_they_take(
-    on_cuda: Callable[[int], CudaDevice], monkeypatch: pytest.MonkeyPatch
+    on_cuda: Callable[..., CudaDevice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handed over in fp32 and computed in 16 bits it takes 4 bytes a parameter before and 14 after, never 18."""
     device, forget, peaks = on_cuda(16 * MIB), StagingStore.forget, list[int]()
+    homes, allocate = list[torch.Tensor](), device.allocate_home
     model = chunkc.compile(
         deep(768), "emulated-16m-1g", dtype=torch.bfloat16, backend="eager", chunk_size=2 * 768 * 769
     )
 
     def held(staging: StagingStore) -> int:
-        return staging.nbytes() + sum(resident_nbytes(home.memory) for home in device._homes._homes.values())
+        return staging.nbytes() + sum(resident_nbytes(home) for home in homes)
 
     def noted(staging: StagingStore, index: int) -> None:
         peaks.append(held(staging))
         forget(staging, index)
 
+    def allocated(nbytes: int, *, is_pinned: bool = True) -> torch.Tensor:
+        homes.append(allocate(nbytes, is_pinned=is_pinned))
+        return homes[-1]
+
+    monkeypatch.setattr(device, "allocate_home", allocated)
     monkeypatch.setattr(StagingStore, "forget", noted)
     model(torch.ones(2, 768)).sum().backward()
     host_nbytes = chunkc.stats(model)["host_nbytes"]
@@ -102,10 +106,10 @@ def test_a_model_moves_into_pinned_homes_within_what_they_take(
     assert len(peaks) == 24 and peaks[0] < 0.5 * host_nbytes < max(peaks) <= MAX_EXCESS * host_nbytes
 
 
-def test_homes_that_cuda_refuses_to_pin_lose_no_parameter(on_cuda: Callable[[int], CudaDevice]) -> None:
-    plain, x, api = deep(64), torch.ones(2, 64), on_cuda(150 * 1024)._api
+def test_homes_that_cuda_refuses_to_pin_lose_no_parameter(on_cuda: Callable[..., CudaDevice]) -> None:
+    plain, x, api = deep(64), torch.ones(2, 64), FakeCuda()
+    on_cuda(150 * 1024, api)
     model = chunkc.compile(deep(64), "emulated-150k-1g", dtype=torch.float32, backend="eager", chunk_size=4160)
-    assert isinstance(api, FakeCuda)
     api.refuses_to_pin = True
     for _ in range(2):
         with pytest.raises(HardwareError, match="does not pin"):

@@ -1,7 +1,5 @@
 """What a backward is asked for on one rank, and on any."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

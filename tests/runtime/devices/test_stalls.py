@@ -1,7 +1,5 @@
 """How long the compute stream of the emulated device waited, and for what."""
 
-from __future__ import annotations
-
 import time
 
 from chunkc.ir.actions import Stream

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from chunkc.ir.actions import Stream
-from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.emulated import EmulatedDevice
-from chunkc.runtime.devices.throttle import Pace, Span, Timekeeper
+from chunkc.runtime.devices.throttle import Pace, PaceLaw, Span, Timekeeper
 
 MIB = 2**20
 H2D, D2H, CPU, COMPUTE = Stream.H2D, Stream.D2H, Stream.CPU, Stream.COMPUTE
 Launch = Callable[..., Any]
 
 
-class Law:
+def law(**alone_ms: float) -> PaceLaw:
     """Every action takes ``alone_ms``, half as fast as alone where another runs, by text."""
 
-    def __init__(self, **alone_ms: float) -> None:
-        self.alone_ms = alone_ms
-
-    def paces(self, plan: Plan) -> Mapping[str, Pace]:
-        return {text: Pace(ms, text) for text, ms in self.alone_ms.items()}
-
-    def speeds(self, uses: tuple[str, ...]) -> tuple[float, ...]:
-        assert all(use in self.alone_ms for use in uses)
+    def speeds(uses: tuple[str, ...]) -> tuple[float, ...]:
+        assert all(use in alone_ms for use in uses)
         return (1.0 if len(uses) == 1 else 0.5,) * len(uses)
+
+    return PaceLaw(lambda _: {text: Pace(ms, text) for text, ms in alone_ms.items()}, speeds)
 
 
 class Hand:
-    """A clock that stands where it was put."""
-
     now_s = 0.0
 
     def __call__(self) -> float:
@@ -44,11 +37,9 @@ class Hand:
 
 
 class Desk:
-    """A timekeeper under a clock of the hand; times here are in milliseconds."""
-
     def __init__(self) -> None:
         self.hand = Hand()
-        self.keeper = Timekeeper(Law(any=1.0), clock=self.hand)
+        self.keeper = Timekeeper(law(any=1.0), clock=self.hand)
 
     def at(self, ms: float) -> Desk:
         self.hand.now_s = ms * 1e-3
@@ -137,7 +128,7 @@ def test_nothing_is_kept_unless_somebody_asks() -> None:
 
 @pytest.fixture
 def throttled() -> Iterator[EmulatedDevice]:
-    made = EmulatedDevice("emulated-1m-1m", MIB, MIB, law=Law(fetch=30.0, run=30.0, evict=30.0, drop=0.0))
+    made = EmulatedDevice("emulated-1m-1m", MIB, MIB, law=law(fetch=30.0, run=30.0, evict=30.0, drop=0.0))
     yield made
     made.close()
 
@@ -174,7 +165,7 @@ def test_work_comes_first_and_its_event_when_it_is_due(throttled: EmulatedDevice
 @pytest.mark.parametrize("synchronous", (False, True))
 def test_streams_run_beside_each_other_but_in_turn_if_synchronous(synchronous: bool) -> None:
     settings = DebugSettings(synchronous=synchronous)
-    device = EmulatedDevice("emulated-1m-1m", MIB, MIB, settings, Law(hold=0.0, fetch=100.0, evict=100.0))
+    device = EmulatedDevice("emulated-1m-1m", MIB, MIB, settings, law(hold=0.0, fetch=100.0, evict=100.0))
     spans, gate = [], threading.Event()
     launch, device.timekeeper.records = paced(device), spans
     if synchronous:

@@ -1,7 +1,5 @@
 """Order, waits, failures and threads of the emulated streams. Blocking work is released by the tests, never timed."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

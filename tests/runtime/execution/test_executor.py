@@ -1,8 +1,7 @@
 """The executor launches what the plan says, in its order, on its streams, after its waits, and nothing else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +18,6 @@ from chunkc.runtime.execution.bound_action import RunEnvironment
 
 
 class Recorder:
-    """Stands between an executor and its device: every launch with the labels of the events it waits for."""
-
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launches: list[tuple[Stream, str, tuple[str, ...]]] = []
         self._names: dict[int, str] = {}
@@ -98,8 +95,8 @@ REFUSED = {
 def test_actions_that_this_plan_or_release_has_no_place_for(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _, _ = trained(monkeypatch)
     runtime = compiled_of(model).runtime
-    binder = Binder(chunkc.plan_of(model), runtime.parameters._store, runtime.device, {}, RunEnvironment())
+    binder = Binder(chunkc.plan_of(model), runtime.parameters.store, runtime.device, {}, RunEnvironment())
     action = parse(text)
     assert action.op not in (Op.RUN, Op.FETCH)
     with pytest.raises(PlanError, match=REFUSED[text]):
-        binder._bind("f0", action)
+        binder.bind(replace(binder.plan.program("forward"), actions=(action,)))

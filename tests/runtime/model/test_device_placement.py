@@ -1,10 +1,4 @@
-"""Model data on a device that is not host memory: where values, gradients and states stand when they are handed out.
-
-Fake tensors know their device and refuse to mix two, so a second device needs no hardware: here it is called "meta".
-Elements do not exist; ``test_parameter_io`` and the acceptance tests compare those.
-"""
-
-from __future__ import annotations
+"""Where values, gradients and states stand on another device than the host: fake tensors refuse to mix two."""
 
 from collections.abc import Iterator
 
@@ -28,8 +22,6 @@ SHAPES: list[tuple[int, ...]] = [(13, 7), (1,), (200,), (0, 3)]
 
 
 class FarDevice(EmulatedDevice):
-    """Its arena stands on another device than its homes."""
-
     def __init__(self) -> None:
         super().__init__("far", 1 << 20, 1 << 20)
         self.torch_device = FAR
@@ -48,7 +40,6 @@ class FarDevice(EmulatedDevice):
 
 
 def fake_shell(info: ParamInfo, device: torch.device, *, requires_grad: bool) -> torch.Tensor:
-    """Under the mode a tensor cannot be of a class of its own."""
     dtype = getattr(torch, info.dtype)
     return torch.empty_strided(info.shape, info.stride, dtype=dtype, device=device, requires_grad=requires_grad)
 
@@ -63,7 +54,6 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def runtime_of(layout: Layout, *, adopted: bool = True) -> ModelRuntime:
-    """A model with a bf16 payload, in chunks or still in the staging store."""
     for _ in range(2):  # the mode holds on to the first result of an operator, which then cannot be swapped
         params = [nn.Parameter(torch.empty(info.shape, device=HOST)) for info in layout.params]
     runtime = ModelRuntime(layout.params, params, FarDevice())
@@ -112,7 +102,7 @@ def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -
     gradients, memory = runtime.gradients, runtime.gradient_values
     gradients.begin(1, 1)
     gradients.land(range(len(SHAPES)))
-    gradients.publish(memory, "graph", range(len(SHAPES)))
+    gradients.publish(memory, memory.averaged, "graph", range(len(SHAPES)))
     for index, info in enumerate(runtime.infos):
         grad = runtime.params[index].grad
         assert grad is not None and grad.device == FAR
@@ -132,7 +122,7 @@ def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -
 def test_handing_out_gradients_allocates_nothing() -> None:
     runtime = runtime_of(layout_of(SHAPES, "bfloat16"))
     runtime.gradients.begin(1, 1)
-    runtime.gradients.publish(runtime.gradient_values, "graph", range(len(SHAPES)))
+    runtime.gradients.publish(runtime.gradient_values, runtime.gradient_values.averaged, "graph", range(len(SHAPES)))
     for param in runtime.params:
         assert param.grad is not None
         grad, inner = inner_of(param.grad), inner_of(param)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,19 +10,19 @@ from torch import nn
 
 from chunkc.distributed.process_group import Ranks
 from chunkc.errors import ChunkcError
+from chunkc.ir.plan import name_of
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
 from chunkc.runtime.params.gradients import Gradients
 
 
 class RecordedExecutor:
-    """Notes what it is asked to do."""
-
     def __init__(self, *, defers_reduction: bool = False) -> None:
         self.calls: list[str] = []
         self.graded_params = (0,)
         self.norm_table = None
-        self.plan = SimpleNamespace(defers_reduction=defers_reduction)
+        self.defers_reduction = defers_reduction
+        self.program = lambda role, position="first", reduces=True: name_of((role, position, reduces))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.calls.append(name)
@@ -145,6 +144,6 @@ def test_the_last_micro_batch_exchanges(
     state.enter(phase)
     if accumulated:
         state.gradients.land([0])
-    assert state.backward_program(executor, number, is_unscaled=is_unscaled) == program  # type: ignore[arg-type]
+    assert state.backward_program(executor, number, lambda: is_unscaled) == program  # type: ignore[arg-type]
     wanted = "forward_again" if phase is ModelPhase.UNREDUCED and accumulated else "forward"
     assert state.forward_program(executor) == wanted  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """chunkc.AdamW and chunkc.Adam step as torch.optim does, and refuse what they cannot step rightly."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace

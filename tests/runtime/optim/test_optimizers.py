@@ -1,7 +1,5 @@
 """SGD steps as torch.optim.SGD and Lion as its paper says, under any options; their states and refusals."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +32,6 @@ IDS = [*(f"SGD-{name}" for name in SGD_OPTIONS), *(f"Lion-{name}" for name in LI
 
 
 def steps(models: list[nn.Sequential], optimizers: list[Any], first: int, last: int) -> None:
-    """Random gradients, none for two parameters in some steps, and a learning rate that falls."""
     for step in range(first, last):
         set_gradients(models, step, skip=("1.weight", "3.bias") if step % 4 == 1 else ())
         for optimizer in optimizers:
@@ -45,7 +42,6 @@ def steps(models: list[nn.Sequential], optimizers: list[Any], first: int, last: 
 
 
 def assert_same_lists(found: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    """Every state of ``wanted`` is in ``found``, which counts steps beside it."""
     for key, state in wanted.items():
         for name, value in state.items():
             torch.testing.assert_close(found[key][name], value, rtol=2e-6, atol=5e-8)
@@ -67,7 +63,6 @@ def test_training_equals_the_reference(ours: type, theirs: type, options: Option
 @pytest.mark.parametrize(("ours", "theirs", "options"), CASES, ids=IDS)
 @pytest.mark.parametrize("direction", ["from the reference", "to the reference"])
 def test_states_are_exchanged(ours: type, theirs: type, options: Options, direction: str) -> None:
-    """Five steps by one, five more by the other, against ten by the reference."""
     first_model, second_model, plain = make_model(), make_model(), make_model()
     runtime = OneChunk(second_model if direction == "from the reference" else first_model)
     makes = (theirs, ours) if direction == "from the reference" else (ours, theirs)

@@ -1,7 +1,5 @@
 """Optimizer states are exchanged with torch both ways, and refused before anything changes where they do not fit."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -28,7 +26,6 @@ from chunkc.runtime.optim.optimizers import AdamW
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("direction", ["from torch", "to torch"])
 def test_states_are_exchanged_with_torch(pair: tuple[type, type], direction: str) -> None:
-    """Ten steps by one, ten more by the other, against twenty by torch."""
     ours, theirs = pair
     first_model, second_model, plain = make_model(), make_model(), make_model()
     managed_model = second_model if direction == "from torch" else first_model
@@ -141,7 +138,6 @@ def test_bad_states_are_refused_before_anything_changes() -> None:
 
 
 def test_states_of_zeros_with_step_0_are_loaded() -> None:
-    """They are the beginning: the next step is the first."""
     model, runtime, plain = make_pair()
     ours, theirs = AdamW(model.parameters(), lr=1e-2), torch.optim.AdamW(plain.parameters(), lr=1e-2)
     for step in range(2):

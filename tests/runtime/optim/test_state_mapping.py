@@ -1,7 +1,5 @@
 """``optimizer.state`` reads and writes like torch's, element by element, or refuses by name."""
 
-from __future__ import annotations
-
 import gc
 import operator
 import weakref
@@ -23,7 +21,6 @@ Pair = tuple[nn.Sequential, AdamW, nn.Sequential, torch.optim.AdamW]
 
 
 def trained(num_steps: int = 3, dtype: torch.dtype = torch.float32) -> Pair:
-    """A managed model and a plain one after equal steps, in which one parameter had no gradient."""
     model, _, plain = make_pair(dtype)
     pair = model, AdamW(model.parameters(), lr=1e-2), plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)
     train(pair, num_steps)
@@ -31,7 +28,6 @@ def trained(num_steps: int = 3, dtype: torch.dtype = torch.float32) -> Pair:
 
 
 def train(pair: Pair, num_steps: int, seed: int = 0) -> None:
-    """Equal steps of both."""
     model, ours, plain, theirs = pair
     for step in range(num_steps):
         set_gradients([model, plain], seed + step, skip=(UNUSED,))
@@ -40,7 +36,6 @@ def train(pair: Pair, num_steps: int, seed: int = 0) -> None:
 
 
 def check(pair: Pair) -> None:
-    """Both have equal states, and go on to equal parameters."""
     model, ours, plain, theirs = pair
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         found, wanted = ours.state.get(p, {}), theirs.state.get(q, {})
@@ -48,12 +43,11 @@ def check(pair: Pair) -> None:
         for name in wanted:
             torch.testing.assert_close(found[name].clone(), wanted[name], rtol=2e-6, atol=2e-8)
     train(pair, 2, seed=70)
-    model[0].weight._chunkc_store.drain()
+    model[0].weight.chunkc_store.drain()
     assert_same_params(model, plain)
 
 
 def test_reads_as_torch_does() -> None:
-    """Keys are the parameters, values have torch's parts; a parameter never stepped has no entry."""
     pair = model, ours, plain, theirs = trained()
     names = {p: name for m in (model, plain) for name, p in m.named_parameters()}
     assert [names[p] for p in ours.state] == [names[q] for q in theirs.state]
@@ -187,7 +181,6 @@ def on_meta(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unused(optimizer: torch.optim.Optimizer) -> nn.Parameter:
-    """The parameter that had no gradient, by its shape."""
     return next(p for p in optimizer.param_groups[0]["params"] if p.shape == (3,))
 
 
@@ -232,20 +225,19 @@ def test_a_view_says_that_its_state_was_written(write: str) -> None:
 
 
 def test_a_state_of_zeros_with_step_0_is_the_beginning() -> None:
-    """What some scripts fill in by hand before the first step."""
     pair = model, ours, plain, theirs = trained(0)
     for m, o in ((model, ours), (plain, theirs)):
         for p in m.parameters():
             zeros = {key: torch.zeros_like(p).detach() for key in ("exp_avg", "exp_avg_sq")}
             o.state[p] = {"step": torch.tensor(0.0), **zeros}
     train(pair, 2)
-    model[0].weight._chunkc_store.drain()
+    model[0].weight.chunkc_store.drain()
     assert_same_params(model, plain)
 
 
 def test_sixteen_bit_states_have_the_master_parameter() -> None:
     model, ours, _, _ = trained(dtype=torch.bfloat16)
-    weight, runtime = model[0].weight, model[0].weight._chunkc_store
+    weight, runtime = model[0].weight, model[0].weight.chunkc_store
     state = ours.state[weight]
     assert list(state) == ["step", "exp_avg", "exp_avg_sq", "master_param"]
     assert torch.equal(state["master_param"].clone(), runtime.view(0, "param32"))
@@ -307,7 +299,7 @@ def test_a_state_holds_no_circle() -> None:
 
 def test_only_what_is_read_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ours, _, _ = trained()
-    runtime, asked = model[0].weight._chunkc_store, list[tuple[int, tuple[str, ...]]]()
+    runtime, asked = model[0].weight.chunkc_store, list[tuple[int, tuple[str, ...]]]()
     read_state = runtime.read_state
     monkeypatch.setattr(OneChunk, "read_state", lambda self, i, names: asked.append((i, names)) or read_state(i, names))
     for state in ours.state.values():

@@ -1,7 +1,5 @@
 """Managed tensors over a store that keeps plain tensors: what an operator reads, writes and returns, role by role."""
 
-from __future__ import annotations
-
 import copy
 import io
 
@@ -19,8 +17,6 @@ from chunkc.runtime.storage.staging import StagingStore
 
 
 class DictStore:
-    """A store of two parameters and their gradients that counts what is asked of it."""
-
     holds = "params"
 
     def __init__(self) -> None:
@@ -59,12 +55,10 @@ class DictStore:
 
 @pytest.fixture
 def store() -> DictStore:
-    """A store with known values."""
     return DictStore()
 
 
 def managed(store: DictStore, index: int = 0) -> nn.Parameter:
-    """A managed parameter over the store."""
     value = store.values[index]
     info = ParamInfo(store.name_of(index), (), tuple(value.shape), tuple(value.stride()), "float32", True)
     param = nn.Parameter(torch.zeros_like(value))
@@ -73,7 +67,6 @@ def managed(store: DictStore, index: int = 0) -> nn.Parameter:
 
 
 def gradient(store: DictStore, index: int = 0) -> ManagedTensor:
-    """A managed gradient of the current backward."""
     shell = inner_of(managed(store, index)).detach()
     return ManagedTensor(shell, "grad", index, store, store.stamp)
 

@@ -1,7 +1,5 @@
 """Shells can be shown without a read of the memory that they do not have."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Whole parameters through chunks: what is written is read back, element by element, wherever a layout puts it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +7,9 @@ from hypothesis import strategies as st
 from layouts import CHUNK_NUMEL, layout_of, values_of
 
 from chunkc.errors import ChunkcError
-from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement
+from chunkc.ir.layout import Chunk, ChunkList, Group, Layout, Placement
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.tiers import Tier
 from chunkc.runtime.storage.staging import StagingStore
 
 shapes = st.lists(
@@ -61,7 +60,7 @@ def test_a_gradient_in_the_payload_does_not_touch_the_master() -> None:
 def test_strides_survive() -> None:
     weight = torch.randn(6, 4).t()
     info = ParamInfo("w", (), (4, 6), tuple(weight.stride()), "float32", True)
-    chunk = Chunk(0, ChunkList.TRAINED, "float32", CHUNK_NUMEL, 24, Home.HOST, Home.HOST)
+    chunk = Chunk(0, ChunkList.TRAINED, "float32", CHUNK_NUMEL, 24, Tier.HOST, Tier.HOST)
     values = values_of(Layout((info,), (Placement(0, 0, 0),), (chunk,), (Group(0, 0, 1),), CHUNK_NUMEL))
     values.load(StagingStore([weight]))
     assert torch.equal(values.read_param(0), weight)

@@ -1,7 +1,5 @@
 """Snapshots: what is read is the moment of the call, whoever writes when; the copies aside stay within their bound."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -21,8 +19,6 @@ CHUNK_NBYTES = 2 * NUMEL * 4
 
 
 class Chunks:
-    """Chunks of two tensors each; ``write`` does as a writer must."""
-
     def __init__(self, max_copied_nbytes: int) -> None:
         self.tensors = [(torch.full((NUMEL,), float(i)), torch.full((NUMEL,), i + 0.5)) for i in range(NUM_CHUNKS)]
         self.snapshot = Snapshot(self.tensors.__getitem__, range(NUM_CHUNKS), max_copied_nbytes)
@@ -109,6 +105,6 @@ def test_whole_parameters_are_read_as_they_were(dtype: str, on_device: bool) -> 
         assert torch.equal(values.read_param(index), value - 5), "the write itself is there"
     with pytest.raises(KeyError):
         reader.read(0)
-    values._store.end_snapshot(reader.snapshot)
+    values.store.end_snapshot(reader.snapshot)
     values.write_param(0, before[0], payload=True)
     assert torch.equal(values.read_param(0), before[0])

@@ -1,7 +1,5 @@
 """A transaction happens whole or not at all, in the order of calls, whatever is raised in its caller."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
@@ -96,8 +94,7 @@ def test_nothing_is_kept_and_the_thread_ends_with_its_owner() -> None:
     found.run(lambda kept=large: None)  # type: ignore[misc]
     with pytest.raises(ZeroDivisionError):
         found.run(lambda kept=large: 1 // 0)  # type: ignore[misc]
-    thread = found._thread
-    assert thread is not None
+    thread = found.run(threading.current_thread)
     del large
     found.finish()
     assert held() is None

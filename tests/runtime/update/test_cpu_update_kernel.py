@@ -1,7 +1,5 @@
 """The compiled loop: its bits, the GIL, threads, no Dynamo; and the update where nothing can be compiled."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
 import sys
@@ -20,9 +18,20 @@ import chunkc
 from chunkc._torch_compat.inductor import inductor_loop
 from chunkc.runtime.update import cpu_update_kernel as module
 from chunkc.runtime.update.cpu_update import PARALLEL_NUMEL, ChunkUpdate, Piece
-from chunkc.runtime.update.cpu_update_kernel import coefficients_of, host_kernel
-from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs
+from chunkc.runtime.update.cpu_update_kernel import host_kernel
+from chunkc.runtime.update.rules import (
+    ADAM,
+    LION,
+    SGD,
+    SGD_MOMENTUM,
+    AdamHyper,
+    Hyper,
+    LionHyper,
+    SgdHyper,
+    UpdateRule,
+    coefficients_of,
+)
+from chunkc.runtime.update.update_inputs import StepInputs
 
 HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, decoupled=False)
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -47,7 +56,6 @@ def keep_num_threads() -> Iterator[None]:
 def chunk(
     numel: int, gradient_dtype: torch.dtype, payload_dtype: torch.dtype | None, rule: UpdateRule = ADAM
 ) -> list[Tensor]:
-    """Random tensors as a kernel takes them; the gradient lies in the payload where the dtypes agree."""
     generator = torch.Generator().manual_seed(numel)
     draws = [torch.randn(numel, generator=generator) for _ in range(2 + len(rule.states.names))]
     tensors = [draws[0].to(gradient_dtype), *draws[1:3], *(draw.square() for draw in draws[3:])]
@@ -70,8 +78,8 @@ def test_every_range_has_the_bits_of_eager(
         for num_threads in (1, 2, 3):
             torch.set_num_threads(num_threads)
             found, wanted = (chunk(end + 9, *dtypes, rule) for _ in range(2))
-            kernel(found, start, end, coefficients)
-            module._Eager(rule)(wanted, start, end, coefficients)
+            kernel(found, start, end, coefficients)()
+            module._Eager(rule)(wanted, start, end, coefficients)()
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
@@ -135,7 +143,7 @@ def test_python_runs_meanwhile() -> None:
     holding = module._Loop(getattr(ctypes.PyDLL(library), symbol), order, 3)
     num_seen = {kernel: 0, holding: 0}
     for loop in (kernel, holding) * NUM_TRIES:
-        num_seen[loop] += bool(seen_while(lambda loop=loop: loop(tensors, 0, numel, coefficients)))
+        num_seen[loop] += bool(seen_while(loop(tensors, 0, numel, coefficients)))
     assert num_seen[kernel] > num_seen[holding] + NUM_TRIES // 4, num_seen
 
 
@@ -145,7 +153,6 @@ def examples(dtype: torch.dtype) -> list[Tensor]:
 
 
 def test_threads_are_pytorchs_and_stay_as_they_were() -> None:
-    """A new worker opens its regions with the number that was set, and nobody's number changes."""
     torch.set_num_threads(3)
     found: list[int] = []
     library = inductor_loop(module._outputs_anew(ADAM, BF16), examples(BF16), is_parallel=True)[0]
@@ -180,7 +187,6 @@ def test_a_kernel_can_be_made_in_inference_mode_and_under_another_default_device
 
 
 def train() -> str:
-    """Three steps under the eager backend; the bits of a sum over all parameters."""
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Tanh(), torch.nn.Linear(300, 7))
     model = chunkc.compile(model, hw="emulated-1m-64m", backend="eager")
@@ -208,8 +214,8 @@ def test_without_a_compiler_the_same_bits_are_trained_eagerly(tmp_path: Path) ->
 def test_the_comparison_of_bits_sees_a_skipped_element() -> None:
     eager = module._Eager(ADAM)
 
-    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> None:
-        eager(tensors, start, end - 1, coefficients)
+    def short(tensors: Sequence[Tensor], start: int, end: int, coefficients: Tensor) -> Callable[[], None]:
+        return eager(tensors, start, end - 1, coefficients)
 
     assert module._agree(eager, eager, BF16, BF16)
     assert not module._agree(short, eager, BF16, BF16)

@@ -1,7 +1,5 @@
 """Loss scales and factors of clipping times gradients in 16 bits: in float32, rounded once, on hosts and on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -10,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from chunkc.runtime.update.loss_scale import LossScale, _in_float32, multiply, times
+from chunkc.runtime.update.loss_scale import LossScale, multiply, multiply_in_float32, times
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 WAYS: dict[str, Product] = {
     "times": times,
     "multiply": lambda value, factor: multiply(value.clone(), factor),
-    "times on a GPU": lambda value, factor: _in_float32(value, factor, None),
-    "multiply on a GPU": lambda value, factor: (lambda v: _in_float32(v, factor, v))(value.clone()),
+    "times on a GPU": lambda value, factor: multiply_in_float32(value, factor, None),
+    "multiply on a GPU": lambda value, factor: (lambda v: multiply_in_float32(v, factor, v))(value.clone()),
 }
 FACTORS = (2.0**16, 2.0**-16, 0.3 * 2.0**-16, 1.0009765, 0.0, float("inf"), float("nan"))
 
@@ -39,7 +37,7 @@ def test_a_product_is_rounded_once(way: str, dtype: torch.dtype) -> None:
 
 
 def test_what_is_multiplied_in_place_is_the_tensor_itself() -> None:
-    for way in (multiply, lambda value, factor: _in_float32(value, factor, value)):
+    for way in (multiply, lambda value, factor: multiply_in_float32(value, factor, value)):
         for value in (torch.ones(3, 2, dtype=torch.float16).t(), torch.ones((), dtype=torch.float16)):
             address = value.data_ptr()
             assert way(value, torch.tensor(0.5)).data_ptr() == address
@@ -54,7 +52,6 @@ def test_zeros_stay_zeros_under_the_first_scale() -> None:
 
 
 def torch_states(overflows: list[bool], options: dict[str, float]) -> list[dict[str, float]]:
-    """Of torch.amp.GradScaler after each step."""
     param, scaler, found = nn.Parameter(torch.zeros(1)), torch.amp.GradScaler("cpu", **options), []
     optimizer = torch.optim.SGD([param])
     scaler.scale(torch.zeros(1))

@@ -1,15 +1,13 @@
 """Tables of a step: every column by its definition in exact arithmetic, rounded once; every parameter to its row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
 
-from chunkc.runtime.update.rules import AdamHyper, LionHyper, SgdHyper
-from chunkc.runtime.update.update_inputs import INACTIVE, ROW_NUMEL, Hyper, StepInputs, row_of, tables_of
+from chunkc.runtime.update.rules import ROW_NUMEL, AdamHyper, Hyper, LionHyper, SgdHyper, row_of
+from chunkc.runtime.update.update_inputs import INACTIVE, StepInputs, tables_of
 
 HYPER = AdamHyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, decoupled=True)
 

@@ -1,7 +1,5 @@
 """The built-in models have the parameters that the published tables give them."""
 
-from __future__ import annotations
-
 import pytest
 
 from chunkc.errors import ChunkcError

@@ -1,7 +1,5 @@
 """Models built from configurations: inputs, checkpoints, and files of Hugging Face."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -82,7 +80,6 @@ def test_a_file_that_is_no_such_configuration_is_refused(config: Any, message: s
 
 
 def test_mutations_are_refused_or_describe_a_model(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """One in fifty is built, since that takes most of the time."""
     numbers = itertools.count()
 
     def use(path: Path) -> None:

@@ -14,8 +14,6 @@ a deadline the stacks of the ranks that hang are part of the message.
 Processes are forked from one that has imported what they need (`job_preload`).
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -70,12 +68,9 @@ def _context() -> ForkServerContext:
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """How the process of a rank ended.
+    """How the process of a rank ended, ``after_s`` seconds behind the latest `Job.kill` or report.
 
-    Attributes:
-        exit_code: negative for a signal; None if it had to be killed because it came to no end.
-        after_s: when, since the latest `Job.kill` or report.
-        log: what it wrote to stdout and stderr.
+    ``exit_code`` is None if it had to be killed; ``log`` is what it wrote to stdout and stderr.
     """
 
     exit_code: int | None
@@ -84,13 +79,7 @@ class RankEnd:
 
 
 class Job:
-    """Processes of one job that have joined their process group.
-
-    Args:
-        num_ranks: how many.
-        group_timeout_s: what ``init_process_group`` is given.
-        store: ``"file"``, or ``"tcp"``: hosted by rank 0, gone when it ends.
-    """
+    """Processes of one job that have joined their process group; ``store`` "tcp" is gone when rank 0 ends."""
 
     def __init__(self, num_ranks: int, group_timeout_s: float = GROUP_TIMEOUT_S, store: str = "file") -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="chunkc-job-")
@@ -121,7 +110,6 @@ class Job:
         return Path(self._directory.name) / f"rank{rank}.log"
 
     def log(self, rank: int, most: int = 6000) -> str:
-        """The end of what a rank wrote."""
         path = self._log_of(rank)
         return path.read_text(errors="replace")[-most:] if path.exists() else ""
 
@@ -149,7 +137,6 @@ class Job:
                 continue  # its process has ended; reading finds that
 
     def _answers(self, timeout_s: float) -> list[bytes | None]:
-        """One message from every rank; None from one that ended."""
         found: dict[int, bytes | None] = {}
         until = time.monotonic() + timeout_s
         while len(found) < len(self._connections):
@@ -166,7 +153,6 @@ class Job:
         return [found[rank] for rank in range(len(self._connections))]
 
     def _hang_message(self, hanging: list[int], found: dict[int, bytes | None]) -> str:
-        """Which ranks hang, where, and what the others raised."""
         for rank in hanging:
             self._ask_for_stacks(rank)
         time.sleep(1)
@@ -193,12 +179,10 @@ class Job:
     # The only call of a job.
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Start ``function(report, *args)`` on all ranks; its end is the end of the process."""
         self._send(Call(function, args, is_only=True))
         self._started_s = time.monotonic()
 
     def wait_for(self, rank: int, text: str, timeout_s: float) -> None:
-        """Until that rank has reported ``text``."""
         until = time.monotonic() + timeout_s
         while text not in self._told[rank]:
             if not self._connections[rank].poll(max(0.0, until - time.monotonic())):
@@ -210,20 +194,16 @@ class Job:
             self._started_s = time.monotonic()
 
     def told(self, rank: int) -> str:
-        """All that a rank has reported and somebody waited for."""
         return self._told[rank]
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of that rank has."""
         return self._processes[rank].exitcode is not None
 
     def kill(self, rank: int) -> None:
-        """SIGKILL."""
         self._processes[rank].kill()
         self._started_s = time.monotonic()
 
     def ends(self, timeout_s: float) -> list[RankEnd]:
-        """How all processes ended; those that did not within the time are asked for their stacks and killed."""
         ended_s: dict[int, float] = {}
         until = time.monotonic() + timeout_s
         while len(ended_s) < len(self._processes) and time.monotonic() < until:
@@ -293,7 +273,6 @@ class Pool:
         return [outcome.value for outcome in found]
 
     def discard(self, patience_s: float = 10.0) -> None:
-        """End the processes, as `Job.close` does; the next call starts new ones."""
         if self._job is not None:
             self._job.close(patience_s)
             self._job = None
@@ -313,7 +292,6 @@ def only_call(
 
 
 def _received(connection: Connection) -> bytes | None:
-    """The next message; None when the process has ended."""
     try:
         return connection.recv_bytes()
     except (EOFError, ConnectionError):

@@ -9,6 +9,7 @@ and share a lock between processes that a rank which is killed could hold.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch._inductor.compile_fx
 import transformers  # noqa: F401
 from tqdm import tqdm
 
-import chunkc._public  # noqa: F401  # all that the package offers, which it imports when it is asked for
+from chunkc import AdamW  # noqa: F401  # with all that the package offers, which it imports when it is asked for
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0
@@ -32,5 +33,8 @@ def _use_dynamo() -> None:
 
 
 _use_dynamo()
+gc.collect()
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)  # as in conftest.py
 num_threads = len(list(Path("/proc/self/task").iterdir())) if sys.platform == "linux" else threading.active_count()
 """Of the process that ranks are forked from, when all this was done."""

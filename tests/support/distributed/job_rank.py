@@ -1,11 +1,4 @@
-"""One rank of a job that `job` started: joins the process group, then does what the test process sends.
-
-Calls come as plain pickles, since multiprocessing's would move tensors to shared memory. A call of a pool is answered,
-whatever it raised. A call that is the rank's only one is not: what it raises ends the process, as it ends a user's
-script.
-"""
-
-from __future__ import annotations
+"""One rank of a job that `job` started: joins the process group, then carries out calls that come as plain pickles."""
 
 import faulthandler
 import gc
@@ -24,8 +17,6 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on a rank: the name of its type, its text, and where it was raised."""
-
     kind: str
     text: str
     trace: str = ""
@@ -50,8 +41,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of which job a process is, and where it writes what it has to say."""
-
     rank: int
     size: int
     init_method: str
@@ -60,7 +49,6 @@ class Place:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What is told of ``error``."""
     return Failure(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
@@ -78,7 +66,6 @@ def outcome_of(call: Call) -> RankOutcome:
 
 
 def serve(connection: Connection) -> None:
-    """Answer calls until the test process closes the connection."""
     while True:
         try:
             call: Call = pickle.loads(connection.recv_bytes())
@@ -98,7 +85,6 @@ def _pickled(outcome: RankOutcome) -> bytes:
 
 
 def main(connection: Connection, place: Place) -> None:
-    """The process of a rank."""
     log = os.open(place.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -1,9 +1,4 @@
-"""What the tests of checkpoints run on every rank of a job, and alike in the test's own process as the only rank.
-
-A session is a run and the names of what is done with it, one after the other: `Session`'s methods.
-"""
-
-from __future__ import annotations
+"""Sessions of the tests of checkpoints, by every rank of a job and alike by the test's own process as the only rank."""
 
 import hashlib
 import os
@@ -43,7 +38,6 @@ def num_ranks() -> int:
 
 
 def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's rows of the batch of a step."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(0, VOCABULARY, (2, NUM_ROWS, LENGTH), generator=generator)
     own = slice(rank() * NUM_ROWS // num_ranks(), (rank() + 1) * NUM_ROWS // num_ranks())
@@ -51,8 +45,6 @@ def rows(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Odd(Tower):
-    """A tower with parameters of odd sizes, one that is frozen, one that no graph uses, and a transposed one."""
-
     def __init__(self) -> None:
         super().__init__(depth=2)
         self.scale = nn.Parameter(torch.randn(48) + 2, requires_grad=False)
@@ -73,13 +65,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {"odd": Odd, "dropping": Dropping}
 
 
 class Session:
-    """A training run of all ranks; what its methods return is what the test sees.
-
-    Args:
-        model: a key of `MODELS`. ``dropping`` draws masks and has BatchNorm, whose statistics are each rank's.
-        seed: of the parameters, and with the rank of the generators.
-        handed_over: the parameters' dtype.
-    """
+    """A training run of all ranks (``model``: a key of `MODELS`); what its methods return is what the test sees."""
 
     def __init__(
         self, model: str = "odd", seed: int = 0, handed_over: str = "float32", hw: str = HW, **options: Any
@@ -109,41 +95,34 @@ class Session:
         return losses
 
     def save(self, directory: Path, **options: Any) -> Path:
-        """The path of a checkpoint."""
         saved = chunkc.save_checkpoint(
             directory, self.model, self.optimizer, self.scheduler, extra={"rank": rank()}, **options
         )
         return saved.result()
 
     def begin_save(self, directory: Path) -> bool:
-        """Whether a checkpoint is written beside what follows."""
         self.future = chunkc.save_checkpoint(
             directory, self.model, self.optimizer, self.scheduler, asynchronous=True, max_copied_nbytes=0
         )
         return self.future.done()
 
     def end_save(self) -> Path:
-        """The path of the checkpoint of `begin_save`."""
         assert self.future is not None
         return self.future.result(60)
 
     def save_full(self, directory: Path, full_rank: int) -> str:
-        """What is raised where the disk of one rank takes no more."""
         with full_disk(is_full=rank() == full_rank):
             return raised(lambda: self.save(directory))
 
     def save_refused(self, directory: Path, refusing_rank: int) -> str:
-        """What is raised where one rank cannot save what it was given."""
         extra = object() if rank() == refusing_rank else None
         return raised(lambda: chunkc.save_checkpoint(directory, self.model, self.optimizer, extra=extra))
 
     def load(self, directory: Path) -> tuple[int, Any]:
-        """Step and extra of what was loaded."""
         found = chunkc.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)
         return found.step, found.extra
 
     def load_refused(self, directory: Path) -> str:
-        """What is raised where a checkpoint is damaged."""
         return raised(lambda: self.load(directory))
 
     def bits(self) -> Bits | None:
@@ -157,17 +136,14 @@ class Session:
         return found if rank() == 0 else None
 
     def digest(self) -> str | None:
-        """Of all bits, on rank 0."""
         found = self.bits()
         return None if found is None else digest_of(found)
 
     def draws(self) -> tuple[list[float], float]:
-        """What the generators of this rank give next."""
         return torch.rand(3).tolist(), random.random()
 
 
 def digest_of(bits: Bits) -> str:
-    """One word for all names and bits."""
     found = hashlib.sha256()
     for name, value in sorted(bits.items()):
         found.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
@@ -175,13 +151,11 @@ def digest_of(bits: Bits) -> str:
 
 
 def session(options: dict[str, Any], ops: Sequence[Op]) -> list[Any]:
-    """What a run's methods return, one after the other: ``("train", 0, 2)`` calls ``train(0, 2)``."""
     run = Session(**options)
     return [getattr(run, name)(*args) for name, *args in ops]
 
 
 def sessions(runs: Sequence[tuple[dict[str, Any], Sequence[Op]]]) -> list[list[Any]]:
-    """Several of them."""
     return [session(options, ops) for options, ops in runs]
 
 
@@ -198,7 +172,6 @@ def save_for_ever(report: Report, directory: Path) -> None:
 
 @contextmanager
 def full_disk(*, is_full: bool) -> Iterator[None]:
-    """Files of this process cannot grow beyond a few bytes meanwhile."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if is_full:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
@@ -210,7 +183,6 @@ def full_disk(*, is_full: bool) -> Iterator[None]:
 
 
 def raised(work: Callable[[], Any]) -> str:
-    """Type and text of what ``work`` raises."""
     try:
         work()
     except (chunkc.ChunkcError, OSError) as error:

@@ -1,7 +1,5 @@
 """Several ranks whose device is CUDA's over a double, and what order their calls of CUDA keep."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

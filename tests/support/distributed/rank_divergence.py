@@ -1,10 +1,7 @@
 """Ranks of a job that do different things with one model, and what becomes of them.
 
-Each scenario is a function of a `sides.Side` and the rank. Before it the ranks train two steps in step; after it all
-zero their gradients and try two more.
+Each scenario is a function of a `Side` and the rank; the ranks train two steps in step before it and after it.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable
@@ -22,14 +19,7 @@ from chunkc.compiler.compiled_model import compiled_of
 
 @dataclass(slots=True)
 class Story:
-    """What one rank lived through.
-
-    Attributes:
-        diverged: what the scenario raised.
-        after_s: how long it took.
-        later: what training in step raised afterwards.
-        seen: all that its side saw.
-    """
+    """What one rank lived through: the error of the scenario, its seconds, the error of training in step afterwards."""
 
     diverged: Failure | None = None
     after_s: float = 0.0
@@ -67,13 +57,11 @@ def other_rates(side: Side, rank: int) -> None:
 
 
 def other_parameters(side: Side, rank: int) -> None:
-    """They read different parameters."""
     parameter = side.model.head.bias if rank else side.model.embed.weight
     parameter.detach().clone()  # type: ignore[operator, union-attr]
 
 
 def one_raises(side: Side, rank: int) -> None:
-    """Between forward and backward, in user code, and goes on with the next batch."""
     side.run("forward")
     if rank == 1:
         try:
@@ -102,7 +90,7 @@ def one_fails_before_its_program(side: Side, rank: int) -> None:
     """In what a backward has to do when all have agreed on it, and before the program begins."""
     side.run("forward")
     if rank == 1:
-        compiled_of(side.model).runtime._begin_backward = _no_more
+        compiled_of(side.model).runtime.gradients.begin = _no_more
     side.run("backward step zero")
 
 
@@ -111,7 +99,6 @@ def _no_more(*args: object, **options: object) -> None:
 
 
 def other_shapes(side: Side, rank: int) -> None:
-    """Right, or refused on all."""
     loss = side.model(*batch(0, 8 - rank))
     loss.backward()
     side.run("step zero")
@@ -139,7 +126,6 @@ COSTLY: dict[str, Callable[[Side, int], None]] = {
 
 
 def attempt(work: Callable[[], object]) -> Failure | None:
-    """What it raised."""
     try:
         work()
     except Exception as error:
@@ -148,7 +134,6 @@ def attempt(work: Callable[[], object]) -> Failure | None:
 
 
 def diverge(name: str, side: Side) -> Story:
-    """One scenario on this rank."""
     scenario = (SCENARIOS | COSTLY)[name]
     side.seen = Seen()
     story = Story(seen=side.run("train train state"))
@@ -182,7 +167,6 @@ class Branching(nn.Module):
 
 
 def other_layers() -> Failure | None:
-    """Each rank uses a layer that the other does not."""
     torch.manual_seed(0)
     model = chunkc.compile(Branching(), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     return attempt(lambda: model(torch.ones(2, 8), torch.distributed.get_rank()).backward())

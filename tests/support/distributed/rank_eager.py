@@ -1,7 +1,5 @@
 """Gradients that do not come from the compiled graph: eager operators use parameters, scripts assign ``grad``."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 
@@ -12,8 +10,6 @@ NUM_ROWS = 4
 
 
 class Layer(nn.Module):
-    """Half of a model: the script goes on with its weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(13, 7))
@@ -24,7 +20,6 @@ class Layer(nn.Module):
 
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Half of it outside of the compiled forward."""
     hidden = model(x) @ model.weight.t()  # type: ignore[operator, union-attr]
     return (hidden - x).pow(2).mean() + 0.1 * model.bias.pow(2).sum()  # type: ignore[operator, union-attr]
 
@@ -53,7 +48,6 @@ def train(num_steps: int, max_norm: float, assigned: bool) -> list[dict[str, tor
 
 
 def train_plainly(num_steps: int, max_norm: float, assigned: bool, num_ranks: int) -> list[dict[str, torch.Tensor]]:
-    """The same in plain PyTorch, on the mean of all ranks' losses."""
     torch.manual_seed(0)
     model = Layer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-4)

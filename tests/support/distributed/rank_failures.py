@@ -1,7 +1,5 @@
 """Training that ends badly on one rank; the only call of a job (`job.only_call`)."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Ranks whose losses reach different outputs of one model, and the one process that they must equal."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +20,6 @@ def _batch(step: int, part: int, rank: int) -> torch.Tensor:
 
 
 def _seen(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Values of parameters, and gradients of those that have one."""
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return found | {f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -45,7 +42,6 @@ def train(name: str, used: Used) -> tuple[list[dict[str, torch.Tensor]], dict[in
 
 
 def train_plainly(name: str, used: Used) -> tuple[list[dict[str, torch.Tensor]], dict[int, float]]:
-    """The same in plain PyTorch, on the mean of all ranks' losses."""
     torch.manual_seed(0)
     model, seen = MODELS[name](), []
     optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
@@ -61,7 +57,6 @@ def train_plainly(name: str, used: Used) -> tuple[list[dict[str, torch.Tensor]],
 
 
 def freeze_on_one() -> str:
-    """The error of a backward in which one rank has frozen a parameter."""
     torch.manual_seed(0)
     model = chunkc.compile(Heads(), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     loss = loss_of("ab")(model(rows(0)))
@@ -75,10 +70,7 @@ def freeze_on_one() -> str:
 
 
 def reach_other_graphs(num_steps: int, heads: Sequence[str]) -> str:
-    """The error of a backward in which the loss of each rank uses its own ``heads``, after steps that use both.
-
-    Those in capitals are used times zero.
-    """
+    """The error of a backward in which each rank uses its own ``heads``; those in capitals are used times zero."""
     torch.manual_seed(0)
     model = chunkc.compile(BehindBreak(), "emulated-1m-16m", dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters(), **OPTIONS)

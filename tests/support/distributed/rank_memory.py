@@ -1,7 +1,5 @@
 """What a rank of a job takes of its device while it trains."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,10 +1,4 @@
-"""What each rank itself has where several nodes have all of the model data.
-
-Parameters that are read come from the chunks of the first node, so equal reads say nothing of the other ones: a digest
-of a rank's own chunks does.
-"""
-
-from __future__ import annotations
+"""Digests and groups of each rank where several nodes have all of the model data, though reads show the first."""
 
 import hashlib
 import weakref
@@ -28,7 +22,6 @@ NODE: dict[str, Any] = {"shard": "node"}
 
 
 def own_digest(model: Any) -> str:
-    """Of the master parameters and moments in this rank's own chunks."""
     runtime, found = compiled_of(model).runtime, hashlib.sha256()
     reader = runtime.parameters.snapshot(1 << 30)
     places = runtime.layout.placements
@@ -43,10 +36,7 @@ def own_digest(model: Any) -> str:
 def scripts_on_nodes(
     scripts: Sequence[str], hw: str = TWO_NODES, accumulate: int = 1, cuts_off: int | None = None
 ) -> tuple[list[Seen], list[str]]:
-    """`sides.scripts_on_ranks` with model data divided within nodes, and what this rank has after each of them.
-
-    ``cuts_off``: the script from which on this rank keeps its means to its node.
-    """
+    """`scripts_on_ranks` divided within nodes, and digests; from script ``cuts_off`` on means stay within nodes."""
     side = side_on_rank(hw, accumulate=accumulate, **NODE)
     ranks: Any = compiled_of(side.model).runtime.ranks
     found, digests = [], []
@@ -59,7 +49,6 @@ def scripts_on_nodes(
 
 
 def train_scaled_on_nodes() -> Scaled:
-    """An overflow on one rank of the first node."""
     return train_scaled(TWO_NODES, **NODE)
 
 
@@ -70,16 +59,12 @@ def compile_apart() -> None:
 
 
 def mesh_of_all() -> DeviceMesh:
-    """All ranks of the job along one dimension."""
     shape = {DP_SHARD: torch.distributed.get_world_size()}
     return new_mesh("gloo", timedelta(seconds=60), torch.device("cpu"), shape)
 
 
 def data_groups(num_sharing: int) -> list[tuple[tuple[int, int], dict[str, tuple[list[int], timedelta]]]]:
-    """Of two models: this rank's coordinates, and the ranks and timeout of its group along each dimension.
-
-    Both are closed then, and leave no group to torch.distributed, nor anyone who holds one.
-    """
+    """This rank's coordinates in two models, both closed then, with ranks and timeout of its groups."""
     before = num_groups()
     models: list[Any] = [
         make_ranks(torch.device("cpu"), num_sharing, map_private, adds_in_float32=False) for _ in range(2)
@@ -94,7 +79,6 @@ def data_groups(num_sharing: int) -> list[tuple[tuple[int, int], dict[str, tuple
 
 
 def described_groups(ranks: Any) -> dict[str, tuple[list[int], timedelta]]:
-    """Ranks and timeout of the groups of a mesh."""
     groups = {dim: data._group for dim, data in ranks._data_groups.items()}
     return {
         dim: (
@@ -106,12 +90,10 @@ def described_groups(ranks: Any) -> dict[str, tuple[list[int], timedelta]]:
 
 
 def num_groups() -> int:
-    """Process groups that torch.distributed knows on this rank."""
     return len(torch.distributed.distributed_c10d._world.pg_map)
 
 
 def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random numbers of this rank, and what it has as their mean over all ranks."""
     rank = torch.distributed.get_rank()
     own = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     group = DataGroup(mesh_of_all(), map_private, is_direct=True, adds_in_float32=False)
@@ -122,8 +104,7 @@ def mean_of_own(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
 
 
 def reduced(numel: int, dtype: torch.dtype, adds_in_float32: bool, mean: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random contributions of this rank to ``numel`` elements of each, and what it has after it got its own reduced, by
-    the collectives that a backend for other devices has."""
+    """Random contributions of this rank, and its own reduced, by the collectives of a backend for other devices."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     before = torch.randn(num_ranks * numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
     mesh = mesh_of_all()

@@ -1,7 +1,5 @@
 """Training in fp16 on the ranks of a job, with gradients that overflow on one of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,14 +19,7 @@ BAD_RANK = 1
 
 @dataclass(slots=True)
 class Scaled:
-    """What one rank saw.
-
-    Attributes:
-        scales: after each step.
-        unchanged: steps after which parameters and states were bit for bit those before.
-        params, exp_avg: at the end.
-        counts: of the optimizer's steps.
-    """
+    """What one rank saw; ``unchanged``: steps after which parameters and states were bit for bit those before."""
 
     scales: list[float] = field(default_factory=list)
     unchanged: list[int] = field(default_factory=list)
@@ -38,13 +29,11 @@ class Scaled:
 
 
 def model_of() -> Poisoned:
-    """The same on every side."""
     torch.manual_seed(0)
     return Poisoned()
 
 
 def rank_inputs(step: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Only one rank has what overflows."""
     bad = inputs(step)[2] if rank == BAD_RANK else torch.zeros(192)
     return (*batch(step * num_ranks + rank), bad)
 

@@ -1,7 +1,5 @@
 """What a steady step of several ranks does, beside what the plan says, seen from each rank."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -53,22 +51,14 @@ def counted(data: Any) -> CountingGroup:
 
 
 def no_longer_counted(data: Any) -> None:
-    """It can be closed again."""
     data._group = data._group._group
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """Numbers of one rank.
+    """Numbers of one rank in steady steps; no exchange may be held back behind ``settled_at`` actions.
 
-    Attributes:
-        trace, planned_trace: actions of all steady steps.
-        settled_at, planned_ends: behind how many of them no exchange may be held back, and where programs end.
-        received_nbytes: what the exchanges of one steady step brought here, counted at the process group.
-        planned_nbytes: the same from the plan's gathers and reduces, by chunk.
-        payload_nbytes: of all trained parameters in compute dtype, as the model has them.
-        chunks_nbytes: as the chunks of all ranks have them, padding included.
-        taken_host_nbytes: what the device's host memory gives to the model.
+    Bytes of payloads are of trained parameters as the model has them; those of chunks count padding and all ranks.
     """
 
     trace: list[str]
@@ -84,7 +74,6 @@ class Steady:
 
 
 def steady(work: Work) -> Steady:
-    """Two steps to warm up, then some that are counted."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     batch = parts_of(CASES[work.name], work.recipe, rank, num_ranks)[0]
     model = compiled(work, hw_of(work, batch))
@@ -129,8 +118,7 @@ def steady(work: Work) -> Steady:
 
 
 def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
-    """What a step brings to this rank from those of its node, and from the other nodes, counted at the process groups;
-    and the numbers of the step."""
+    """Bytes of a step from the ranks of its node and from other nodes, counted at the groups; its statistics."""
     batch = parts_of(CASES[work.name], work.recipe, torch.distributed.get_rank(), torch.distributed.get_world_size())[0]
     model = compiled(work, hw_of(work, batch))
     ranks: Any = compiled_of(model).runtime.ranks
@@ -145,7 +133,6 @@ def received_on_nodes(work: Work) -> tuple[int, int, dict[str, int]]:
 
 
 def two_models(work: Work) -> dict[str, Any]:
-    """Two models on one machine train in turn; the first is deleted, the second goes on."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     batches = parts_of(CASES[work.name], work.recipe, rank, num_ranks)
     hw = chunkc.Hardware.parse("emulated-16m-64m")

@@ -1,11 +1,8 @@
 """Training a named model on the ranks of a job, each on its part of the batches, and the runs that it must equal.
 
-Step ``s`` of rank ``r`` takes batch ``s * num_ranks + r``, so that the global batch of a step is that of
-`accumulating.train_large`. Where the parts of a batch do not mean what they mean together (batch norms), the reference
-is `train_averaged`: the parts one by one, each rank with buffers of its own, and the mean of their gradients.
+Step ``s`` of rank ``r`` takes batch ``s * num_ranks + r``. The reference is `train_large`, or `train_averaged` where
+parts of a batch do not mean what they mean together (batch norms).
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
@@ -33,15 +30,7 @@ ROOMY = "emulated-64m-1g"
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What ranks train.
-
-    Attributes:
-        hw: None: the smallest machine that `chunkc.BudgetError` names.
-        wishes: planning options.
-        options: of the optimizer, beside the recipe's.
-        accumulate: micro-batches of a step on each rank.
-        num_nodes: of the machines that are made for it; with several, each has all of the model data.
-    """
+    """What ranks train; without ``hw``, on the smallest machine that `chunkc.BudgetError` names."""
 
     name: str
     recipe: Recipe = QUICK
@@ -56,21 +45,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one rank found: the run, and numbers of its latest step."""
-
     trained: Trained
     stats: dict[str, int]
 
 
 def machine_of(device_nbytes: int, host_nbytes: int, num_nodes: int = 1) -> Hardware:
-    """Nodes with a device for each rank; both sizes are those of a rank."""
     per_node = torch.distributed.get_world_size() // num_nodes
     named = EMULATED.named(device_nbytes, host_nbytes * per_node)
     return replace(named, gpus_per_node=per_node, num_nodes=num_nodes)
 
 
 def compiled(work: Work, hw: Hardware | str) -> nn.Module:
-    """The model of ``work`` on ``hw``."""
     options: dict[str, Any] = {"dtype": work.dtype, "backend": work.backend, "accumulate": work.accumulate}
     options |= {"shard": "node"} if work.num_nodes > 1 else {}
     model = chunkc.compile(CASES[work.name].build(), hw, **options)
@@ -80,7 +65,6 @@ def compiled(work: Work, hw: Hardware | str) -> nn.Module:
 
 
 def smallest(work: Work, batch: Batch) -> tuple[int, int]:
-    """Device and host bytes of a rank that the error names when one byte is all there is."""
     model = compiled(work, machine_of(1, GIB, work.num_nodes))
     _optimizer = work.recipe.ours(model.parameters(), **work.options)  # clipping takes some memory
     try:
@@ -91,18 +75,15 @@ def smallest(work: Work, batch: Batch) -> tuple[int, int]:
 
 
 def hw_of(work: Work, batch: Batch) -> Hardware | str:
-    """The machine that ``work`` names."""
     return work.hw if work.hw is not None else machine_of(*smallest(work, batch), work.num_nodes)
 
 
 def parts_of(case: Case, recipe: Recipe, rank: int, num_ranks: int) -> list[Batch]:
-    """A rank's batch of every step."""
     batches = case.batches()
     return [micro_batches(batches, step, num_ranks)[rank] for step in range(recipe.num_steps)]
 
 
 def train(work: Work) -> Done:
-    """Train on this rank, together with the others."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     batches = parts_of(CASES[work.name], work.recipe, rank, num_ranks)
     model = compiled(work, hw_of(work, batches[0]))
@@ -126,7 +107,6 @@ def train_in_micro_batches(work: Work) -> Trained:
 
 
 def train_under(work: Work, emulation: str, seed: int = 0) -> Trained:
-    """Train on a device with debug settings; ranks pause at moments of their own."""
     own_seed = seed * torch.distributed.get_world_size() + torch.distributed.get_rank()
     os.environ["CHUNKC_EMULATED"] = f"{emulation},seed={own_seed}"
     try:
@@ -137,7 +117,6 @@ def train_under(work: Work, emulation: str, seed: int = 0) -> Trained:
 
 
 def train_all(works: Sequence[Work]) -> list[Done]:
-    """One after another."""
     return [train(work) for work in works]
 
 
@@ -187,7 +166,6 @@ def check_semantics(runs: Sequence[Trained], wanted: Trained) -> None:
 
 
 def check_buffers(runs: Sequence[Trained], wanted: Sequence[Mapping[str, torch.Tensor]]) -> None:
-    """Those of each rank are its own."""
     for run, buffers in zip(runs, wanted, strict=True):
         assert run.buffers.keys() == buffers.keys()
         assert_close_elements(run.buffers, buffers, 1e-5 * largest(buffers), "buffers")

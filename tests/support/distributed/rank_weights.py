@@ -1,7 +1,5 @@
 """What the tests of weights run on every rank of a job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +13,17 @@ from chunkc.weights.load import LoadReport
 
 
 def trained(num_steps: int) -> Session:
-    """A run after some steps."""
     run = Session()
     run.train(0, num_steps)
     return run
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor] | None:
-    """All values, on rank 0."""
     found = {name: value.clone() for name, value in model.state_dict().items()}
     return found if rank() == 0 else None
 
 
 def save_weights(directory: Path, num_steps: int, max_shard_size: int) -> tuple[tuple[Path, ...], Any]:
-    """The files of a model before or after its first steps, and its values."""
     run = trained(num_steps)
     return chunkc.save_safetensors(run.model, directory, max_shard_size=max_shard_size), state_of(run.model)
 
@@ -42,7 +37,6 @@ def save_weights_full(directory: Path, num_steps: int) -> tuple[str, list[float]
 
 
 def load_weights(path: Path, num_steps: int) -> tuple[LoadReport, Any, list[float]]:
-    """What was loaded into another model, before or after its first steps; its values; how its next step goes."""
     run = Session(seed=5)
     run.train(0, num_steps)
     report = chunkc.load_pretrained(run.model, path)
@@ -59,7 +53,6 @@ def load_weights_refused(path: Path, strict: bool) -> tuple[str, str, Any, Any]:
 
 
 def tiny_gpt(seed: int) -> Any:
-    """A GPT-2 of transformers with tied embeddings, in bf16."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)

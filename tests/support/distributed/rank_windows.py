@@ -1,7 +1,5 @@
 """Windows of micro-batches in which ranks differ: in the shapes of what they train, or in what they ask for."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +11,7 @@ from scripted_loops import Side, seeded_tower, side_on_rank
 
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
+from chunkc.ir.plan import Program
 from chunkc.runtime.execution.executor import Executor
 
 LENGTHS = ((8, 8, 8, 8), (8, 7, 8, 6))
@@ -26,7 +25,6 @@ def inputs(rank: int, number: int) -> tuple[torch.Tensor, ...]:
 
 
 def gradients_of_other_shapes(hw: str) -> tuple[Gradients, list[str]]:
-    """Of the second window, and the programs that ran in it on this rank."""
     rank = torch.distributed.get_rank()
     side = side_on_rank(hw, accumulate=NUM)
     model, programs = side.model, list[str]()
@@ -43,7 +41,6 @@ def gradients_of_other_shapes(hw: str) -> tuple[Gradients, list[str]]:
 
 
 def _record_all(side: Side, programs: list[str]) -> None:
-    """From now on note the programs that run on this rank."""
     for executor in compiled_of(side.model).runtime.executors.values():
         _record(executor, programs)
 
@@ -51,15 +48,14 @@ def _record_all(side: Side, programs: list[str]) -> None:
 def _record(executor: Executor, programs: list[str]) -> None:
     launch = executor._launch
 
-    def noted(name: str, *more: Any) -> None:
-        programs.append(name)
-        launch(name, *more)
+    def noted(program: Program, *more: Any) -> None:
+        programs.append(program.name)
+        launch(program, *more)
 
     executor._launch = noted  # type: ignore[method-assign]
 
 
 def plain_gradients() -> Gradients:
-    """Of all micro-batches in one process, with the means over ranks."""
     model = seeded_tower()
     for rank, lengths in enumerate(LENGTHS):
         for number in range(NUM):

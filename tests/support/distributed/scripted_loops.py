@@ -16,8 +16,6 @@ the plain side all parts as one. Both note what they see:
     read             every parameter, by ``detach``      write          a parameter, in place
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,21 +38,16 @@ TOLERANCES = {"gradients": 1e-5, "params": 1e-3 * LR, "states": 1e-3, "norm": 1e
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What one side saw, in its order."""
-
     shared: list[tuple[str, dict[str, torch.Tensor]]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
 
 
 def seeded_tower() -> nn.Module:
-    """The same on every side."""
     torch.manual_seed(0)
     return Tower()
 
 
 class Side:
-    """Carries out words on one model."""
-
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, batch_of: Callable[[int], Inputs], clip: Clip
     ) -> None:
@@ -70,7 +63,6 @@ class Side:
         return self.seen
 
     def run_each(self, scripts: Sequence[str]) -> list[Seen]:
-        """What is seen in each of them, one after another."""
         found = []
         for script in scripts:
             self.seen = Seen()
@@ -153,7 +145,6 @@ class Side:
 
 
 def side_on_rank(hw: str = TIGHT, **options: Any) -> Side:
-    """This rank's, with a new model; ``options`` of `chunkc.compile`."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager", **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
@@ -161,12 +152,10 @@ def side_on_rank(hw: str = TIGHT, **options: Any) -> Side:
 
 
 def scripts_on_ranks(scripts: Sequence[str], hw: str = TIGHT, accumulate: int = 1) -> list[Seen]:
-    """One after another with one model, on this rank."""
     return side_on_rank(hw, accumulate=accumulate).run_each(scripts)
 
 
 def scripts_plainly(scripts: Sequence[str], num_ranks: int) -> list[Seen]:
-    """The same in plain PyTorch on the global batches."""
     model = seeded_tower()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
 

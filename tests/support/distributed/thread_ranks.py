@@ -1,7 +1,5 @@
 """Ranks that are threads of one process: for what ranks exchange, without a job."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +26,6 @@ class ThreadRanks(Ranks):
 
 
 def on_threads(size: int, work: Callable[[Ranks], object]) -> list[object]:
-    """What ``work`` returns on each of ``size`` ranks."""
     slots, barrier = [b""] * size, threading.Barrier(size)
     with ThreadPoolExecutor(size) as pool:
         futures = [pool.submit(work, ThreadRanks(rank, slots, barrier)) for rank in range(size)]

@@ -1,7 +1,5 @@
 """What is asked of the casts, on whatever runs them: a GPU, or Triton's interpreter in host memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 
@@ -19,7 +17,6 @@ def restore_all(param32: Tensor, payload: Tensor) -> None:
 
 
 def sizes(target: torch.dtype, offset: int, device: torch.device) -> None:
-    """Every size, into the middle of a tensor whose other elements keep their bits."""
     for numel in (*SIZES, 4096) if offset % 16 == 0 else SIZES[:-1]:
         data = values(numel, numel, 300.0)
         memory = torch.full((numel + 40,), torch.nan, device=device)
@@ -40,7 +37,6 @@ def all_16_bit_patterns(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def ties_and_limits(dtype: torch.dtype, device: torch.device) -> None:
-    """Halfway between neighbours, just beside, subnormal, at the largest value and beyond it."""
     finite = torch.arange(0, 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     finite = finite[finite.isfinite()]
     halfway = (finite[:-1].double() + finite[1:].double()).div(2).float()
@@ -56,7 +52,6 @@ def ties_and_limits(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def _truncated(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Towards zero, from the rounded value."""
     rounded = data.to(dtype)
     away = rounded.float().abs() > data.abs()
     return (bits(rounded) - away.to(torch.int16)).view(dtype)
@@ -77,7 +72,6 @@ def nothing(device: torch.device) -> None:
 
 
 def restore_pieces(dtype: torch.dtype, device: torch.device) -> None:
-    """Over gradients that are NaN, and nowhere else."""
     numel, pieces = place(SIZES)
     param32 = torch.full((numel,), torch.nan)
     inside = torch.zeros(numel, dtype=torch.bool)
@@ -100,7 +94,6 @@ def restore_of_param32_itself(device: torch.device) -> None:
 
 
 def same(found: Tensor, want: Tensor) -> bool:
-    """Equal bits, and NaN where NaN is wanted, whatever its bits."""
     nan = want.isnan()
     return torch.equal(bits(found)[~nan], bits(want)[~nan]) and bool(found[nan].isnan().all())
 

@@ -1,7 +1,5 @@
 """What is asked of the update kernel, on whatever runs it: a GPU, or Triton's interpreter in host memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,47 +12,23 @@ from kernel_chunks import DTYPES, HYPER, LISTS, SIZES, Check, KernelChunk, input
 from kernel_reference import bits
 from torch import Tensor
 
-from chunkc.runtime.update.rules import LION, SGD, SGD_MOMENTUM, AdamHyper, LionHyper, SgdHyper, UpdateRule
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.rules import LION, SGD, SGD_MOMENTUM, AdamHyper, Hyper, LionHyper, SgdHyper, UpdateRule
+from chunkc.runtime.update.update_inputs import StepInputs, tables_of
 from chunkc.triton_kernels.cast import restore
 from chunkc.triton_kernels.chunk_update import ROW_COLUMNS, chunk_update_launch
 from chunkc.triton_kernels.grad_norm import MAX_RELATIVE_ERROR, grad_norm
 from chunkc.triton_kernels.launch import BLOCK, MAX_NUMEL, make_tiles
 
-OTHER_RULES: dict[str, tuple[UpdateRule, list[tuple[Hyper, int]]]] = {
-    "sgd": (
-        SGD,
-        [
-            (SgdHyper(0.1, 0.0, 0.0, 0.1, nesterov=False), 7),
-            (SgdHyper(3e-3, 0.0, 0.5, 0.01, nesterov=False), 1),
-            (SgdHyper(1e-2, 0.0, 0.0, 0.0, nesterov=False), 9),
-        ],
-    ),
-    "sgd_momentum": (
-        SGD_MOMENTUM,
-        [
-            (SgdHyper(0.1, 0.9, 0.25, 0.1, nesterov=False), 7),
-            (SgdHyper(3e-3, 0.8, 0.5, 0.01, nesterov=False), 1),
-            (SgdHyper(1e-2, 0.0, 0.0, 0.0, nesterov=False), 9),
-        ],
-    ),
-    "nesterov": (
-        SGD_MOMENTUM,
-        [
-            (SgdHyper(0.1, 0.9, 0.0, 0.1, nesterov=True), 7),
-            (SgdHyper(3e-3, 0.8, 0.0, 0.01, nesterov=True), 1),
-            (SgdHyper(1e-2, 0.7, 0.0, 0.0, nesterov=True), 9),
-        ],
-    ),
-    "lion": (
-        LION,
-        [
-            (LionHyper(1e-3, 0.9, 0.99, 0.1), 7),
-            (LionHyper(3e-4, 0.8, 0.95, 0.01), 1),
-            (LionHyper(1e-2, 0.9, 0.99, 0.0), 9),
-        ],
-    ),
-}
+OTHER_RULES: dict[str, tuple[UpdateRule, Callable[..., Hyper], tuple[tuple[float, ...], ...]]] = {
+    "sgd": (SGD, partial(SgdHyper, nesterov=False),
+            ((0.1, 0.0, 0.0, 0.1), (3e-3, 0.0, 0.5, 0.01), (1e-2, 0.0, 0.0, 0.0))),
+    "sgd_momentum": (SGD_MOMENTUM, partial(SgdHyper, nesterov=False),
+                     ((0.1, 0.9, 0.25, 0.1), (3e-3, 0.8, 0.5, 0.01), (1e-2, 0.0, 0.0, 0.0))),
+    "nesterov": (SGD_MOMENTUM, partial(SgdHyper, nesterov=True),
+                 ((0.1, 0.9, 0.0, 0.1), (3e-3, 0.8, 0.0, 0.01), (1e-2, 0.7, 0.0, 0.0))),
+    "lion": (LION, LionHyper, ((1e-3, 0.9, 0.99, 0.1), (3e-4, 0.8, 0.95, 0.01), (1e-2, 0.9, 0.99, 0.0))),
+}  # fmt: skip
+"""Rule, its hyperparameters, and those of three groups, at steps 7, 1 and 9."""
 OTHER_MUTATIONS: list[Callable[[Any, int], tuple[Any, int]]] = [
     lambda hyper, step: (replace(hyper, lr=hyper.lr * 0.95), step),
     lambda hyper, step: (replace(hyper, weight_decay=0.0), step),
@@ -64,16 +38,19 @@ FEW = (1, 17, 33, 40, 2100, 257, 9, 700)
 
 
 def update(grad: torch.dtype, payload: torch.dtype, decoupled: bool, is_long: bool, device: torch.device) -> None:
-    """All sizes; the longest, for each pair of dtypes, in one of the two optimizers: the interpreter takes a second."""
     sizes, scale = SIZES if is_long else SIZES[:-1], 2.0**-10 if decoupled else 1 / 3
     chunk = KernelChunk.make(device, step_inputs(decoupled, len(sizes)), grad, payload, sizes, scale=scale)
     chunk.launch().run()
     chunk.check()
 
 
+def other_groups(name: str) -> tuple[UpdateRule, list[tuple[Hyper, int]]]:
+    rule, make, rows = OTHER_RULES[name]
+    return rule, [(make(*row), step) for row, step in zip(rows, (7, 1, 9), strict=True)]
+
+
 def other_rule(name: str, grad: torch.dtype, payload: torch.dtype, device: torch.device) -> None:
-    """Elements of all sizes at odd places; in one memory where the dtypes agree."""
-    rule, groups = OTHER_RULES[name]
+    rule, groups = other_groups(name)
     inputs, is_overlay = inputs_of(groups), grad is payload
     chunk = KernelChunk.make(device, inputs, grad, payload, SIZES[:-1], overlay=is_overlay, scale=1 / 3, rule=rule)
     chunk.launch().run()
@@ -86,7 +63,7 @@ def other_rule(name: str, grad: torch.dtype, payload: torch.dtype, device: torch
 
 def other_rule_rejected(name: str, device: torch.device) -> None:
     """A kernel with another learning rate, decay or count of steps fails the comparison."""
-    rule, groups = OTHER_RULES[name]
+    rule, groups = other_groups(name)
     for mutate in OTHER_MUTATIONS:
         wrong = inputs_of([mutate(hyper, step) for hyper, step in groups], len(FEW))
         if wrong == inputs_of(groups, len(FEW)):
@@ -99,7 +76,6 @@ def other_rule_rejected(name: str, device: torch.device) -> None:
 
 
 def overlay(dtype: torch.dtype, aligned: bool, device: torch.device) -> None:
-    """grad16 and param16 in the same bytes."""
     chunk = KernelChunk.make(device, step_inputs(), dtype, dtype, FEW, aligned=aligned, overlay=True, scale=0.5)
     chunk.launch().run()
     chunk.check()
@@ -154,7 +130,6 @@ def tables_are_read_at_each_run(device: torch.device) -> None:
 
 
 def no_elements(device: torch.device) -> None:
-    """An empty chunk and a chunk without tiles launch nothing."""
     rows, row_of_param = (table.to(device) for table in tables_of(StepInputs({}, {}, 1)))
     control = torch.tensor([1.0, 0.0], device=device)
     for numel in (0, 40):
@@ -165,7 +140,6 @@ def no_elements(device: torch.device) -> None:
 
 
 def misaligned_lists(device: torch.device) -> None:
-    """Lists that start at an odd element of their memory: right, if slower."""
     chunk = KernelChunk.make(device, step_inputs(), torch.bfloat16, torch.float16, FEW, offset=1)
     chunk.launch().run()
     chunk.check()
@@ -186,10 +160,7 @@ def nan_stays_in_its_element(device: torch.device) -> None:
 
 
 def offsets_beyond_32_bits(make: Callable[[str, torch.dtype], Tensor], device: torch.device) -> None:
-    """The last elements of the largest chunk, whose byte offsets take 34 bits: the bits that a small chunk gives.
-
-    ``make`` gives memory for a list, `MAX_NUMEL` zeros.
-    """
+    """The last elements of the largest chunk (`MAX_NUMEL`) get the bits that a small chunk gives."""
     used = 3000
     triple = [values(used, 1, 0.02), values(used, 2, 0.02), values(used, 3, 0.02).square()]
     sources = [values(used, 4).half(), *triple]
@@ -254,7 +225,6 @@ def _two_steps(device: torch.device, decoupled: bool, cuts: list[int]) -> list[T
 
 
 def _spread(cuts: list[int]) -> list[tuple[int, int]]:
-    """Where the ranges between ``cuts`` lie in the chunk: odd gaps between them."""
     ranges, at = [], 0 if len(cuts) == 2 else 3
     for i, (a, b) in enumerate(pairwise(cuts)):
         ranges.append((at, at + b - a))
@@ -279,7 +249,6 @@ MUTATIONS: dict[str, Callable[[StepInputs], StepInputs]] = {
 
 
 def rejected(mutation: str, decoupled: bool, device: torch.device) -> None:
-    """A kernel that got ``mutation`` fails the comparison with the definition."""
     right = step_inputs(decoupled, len(FEW))
     chunk = KernelChunk.make(device, right, torch.float16, torch.float16, FEW)
     tables = tables_of(MUTATIONS[mutation](right))
@@ -303,7 +272,6 @@ def wrong_scale_rejected(device: torch.device) -> None:
 
 
 def _must_fail(chunk: KernelChunk) -> None:
-    """An element differs from the definition by more than is allowed."""
     try:
         chunk.check()
     except AssertionError as error:

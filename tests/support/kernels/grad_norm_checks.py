@@ -1,7 +1,5 @@
 """What is asked of the gradient norm, on whatever runs it: a GPU, or Triton's interpreter in host memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +19,6 @@ from chunkc.triton_kernels.grad_norm import (
 
 
 def norm_of(grad: Tensor, pieces: list[tuple[int, int, int]], device: torch.device) -> Tensor:
-    """Sum of squares and flag, written over NaN."""
     out = torch.full((2,), torch.nan, device=device)
     grad_norm(grad.to(device), make_norm_tiles(pieces, device), out)
     return out.cpu()
@@ -30,7 +27,6 @@ def norm_of(grad: Tensor, pieces: list[tuple[int, int, int]], device: torch.devi
 def filled(
     dtype: torch.dtype, scale: float = 1.0, sizes: Sequence[int] = SIZES
 ) -> tuple[Tensor, list[tuple[int, int, int]], float]:
-    """A chunk of all sizes with NaN between them, its pieces and the exact sum of squares."""
     numel, pieces = place(sizes)
     grad = torch.full((numel,), torch.nan, dtype=dtype)
     for start, end, param in pieces:
@@ -97,7 +93,6 @@ def many_tiles(device: torch.device) -> None:
 
 
 def equal_bits_again(device: torch.device) -> None:
-    """Twice the same, and with working memory of the caller's."""
     grad, pieces, _ = filled(torch.float32)
     first = norm_of(grad, pieces, device)
     tiles, out = make_norm_tiles(pieces, device), torch.zeros(2, device=device)

@@ -1,10 +1,4 @@
-"""Runs kernel checks by Triton's interpreter, in a process of their own.
-
-``TRITON_INTERPRET`` counts when Triton is imported, and then for the whole process; so the checks of one module run in
-one child, which reports what each of them raised.
-"""
-
-from __future__ import annotations
+"""Runs kernel checks by Triton's interpreter in one child process, since ``TRITON_INTERPRET`` counts at import."""
 
 import importlib
 import json
@@ -26,11 +20,7 @@ def checks_of(module: str) -> dict[str, Callable[[torch.device], None]]:
 
 
 def run_interpreted(module: str) -> dict[str, str]:
-    """The traceback of each check of ``module`` (`checks_of`), empty where it passed.
-
-    Raises:
-        AssertionError: when the child itself fails, with what it printed.
-    """
+    """The traceback of each check of ``module``, empty where it passed; AssertionError when the child fails."""
     env = environment(TRITON_INTERPRET="1")
     child = subprocess.run(
         [sys.executable, __file__, module], env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False

@@ -9,8 +9,8 @@ import torch
 from kernel_reference import assert_near, bits, exact_update, expected_cast, num_ulp
 from torch import Tensor
 
-from chunkc.runtime.update.rules import ADAM, AdamHyper, UpdateRule
-from chunkc.runtime.update.update_inputs import Hyper, StepInputs, tables_of
+from chunkc.runtime.update.rules import ADAM, AdamHyper, Hyper, UpdateRule
+from chunkc.runtime.update.update_inputs import StepInputs, tables_of
 from chunkc.triton_kernels.chunk_update import chunk_update_launch
 from chunkc.triton_kernels.launch import Launch, make_tiles
 
@@ -39,10 +39,7 @@ def place(sizes: Sequence[int], aligned: bool = False) -> tuple[int, list[tuple[
 
 @dataclass
 class KernelChunk:
-    """Lists in host memory as they were, and on the device as the kernel leaves them.
-
-    ``before`` and ``after`` map "grad", "payload" and the names of ``rule``'s lists to lists; gaps hold NaN.
-    """
+    """Lists in host memory as they were (``before``), and on the device as the kernel leaves them; gaps hold NaN."""
 
     rule: UpdateRule
     pieces: list[tuple[int, int, int]]
@@ -96,7 +93,6 @@ class KernelChunk:
 
     @property
     def lists(self) -> list[str]:
-        """Names of param32 and the states."""
         return [name for name, _ in self.rule.states.lists()]
 
     def launch(self, pieces: Sequence[tuple[int, int, int]] | None = None) -> Launch:
@@ -106,7 +102,6 @@ class KernelChunk:
         return chunk_update_launch(self.rule.name, states, grad, payload, tiles, *self.tables, self.control)
 
     def check(self, inputs: StepInputs | None = None) -> None:
-        """Compare what the kernel left with the definition, for ``inputs`` if given instead of those it ran with."""
         inputs = self.inputs if inputs is None else inputs
         rows, row_of_param = tables_of(inputs)
         found, ulps = {name: data.cpu() for name, data in self.after.items()}, num_ulp(self.device)

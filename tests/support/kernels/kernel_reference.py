@@ -11,8 +11,6 @@ The hyperparameters are the rows that the kernel reads, rounded to float32. Two 
   this bound can hold: an update carries the roundings of a square root, a quotient and both moments.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +26,9 @@ NUM_ROUNDINGS = {"param32": 16, "exp_avg": 5, "exp_avg_sq": 8, "momentum_buffer"
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """One list after the update, float64.
+    """One list after the update, float64; the bound of two ulp is asked where ``is_regular``.
 
-    Attributes:
-        value: what exact arithmetic gives.
-        largest: magnitude of the largest operand of the final addition.
-        total: sum of the magnitudes of all operands, without cancellation.
-        is_regular: where the bound of two ulp is asked.
+    ``largest``: the largest operand of the final addition; ``total``: the sum of all, without cancellation.
     """
 
     value: Tensor
@@ -61,7 +55,6 @@ def _moment(kept: Tensor, new: Tensor, new_size: Tensor, is_exact: Tensor) -> Ex
 
 
 def _master(kept: Tensor, update: Tensor, update_size: Tensor) -> Exact:
-    """The parameter less its update."""
     return Exact(
         kept - update,
         torch.maximum(kept.abs(), update.abs()),
@@ -134,11 +127,7 @@ def ulp(magnitude: Tensor) -> Tensor:
 
 
 def assert_near(name: str, found: Tensor, exact: Exact, num_ulp: int) -> None:
-    """Check both bounds for the list ``name``; ``num_ulp`` is what `num_ulp` gives for the device.
-
-    Raises:
-        AssertionError: naming the worst element.
-    """
+    """Check both bounds for the list ``name``; the AssertionError names the worst element."""
     error = (found.double() - exact.value).abs()
     limit = NUM_ROUNDINGS[name] * ROUNDING * exact.total + ulp(torch.zeros_like(error))
     limit = torch.where(exact.is_regular, torch.minimum(limit, num_ulp * ulp(exact.largest)), limit)
@@ -176,5 +165,4 @@ def expected_cast(values: Tensor, dtype: torch.dtype, device: torch.device) -> T
 
 
 def bits(values: Tensor) -> Tensor:
-    """The bit patterns, so that NaN compare too."""
     return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])

@@ -1,7 +1,5 @@
 """Machines whose device is CUDA's: this machine's GPU, and the same device over a double of CUDA."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -27,11 +25,7 @@ DOUBLE_GPU = PresentGpu(index=0, gpu="h200", memory_nbytes=140 * GIB, capability
 
 
 class HostArithmetic:
-    """An update of a chunk on the device that is computed by the host's update, over copies in host memory.
-
-    The identity plan updates everything on the device, most other plans everything on the host. The two kernels agree
-    to rounding only, so a comparison of bits asks for the same one on both sides.
-    """
+    """An update of a chunk on the device by the host's update over copies, for comparisons of bits."""
 
     def __init__(
         self,
@@ -102,7 +96,6 @@ class Cuda:
         return CudaApi(index)
 
     def device_for(self, hw: Any) -> tuple[chunkc.Hardware, SharedDevice]:
-        """As ``chunkc.compile`` finds the device."""
         return device_for(hw, self.find_gpu, self.make_api)
 
     def named(self, nbytes: int, host_nbytes: int) -> chunkc.Hardware:

@@ -1,13 +1,8 @@
 """Whether the calls that a CUDA device made keep the order that a plan asks for.
 
-The record of launches, of what the caller does between programs, and of API calls is replayed with vector clocks, as
-CUDA defines order: a stream's calls in their order; an event's wait behind its record; host work behind the events that
-the worker slept on; and all calls behind the host work that the caller has waited for. What a launch is ordered behind
-is then compared with the waits of its action. A launch that is held back makes its calls later, so that the record is
-one list for all of them.
+Launches, what the caller does between programs, and API calls are one record, replayed with vector clocks as CUDA
+defines order; what a launch is ordered behind is then compared with the waits of its action.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
@@ -25,8 +20,6 @@ from chunkc.runtime.devices.worker_streams import Completion
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: what it was told to wait for, as numbers of launches; and whether a worker carries it out."""
-
     stream: Stream
     label: str
     waits: tuple[int, ...]
@@ -34,8 +27,6 @@ class Launch:
 
 
 class Numbered:
-    """Work that knows its launch."""
-
     def __init__(self, work: Callable[[], None], number: int) -> None:
         self.number = number
         self._work = work
@@ -45,11 +36,7 @@ class Numbered:
 
 
 class LaunchRecorder:
-    """Stands in for ``launch`` of a device; ``launches`` in order.
-
-    Beside the API's calls it notes in ``api.calls``: "host launch" (value: number of the launch), "sleeps on" (the
-    event of a worker's launch) and "joined" (number of the launch whose end the caller has waited for).
-    """
+    """Stands in for ``launch`` of a device; notes host launches, sleeps and joins among ``api.calls``."""
 
     def __init__(self, device: CudaDevice, api: FakeCuda) -> None:
         self.launches: list[Launch] = []
@@ -82,18 +69,12 @@ class LaunchRecorder:
         return event
 
     def joined(self, event: Completion) -> None:
-        """The caller has waited for ``event``."""
         if id(event) in self._number_of:
             self._api.note("joined", -1, self._number_of[id(event)])
 
 
 def faults(launches: Sequence[Launch], calls: Sequence[Call]) -> list[str]:
-    """Launches that are not ordered behind one of their waits.
-
-    Args:
-        launches: of one run, from a joined device on.
-        calls: all calls since then. Of those that the worker slept on, only the ones that it really waited for count.
-    """
+    """Launches since the device was joined that are not ordered behind one of their waits, by all calls since."""
     really = {c.value for c in calls if c.kind == "host waits"}
     known: dict[int, frozenset[int]] = {}  # stream -> launches that what it does next is behind
     recorded: dict[int, frozenset[int]] = {}  # event -> the same

@@ -1,8 +1,7 @@
 """CUDA for the CUDA device on a machine without one: queues that carry work out in order, and a record of every call.
 
-Each stream but the one that computes is a thread with a queue: what is enqueued (work, events, waits) happens there in
-order and at its own pace. The computing stream is the caller's thread, as results are asked for there at once; its
-waits block. Device memory is host memory. Allocator statistics are what a test sets, plus the arenas.
+Each stream but the one that computes, which is the caller's thread, is a thread with a queue. Device memory is host
+memory. Allocator statistics are what a test sets, plus the arenas.
 """
 
 from __future__ import annotations
@@ -17,18 +16,13 @@ from functools import partial
 import torch
 
 from chunkc.errors import HardwareError
-from chunkc.runtime.update.rules import ADAM, LION, SGD, SGD_MOMENTUM, Formula
-from chunkc.runtime.update.update_inputs import ROW_NUMEL
+from chunkc.runtime.update.rules import ADAM, LION, ROW_NUMEL, SGD, SGD_MOMENTUM, Formula
 
 GIB = 2**30
 
 
 class FakeEvent:
-    """Happens once. Nobody may ask for it when it has been used again, while streams still wait for it.
-
-    Attributes:
-        happened: what streams wait for.
-    """
+    """Happens once. Nobody may ask for it when it has been used again, while streams still wait for it."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -42,8 +36,6 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A queue with a thread, or the caller's thread."""
-
     def __init__(self, key: int, *, is_inline: bool) -> None:
         self.key = key
         self.is_inline = is_inline
@@ -78,14 +70,9 @@ class Call:
 
 @dataclass
 class FakeCuda:
-    """See the module docstring.
+    """See the module docstring; of bytes, ``requested`` and ``allocated`` are beside the arenas.
 
-    Attributes:
-        calls: in the order in which they were made.
-        requested, allocated, reserved, free, total: bytes; the first two are beside the arenas.
-        refuses_to_pin: makes ``register_host`` raise.
-        has_no_memory: makes ``allocate`` raise.
-        runs: whether streams carry anything out; else calls are recorded only, and no event ever happens.
+    Without ``runs`` calls are recorded only, and no event ever happens.
     """
 
     requested: dict[str, int] = field(default_factory=lambda: {"current": 0, "peak": 0})
@@ -216,11 +203,7 @@ def _wait(happened: threading.Event, number: int) -> None:
 
 
 class TorchKernels:
-    """The kernels' definitions, in float32 operators of torch.
-
-    Attributes:
-        num_built: launches made ready so far.
-    """
+    """The kernels' definitions, in float32 operators of torch; ``num_built`` launches were made ready."""
 
     def __init__(self) -> None:
         self.num_built = 0

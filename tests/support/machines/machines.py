@@ -8,8 +8,6 @@ Tests marked ``gpu`` take the fixture ``machine``. Without a GPU they are skippe
 ``--stand-in emulated`` or ``--stand-in double``, which shows that the tests themselves are right.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -22,14 +20,9 @@ from chunkc.runtime.devices.protocol import Device
 
 
 class Machine(Protocol):
-    """See the module docstring.
+    """See the module docstring. Of the memory that ``hw`` names, ``overhead_nbytes`` are given to no model.
 
-    Attributes:
-        kind: ``emulated``, ``cuda`` or ``double``.
-        torch_device: where inputs and plain models go.
-        variable: of the environment, with the device's debug settings.
-        overhead_nbytes: what a device takes of the memory that ``hw`` names, and gives to no model,
-        context_nbytes: and how much of it stands outside of torch's allocator.
+    ``variable`` of the environment has debug settings; ``context_nbytes`` stand outside of torch's allocator.
     """
 
     kind: str
@@ -42,24 +35,16 @@ class Machine(Protocol):
         """A machine whose GPU has ``nbytes`` in all, as `BudgetError` counts them; each has a device of its own."""
         ...
 
-    def hw(self, device_nbytes: int, host_nbytes: int) -> chunkc.Hardware:
-        """A machine whose device gives ``device_nbytes`` to models."""
-        ...
+    def hw(self, device_nbytes: int, host_nbytes: int) -> chunkc.Hardware: ...
 
     def make_device(
         self, device_nbytes: int, host_nbytes: int, settings: DebugSettings, *, host_arithmetic: bool = False
-    ) -> Device:
-        """A device of these budgets. ``host_arithmetic``: its updates compute what those of the host compute."""
-        ...
+    ) -> Device: ...
 
-    def put(self, values: Any) -> Any:
-        """``values`` with all tensors where the device computes."""
-        ...
+    def put(self, values: Any) -> Any: ...
 
 
 class Emulated:
-    """The emulated device; its updates are the host's anyway."""
-
     kind = "emulated"
     torch_device = torch.device("cpu")
     variable = "CHUNKC_EMULATED"

@@ -1,10 +1,4 @@
-"""Compiles a `Launch` for a GPU that need not be there, and reads what the assembler says of it.
-
-The signature is derived from the launch itself, by the rules that Triton applies to arguments: dtypes of tensors,
-divisibility of addresses except where the kernel opted out. So what is looked at is what a real launch compiles.
-"""
-
-from __future__ import annotations
+"""Compiles a `Launch`, with the signature of its own arguments, for a GPU that need not be there, and reads ptxas."""
 
 import io
 import re
@@ -39,11 +33,7 @@ class Compiled:
 
 
 def source_of(launch: Launch) -> ASTSource:
-    """What Triton makes of the launch's arguments.
-
-    Raises:
-        AssertionError: when a number is specialised on, which would compile anew for other values.
-    """
+    """What Triton makes of the launch's arguments; AssertionError when a number is specialised on."""
     signature: dict[str, str] = {}
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for index, parameter in enumerate(launch.kernel.params):

@@ -1,7 +1,5 @@
 """Pages of host memory that the system has really given."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Models with several outputs, and losses that use some of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +12,6 @@ Loss = Callable[[Any], torch.Tensor]
 
 
 class Heads(nn.Module):
-    """A trunk with two heads."""
-
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(16, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -36,8 +32,6 @@ class Views(Heads):
 
 
 class Broken(Heads):
-    """The second head begins before a graph break and ends behind it."""
-
     def forward(self, x: torch.Tensor) -> Any:
         hidden = self.trunk(x)
         second = self.second[0](hidden)
@@ -46,8 +40,6 @@ class Broken(Heads):
 
 
 class BehindBreak(Heads):
-    """The first head ends before a graph break, the second one begins behind it."""
-
     def forward(self, x: torch.Tensor) -> Any:
         hidden = self.trunk(x)
         first = self.first(hidden)
@@ -71,8 +63,6 @@ class Auxiliary(nn.Module):
 
 
 def loss_of(heads: Sequence[str]) -> Loss:
-    """Of the outputs of the heads named: ``a``, ``b`` or both."""
-
     def loss(outputs: Any) -> torch.Tensor:
         found = (outputs["a"], outputs["b"]) if isinstance(outputs, dict) else outputs
         return torch.stack([found["ab".index(head)].pow(2).mean() for head in heads]).sum()
@@ -81,5 +71,4 @@ def loss_of(heads: Sequence[str]) -> Loss:
 
 
 def rows(seed: int, *shape: int) -> torch.Tensor:
-    """Four random inputs."""
     return torch.randn(4, *(shape or (16,)), generator=torch.Generator().manual_seed(seed))

@@ -1,7 +1,5 @@
 """A small Llama for tests of memory, its tokens, and a step of training."""
 
-from __future__ import annotations
-
 import torch
 from machines import Machine
 from torch import nn

@@ -1,10 +1,4 @@
-"""Low-rank adaptation (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, section 4.1).
-
-``Adapted`` has the structure that PEFT gives a linear layer: a frozen base and two trained matrices beside it. Cases
-adapt the query and value projections of the tiny Llama, by hand, and by PEFT where that is installed.
-"""
-
-from __future__ import annotations
+"""Low-rank adaptation (Hu et al., 2021, section 4.1) of the tiny Llama, by hand and by PEFT where it is installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -28,7 +22,6 @@ class Adapted(nn.Module):
         self.lora_B = nn.Linear(RANK, base.out_features, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: [..., in_features]."""
         adapted: torch.Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * (ALPHA / RANK)
         return adapted
 
@@ -44,7 +37,6 @@ def adapt(model: nn.Module) -> nn.Module:
 
 
 def by_peft(model: nn.Module) -> nn.Module:
-    """The same by PEFT itself."""
     import peft
 
     config = peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), init_lora_weights=False)
@@ -53,7 +45,6 @@ def by_peft(model: nn.Module) -> nn.Module:
 
 
 def checkpointed(model: nn.Module) -> nn.Module:
-    """Adapted, with the activations of every layer computed again in backward."""
     adapted = adapt(model)
     adapted.config.use_cache = False  # else its first forward logs that it is, which breaks the graph
     adapted.activation_checkpointing_enable()

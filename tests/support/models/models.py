@@ -1,10 +1,4 @@
-"""Tiny models of every kind that the acceptance cases name, built from configurations; nothing is downloaded.
-
-A case builds a fresh model with the same values every time, and batches, which are keyword inputs of its forward.
-Every model takes ``labels`` or its like and returns an object or a tensor from which ``loss_of`` reads the loss.
-"""
-
-from __future__ import annotations
+"""Tiny models of every kind that the acceptance cases name, with the same values every time; nothing is downloaded."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,12 +24,10 @@ class Case:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that a forward returned."""
     return output if isinstance(output, torch.Tensor) else output.loss
 
 
 def _tokens(seed: int, *names: str, batch: int = 2, length: int = 12) -> list[Batch]:
-    """Random tokens; ``labels`` equal ``input_ids``, as in language modelling, where both are wanted."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(NUM_BATCHES):
@@ -147,8 +139,6 @@ def mixtral() -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    """Two convolutions with batch norms, and a projected shortcut where the shape changes."""
-
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
@@ -163,8 +153,6 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A residual network whose batch norms mutate buffers in forward."""
-
     def __init__(self, width: int = 8, classes: int = 5) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, 1, 1, bias=False)
@@ -178,12 +166,7 @@ class ResNet(nn.Module):
 
 
 class Odd(nn.Module):
-    """Everything awkward about parameters in one forward.
-
-    Sizes 1, 53, 13x7 and 0; one tensor far larger than the others; an output layer tied to the embedding; a frozen
-    parameter in the middle; parameters that no graph uses; one that backward reads twice and one used twice in forward;
-    a transposed view in memory order of its own.
-    """
+    """Awkward parameters in one forward: odd sizes and none, ties, frozen, unused, read twice, transposed."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

@@ -1,7 +1,5 @@
 """A model whose gradients overflow where they are asked to, and what such a step must leave as it is."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -46,7 +44,6 @@ def grow_soon(model: nn.Module) -> None:
 
 
 def state_of(pair: Pair) -> tuple[dict[str, torch.Tensor], dict[int, dict[str, torch.Tensor]]]:
-    """Copies of parameters as graphs read them, and of all states."""
     params = {n: p.detach().clone() for n, p in pair.model.named_parameters()}
     return params, copy.deepcopy(pair.optimizer.state_dict()["state"])
 

@@ -1,7 +1,5 @@
 """A small model under chunkc and in plain PyTorch, driven by the same calls."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -19,8 +17,6 @@ VOCABULARY = 50
 
 
 class Tower(nn.Module):
-    """A small residual model over tokens; returns the loss."""
-
     def __init__(self, depth: int = 4, width: int = 48) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
@@ -43,7 +39,7 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[0], tokens[1]
 
 
-MIXED = {"num_resident_triples": 2, "keeps_payloads": True, "streamed_share": 0.4}
+MIXED = {"num_resident_states": 2, "keeps_payloads": True, "streamed_share": 0.4}
 """Planning options with which a ``Pair`` has optimizer states in all places, and whole chunks on the device."""
 
 
@@ -71,14 +67,12 @@ class Pair:
         self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=1e-2, eps=1e-4)
 
     def restart(self) -> None:
-        """Both sides as at the beginning."""
         for model in (self.model, self.plain):
             model.zero_grad()
             model.load_state_dict(self.initial)
         self.new_optimizers()
 
     def kinds(self) -> dict[str, int]:
-        """How many chunks are updated on the device for good, on it in passing, and on the host."""
         step = chunkc.plan_of(self.model).program("step").actions
         streamed = sum(a.op is Op.LOAD for a in step)
         on_host = sum(a.op is Op.UPDATE and a.stream is Stream.CPU for a in step)

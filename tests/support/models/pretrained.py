@@ -1,7 +1,5 @@
 """Tiny transformers models, saved by transformers itself, and compiled ones from the meta device to load them into."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -14,7 +12,6 @@ HW = "emulated-64m-1g"
 
 
 def saved(name: str, folder: Path, max_shard_size: str = "5GB") -> nn.Module:
-    """The plain model of a case, whose weights and configuration are in ``folder`` now."""
     plain = CASES[name].build()
     plain.save_pretrained(folder, max_shard_size=max_shard_size)
     return plain
@@ -31,7 +28,6 @@ def from_meta(name: str, dtype: torch.dtype = torch.float32, compute: torch.dtyp
 
 @torch.no_grad()
 def logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Of an evaluation; the model is in the mode that it was in afterwards."""
     was_training = model.training
     found: torch.Tensor = model.eval()(**batch).logits
     model.train(was_training)

@@ -6,8 +6,6 @@ pending   the step was just called: updates run on workers (delayed, where the t
 settled   two steps done and observed, gradients zeroed
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 
@@ -24,8 +22,6 @@ TOLERANCE = 1e-6  # a dropped update, a stale learning rate or a lost write is 1
 
 
 class Small(nn.Module):
-    """Three layers, a frozen scale, a parameter that no graph uses, a buffer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(8, 16)
@@ -51,29 +47,24 @@ class Twins:
     x: torch.Tensor
 
     def sides(self) -> tuple[tuple[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]:
-        """Both models with their optimizers."""
         return (self.model, self.optimizer), (self.plain, self.plain_optimizer)
 
     def backward(self) -> None:
-        """Forward and backward of both."""
         for model, _ in self.sides():
             model(self.x).backward()
 
     def step(self) -> None:
-        """Step both and let go of the gradients."""
         for _, optimizer in self.sides():
             optimizer.step()
             optimizer.zero_grad()
 
     def check_params(self) -> None:
-        """All parameters are equal, element by element."""
         for (name, p), q in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             torch.testing.assert_close(
                 p.detach().clone(), q.detach(), atol=TOLERANCE, rtol=0, msg=lambda m, n=name: n + m
             )
 
     def check_gradients(self) -> None:
-        """All gradients are equal, element by element, and absent where the twin has none."""
         for (name, p), q in zip(self.model.named_parameters(), self.plain.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None), name
             if q.grad is not None:
@@ -97,7 +88,6 @@ def twins_at(
     machine: Machine = EMULATED,
     accumulate: int = 1,
 ) -> Twins:
-    """New twins in ``phase``; ``hw`` is one of ``machine``."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         plain = Small()

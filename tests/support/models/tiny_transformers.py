@@ -1,7 +1,5 @@
 """The built-in families of models in a size that is captured in a second."""
 
-from __future__ import annotations
-
 from chunkc.scenarios.models import Transformer
 from chunkc.scenarios.models.transformer import Head
 

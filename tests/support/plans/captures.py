@@ -1,7 +1,5 @@
 """Capturing small modules in tests: the captured iteration itself, with nothing planned and nothing run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn
@@ -11,5 +9,4 @@ from chunkc.compiler.plan_ahead import capture_ahead
 
 
 def capture_once(model: nn.Module, *inputs: Any) -> Captured:
-    """One iteration of ``model`` as the compiler sees it, for the eager backend."""
     return capture_ahead(model, None, inputs, "eager")

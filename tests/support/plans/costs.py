@@ -1,10 +1,7 @@
 """Rates in round numbers, and plans with work in their segments, for tests of the cost model.
 
-On these rates a payload of 256 bytes is copied in 1 ms, updated on the host in 2 ms, and lands in 1 ms; a unit of work
-takes 1 ms. Nothing is shared and nothing is launched, unless a test says so.
+A payload of 256 bytes is copied in 1 ms, updated on the host in 2 ms, lands in 1 ms; a unit of work takes 1 ms.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +11,9 @@ from typing import Any
 from chunkc.cost.rates import CopyLaw, CostRates, Links
 from chunkc.cost.sharing import MEASURED_STREAMS
 from chunkc.hardware.profile import Condition, CopyRate, DtypeRate, Figure, Rates, Slowdown
+from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
+from chunkc.ir.tiers import COPIED_TIERS
 from chunkc.ir.work import Kind, Work
 
 UNIT_NBYTES = 512
@@ -25,8 +24,7 @@ RATES = CostRates(
     matmul_tflops={"float32": 1e-9},
     attention_tflops={"float32": 1e-9},
     device_memory_gb_per_s=UNIT_NBYTES * 1e-6,
-    h2d=COPY,
-    d2h=COPY,
+    copies=dict.fromkeys(COPIED_TIERS, COPY),
     cpu_update_gparam_per_s={"float32": 32e-6},
     gpu_update_gparam_per_s={"float32": 64e-6},
     links=LINKS,
@@ -43,8 +41,12 @@ def with_work(plan: Plan, units: Mapping[str, int] | int) -> Plan:
 
 
 def rates(**changes: Any) -> CostRates:
-    """The round rates with changes."""
     return replace(RATES, **changes)
+
+
+def copies(to_device: CopyLaw, from_device: CopyLaw | None = None) -> dict[Stream, CopyLaw]:
+    """The laws of both directions."""
+    return {Stream.H2D: to_device, Stream.D2H: from_device or to_device}
 
 
 def calibration(factors: dict[tuple[str, tuple[str, ...]], float]) -> Rates:

@@ -1,11 +1,4 @@
-"""An executor of plans over symbolic memory with random legal interleavings: the oracle of the verifier's tests.
-
-The scheduler starts and finishes the tasks of ``symbolic`` in a random order among those that streams and waits allow.
-Streams get random speeds that change now and then, so that both a copy that takes for ever and one that takes no time
-occur.
-"""
-
-from __future__ import annotations
+"""Random legal interleavings of plans over symbolic memory, at changing speeds: the oracle of the verifier's tests."""
 
 import random
 from collections.abc import Sequence
@@ -13,8 +6,8 @@ from collections.abc import Sequence
 from reference import SEQUENCE, Content, Model
 from symbolic import GARBAGE, STREAMS, Lowered, Memory, Started, Task
 
-from chunkc.ir.layout import Home
 from chunkc.ir.plan import Plan
+from chunkc.ir.tiers import Tier
 
 
 def lower(plan: Plan, sequence: str = SEQUENCE) -> Lowered:
@@ -79,8 +72,8 @@ def _final(lowered: Lowered, memory: Memory) -> list[str]:
     wrong, slots = [], dict(lowered.plan.program("forward").entry.resident)
     for c in lowered.model.mine:
         chunk, triple = lowered.layout.chunks[c], lowered.expected.triples[c]
-        payload_at = ("home", c) if chunk.home is Home.HOST else ("slot", slots[f"c{c}"])
-        triple_at = ("os", c) if chunk.os_home is Home.HOST else ("slot", slots[f"os{c}"])
+        payload_at = ("home", c) if chunk.home is Tier.HOST else ("slot", slots[f"c{c}"])
+        triple_at = ("os", c) if chunk.os_home is Tier.HOST else ("slot", slots[f"os{c}"])
         if memory.read(payload_at) != lowered.model.cast(c, triple):
             wrong.append(f"c{c} ends with wrong parameters")
         if memory.read(triple_at) != (triple,):

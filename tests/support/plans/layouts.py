@@ -1,12 +1,11 @@
 """Layouts made by hand: parameters one behind the other in chunks of 64 elements."""
 
-from __future__ import annotations
-
 import torch
 
-from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.layout import Chunk, ChunkList, Group, Layout, Placement, Slot
 from chunkc.ir.schedule import ParamInfo
 from chunkc.ir.state_spec import ADAM_STATES
+from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.emulated import EmulatedDevice
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.storage.parameter_io import ChunkValues
@@ -29,7 +28,7 @@ def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = Fa
         places.append(Placement(index, chunk, offset, num_chunks))
         offset += info.numel
         chunk, offset = (chunk + offset // CHUNK_NUMEL, offset % CHUNK_NUMEL) if num_chunks > 1 else (chunk, offset)
-    home = Home.DEVICE if on_device else Home.HOST
+    home = Tier.DEVICE if on_device else Tier.HOST
     chunks = tuple(Chunk(i, ChunkList.TRAINED, dtype, CHUNK_NUMEL, CHUNK_NUMEL, home, home) for i in range(chunk + 1))
     sizes = [c.nbytes for c in chunks] + [c.numel * ADAM_STATES.nbytes_per_element for c in chunks] if on_device else []
     slots = tuple(Slot(i, sum(sizes[:i]), n) for i, n in enumerate(sizes))
@@ -38,7 +37,6 @@ def layout_of(shapes: list[tuple[int, ...]], dtype: str, *, on_device: bool = Fa
 
 
 def values_of(layout: Layout) -> ChunkValues:
-    """Access to a new store of ``layout`` on a device of its own."""
     device = EmulatedDevice("emulated-1m-1m", 1 << 20, 1 << 20)
     device.reserve(layout.arena_nbytes)
     count = len(layout.chunks)

@@ -1,7 +1,5 @@
 """The models of the papers: GPT-2 and BERT shapes by name, parameters counted by formula, schedules by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from schedules import op, param, schedule
@@ -35,7 +33,6 @@ def gpt_numel(name: str) -> int:
 
 
 def bert_params(name: str) -> list[ParamInfo]:
-    """BERT's parameters in the order in which it makes and uses them."""
     layers, h = SHAPES[name]
     modules: list[tuple[str, Sequence[tuple[int, ...]]]] = [
         ("words", [(30522, h)]), ("positions", [(SEQUENCE, h)]), ("types", [(2, h)]), ("norm", [(h,), (h,)]),

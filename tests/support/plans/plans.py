@@ -1,10 +1,9 @@
 """Small plans written by hand, one for each way in which memory can be managed, and one of any length."""
 
-from __future__ import annotations
-
 from spec import CHUNK_NUMEL, PAYLOAD, TRIPLE, PlanSpec, segment, trained
 
-from chunkc.ir.layout import Chunk, ChunkList, Home, Placement
+from chunkc.ir.layout import Chunk, ChunkList, Placement
+from chunkc.ir.tiers import Tier
 
 
 def evicting() -> PlanSpec:
@@ -55,12 +54,11 @@ def evicting() -> PlanSpec:
 
 
 def resident() -> PlanSpec:
-    """Two chunks and their triples always on the device: nothing moves."""
     static = (("c0", 0), ("c1", 1), ("os0", 2), ("os1", 3))
     return PlanSpec(
         numels=(64, 64),
         placements=(Placement(0, 0, 0), Placement(1, 1, 0)),
-        chunks=(trained(0, Home.DEVICE, Home.DEVICE), trained(1, Home.DEVICE, Home.DEVICE)),
+        chunks=(trained(0, Tier.DEVICE, Tier.DEVICE), trained(1, Tier.DEVICE, Tier.DEVICE)),
         slots=((0, PAYLOAD), (PAYLOAD, PAYLOAD), (512, TRIPLE), (1280, TRIPLE)),
         segments=(segment("fwd.0", (0, 1)), segment("bwd.0", (1,), (1, 0))),
         programs={
@@ -154,7 +152,7 @@ def streaming() -> PlanSpec:
 
 def grad_chunk() -> PlanSpec:
     """The gradient of c0 must not overlay it: it lands in the gradient chunk c1; c0 is read again after that."""
-    gradients = Chunk(1, ChunkList.GRAD, "float32", CHUNK_NUMEL, CHUNK_NUMEL, Home.HOST, None, partner=0)
+    gradients = Chunk(1, ChunkList.GRAD, "float32", CHUNK_NUMEL, CHUNK_NUMEL, Tier.HOST, None, partner=0)
     return PlanSpec(
         numels=(64,),
         placements=(Placement(0, 0, 0),),

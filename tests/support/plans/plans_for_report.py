@@ -1,16 +1,14 @@
 """A small GPT written by hand as a plan: equal layers, a tied embedding, frozen and unused parameters.
 
-One layer is one chunk. Two slots serve the layers in turn, a third keeps the embedding through the iteration (its
-gradient has two producers, so it lands in a gradient chunk of its own), and the final norm never leaves the device. The
-numbers that tests expect are worked out from the widths here, in the tests, without the code under test.
+One layer is one chunk. Two slots serve the layers in turn, a third keeps the embedding, whose gradient lands in a
+chunk of its own; the final norm never leaves the device.
 """
 
-from __future__ import annotations
-
 from chunkc.ir.actions import Action, parse
-from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.layout import Chunk, ChunkList, Group, Layout, Placement, Slot
 from chunkc.ir.plan import Memory, Plan, Program, Segment, StageRecord, State
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.tiers import Tier
 
 VOCAB, POSITIONS = 1000, 100
 
@@ -35,7 +33,7 @@ def gpt_plan(
             arena_nbytes=layout.arena_nbytes,
             nonmodel_nbytes=peak.nonmodel_nbytes,
             nonmodel_segment=peak.name,
-            host_nbytes=layout.host_nbytes(),
+            host_nbytes=layout.nbytes_in(Tier.HOST),
         ),
         stages=(
             StageRecord("liveness", 1.25, "peak non-model bytes at bwd.0"),
@@ -60,23 +58,23 @@ def _layout(width: int, num_layers: int) -> Layout:
             params.append(_param(f"layers.{layer - 1}.{name}.weight", rows, width))
         chunks.append(_chunk(layer, ChunkList.TRAINED, numel, 12 * width * width))
     tail = (
-        (_param("norm.weight", width), ChunkList.TRAINED, Home.DEVICE),
-        (_param("positions.weight", POSITIONS, width, trainable=False), ChunkList.FROZEN, Home.HOST),
-        (_param("spare.weight", width, dtype="float32"), ChunkList.UNUSED, Home.HOST),
+        (_param("norm.weight", width), ChunkList.TRAINED, Tier.DEVICE),
+        (_param("positions.weight", POSITIONS, width, trainable=False), ChunkList.FROZEN, Tier.HOST),
+        (_param("spare.weight", width, dtype="float32"), ChunkList.UNUSED, Tier.HOST),
     )
     for info, kind, home in tail:
         placements.append(Placement(len(params), len(chunks), 0))
         params.append(info)
         chunk_numel = numel // 2 if info.dtype == "float32" else numel
         chunks.append(_chunk(len(chunks), kind, chunk_numel, info.numel, home, info.dtype))
-    chunks.append(Chunk(len(chunks), ChunkList.GRAD, "bfloat16", numel, VOCAB * width, Home.HOST, None, 0))
+    chunks.append(Chunk(len(chunks), ChunkList.GRAD, "bfloat16", numel, VOCAB * width, Tier.HOST, None, 0))
     slots = (*(Slot(i, i * 2 * numel, 2 * numel) for i in range(5)), Slot(5, 10 * numel, 12 * numel))
     groups = tuple(Group(i, i, 1) for i in range(len(chunks)))
     return Layout(tuple(params), tuple(placements), tuple(chunks), groups, numel, slots, 22 * numel)
 
 
 def _chunk(
-    index: int, kind: ChunkList, numel: int, used: int, home: Home = Home.HOST, dtype: str = "bfloat16"
+    index: int, kind: ChunkList, numel: int, used: int, home: Tier = Tier.HOST, dtype: str = "bfloat16"
 ) -> Chunk:
     return Chunk(index, kind, dtype, numel, used, home, home if kind is ChunkList.TRAINED else None)
 
@@ -110,12 +108,12 @@ def _programs(num_layers: int) -> tuple[Program, ...]:
     step = [f"update c{c} @cpu after b{home[c]}" for c in range(norm)] + [f"update c{norm} @compute"]
     restore = [line.replace("update", "restore") for line in step]
     return (
-        Program("forward", "forward", cold, saved, _actions(forward)),
-        Program("backward", "backward", saved, graded, _actions(backward)),
-        Program("step", "step", graded, cold, _actions(step)),
-        Program("restore", "step", graded, cold, _actions(restore)),
-        Program("abandon", "transition", saved, cold, _actions(["drop c0 <- d0 @compute"])),
-        Program("resume", "transition", cold, saved, _actions(["fetch c0 -> d0 @h2d"])),
+        Program("forward", cold, saved, _actions(forward)),
+        Program("backward", saved, graded, _actions(backward)),
+        Program("step", graded, cold, _actions(step)),
+        Program("restore", graded, cold, _actions(restore)),
+        Program("abandon", saved, cold, _actions(["drop c0 <- d0 @compute"])),
+        Program("resume", cold, saved, _actions(["fetch c0 -> d0 @h2d"])),
     )
 
 
@@ -128,8 +126,6 @@ def _slot(layer: int) -> int:
 
 
 class _Lines(list[str]):
-    """Actions in text form; `add` returns the position, for labels."""
-
     def add(self, line: str) -> int:
         self.append(line)
         return len(self) - 1

@@ -1,29 +1,24 @@
-"""What a plan must compute: training as its mathematics prescribes, without any memory, in interned terms.
-
-`symbolic` carries out a plan's actions on terms of the same kind.
-"""
-
-from __future__ import annotations
+"""What a plan must compute: training without any memory, in interned terms of the kind that `symbolic` has."""
 
 from dataclasses import dataclass
 
 from chunkc.ir.actions import Op
 from chunkc.ir.layout import ChunkList
-from chunkc.ir.plan import ROLE_GRAPH, Plan
+from chunkc.ir.plan import ROLE_GRAPH, Key, Plan
 
-PROGRAMS = {
-    "F": "forward",
-    "B": "backward",
-    "C": "accumulate",
-    "S": "step",
-    "R": "restore",
-    "A": "abandon",
-    "U": "resume",
-    "G": "forward_again",
-    "P": "backward_unreduced",
-    "Q": "accumulate_unreduced",
-    "L": "accumulate_last",
-    "X": "reduce_all",
+PROGRAMS: dict[str, Key] = {
+    "F": ("forward", "first", True),
+    "G": ("forward", "later", False),
+    "B": ("backward", "first", True),
+    "C": ("backward", "later", True),
+    "P": ("backward", "first", False),
+    "Q": ("backward", "later", False),
+    "L": ("backward", "last", True),
+    "S": ("step", "first", True),
+    "R": ("restore", "first", True),
+    "A": ("abandon", "first", True),
+    "U": ("resume", "first", True),
+    "X": ("reduce_all", "first", True),
 }
 SEQUENCE = "FBSFBSFBRFBRFBSFAFBSFBRUBRFAUBSUBSFAFBS"
 ACCUMULATING = "FBSFBFCSFBFCFCSFBFCRFCSFBFBSFAFCFCSUBFCSFBUCRUCSFAUBUCSFBFASFBS"
@@ -38,8 +33,6 @@ Content = tuple[int, ...]
 
 
 class Terms:
-    """Equal terms have equal numbers."""
-
     def __init__(self) -> None:
         self._numbers: dict[tuple[object, ...], int] = {}
 
@@ -48,8 +41,6 @@ class Terms:
 
 
 class Model:
-    """What the plan is supposed to compute: parameters of every chunk, and the terms of each kind of work."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.terms = Terms()
@@ -67,7 +58,6 @@ class Model:
         self.scaled = any(a.op is Op.DECIDE for p in plan.programs for a in p.actions)
 
     def cast(self, chunk: int, triple: int) -> Content:
-        """param16 of ``chunk`` whose triple is ``triple``."""
         return tuple(self.terms("cast", triple, p) for p in self.params[chunk])
 
     def piece(self, held: Content, param: int, chunk: int) -> int:
@@ -111,7 +101,7 @@ def reference(model: Model, sequence: str) -> Expected:
             grads = {}
         before, landed = dict(grads), dict[tuple[int, int], int]()
         for segment in plan.segments:
-            if segment.graph != ROLE_GRAPH.get(plan.program(PROGRAMS[letter]).role):
+            if segment.graph != ROLE_GRAPH.get(PROGRAMS[letter][0]):
                 continue
             reads = [
                 params[c][model.params[c].index(p)] for p in segment.reads for c in plan.layout.placements[p].chunks

@@ -10,9 +10,11 @@ from typing import Any
 from hypothesis import strategies as st
 
 from chunkc.errors import BudgetError
-from chunkc.ir.plan import Plan
+from chunkc.hardware.usable_memory import Budget
+from chunkc.ir.plan import Plan, Program
 from chunkc.ir.schedule import GraphKind, GraphSchedule, Operator, ParamInfo, Schedule
 from chunkc.ir.state_spec import ADAM_STATES, StateSpec
+from chunkc.ir.tiers import Tier
 from chunkc.ir.verify import verify
 from chunkc.passes import Draft, Planned, PlanOptions, Target, assemble, make_plan
 
@@ -50,11 +52,17 @@ def chain(num_layers: int, numel: int = 64, live: int = 0) -> Schedule:
 
 
 def target(device: int = PLENTY, host: int = PLENTY, world_size: int = 1, rank: int = 0) -> Target:
-    return Target("Model", "emulated", device, host, world_size, rank)
+    return Target("Model", "emulated", {Tier.DEVICE: Budget(device), Tier.HOST: Budget(host)}, world_size, rank)
+
+
+def budgeted(where: Target, device: int | None = None, host: int | None = None) -> Target:
+    """``where`` with other budgets."""
+    for tier, nbytes in ((Tier.DEVICE, device), (Tier.HOST, host)):
+        where = where if nbytes is None else where.with_budget(tier, nbytes)
+    return where
 
 
 def check(name: str, draft: Draft) -> None:
-    """What the runner calls around each pass: mapping and plan must hold as soon as they are decided."""
     if draft.layout is not None:
         assert len(draft.layout.placements) == len(draft.schedule.params), name
     if draft.programs is not None:
@@ -71,14 +79,16 @@ def planned_somewhere(found: Schedule, where: Target, options: PlanOptions) -> P
     try:
         return planned(found, where, options)
     except BudgetError as error:
-        budgets = {"device_budget_nbytes": error.min_device_nbytes, "host_budget_nbytes": error.min_host_nbytes}
-        enough = replace(where, **budgets)
-        return planned(found, enough, options)
+        return planned(found, budgeted(where, error.min_device_nbytes, error.min_host_nbytes), options)
 
 
 def texts(result: Planned, program: str) -> list[str]:
     """The labelled actions of a program."""
-    return [f"{label} {action}" for label, action in result.plan.program(program).labelled()]
+    return [f"{label} {action}" for label, action in program_named(result.plan, program).labelled()]
+
+
+def program_named(plan: Plan, name: str) -> Program:
+    return next(program for program in plan.programs if program.name == name)
 
 
 def without_wait(plan: Plan, program: str, position: int, wait: str) -> Plan:
@@ -96,10 +106,7 @@ def without_wait(plan: Plan, program: str, position: int, wait: str) -> Plan:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    """Random iterations: odd sizes, no bytes at all, shared reads, frozen and unused parameters, mixed dtypes.
-
-    What is alive after an operator is alive during the next one, as in any captured graph.
-    """
+    """Random iterations: odd sizes, no bytes at all, shared reads, frozen and unused parameters, mixed dtypes."""
     sizes = st.sampled_from([0, 1, 53, 91, 300, 1000, 4096]) | st.integers(1, 2000)
     dtypes = st.sampled_from(["float32", "float32", "bfloat16"])
     params = [param(f"layers.{i}.weight", draw(sizes), dtype=draw(dtypes)) for i in range(draw(st.integers(1, 8)))]
@@ -155,7 +162,7 @@ def mixed(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     num = draw(st.integers(0, 12))
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     keeps = draw(st.booleans())
-    wishes: dict[str, Any] = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes: dict[str, Any] = {"num_resident_states": num, "keeps_payloads": keeps, "streamed_share": share}
     wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, **wishes)
 
@@ -169,7 +176,7 @@ def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
     share = draw(st.sampled_from([0.0, 0.4, 1.0]) | st.floats(0, 1))
     micro_batches = draw(st.integers(2, 5))
     keeps = draw(st.booleans())
-    wishes: dict[str, Any] = {"num_resident_triples": num, "keeps_payloads": keeps, "streamed_share": share}
+    wishes: dict[str, Any] = {"num_resident_states": num, "keeps_payloads": keeps, "streamed_share": share}
     wishes["state_spec"] = draw(st.sampled_from(STATES))
     return found, where, replace(options, os_home=home, accumulate=micro_batches, **wishes)
 
@@ -177,7 +184,6 @@ def accumulating(draw: st.DrawFn) -> tuple[Schedule, Target, PlanOptions]:
 def gpt_like(
     num_layers: int, hidden: int, vocabulary: int = 50257, *, dtype: str = "bfloat16", ops_per_layer: int = 18
 ) -> Schedule:
-    """Parameters and order of use of GPT-2 (tied embedding): per layer 12 tensors, 12 h^2 + 13 h elements."""
     params = [param("wte", vocabulary, hidden, dtype=dtype), param("wpe", 1024, hidden, dtype=dtype)]
     shapes: list[tuple[int, ...]] = [(hidden,), (hidden,), (3 * hidden, hidden), (3 * hidden,), (hidden, hidden)]
     shapes += [(hidden,), (hidden,), (hidden,), (4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,)]

@@ -1,8 +1,6 @@
-"""A plan in a form that tests can write by hand and edit.
+"""A plan in a form that tests can write by hand and edit: programs are lists of action texts.
 
-A ``PlanSpec`` keeps programs as lists of action texts, so that tests read like plans. ``build`` makes the plan; unless
-given, ``restore`` is the step with each update turned into a restore. Chunks hold 64 fp32 elements: 256 bytes of
-payload and 768 of optimizer state.
+Unless given, ``restore`` is the step with each update turned into a restore. Chunks hold 64 fp32 elements.
 """
 
 from __future__ import annotations
@@ -12,25 +10,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from chunkc.ir.actions import Action, parse
-from chunkc.ir.layout import Chunk, ChunkList, Group, Home, Layout, Placement, Slot
+from chunkc.ir.layout import Chunk, ChunkList, Group, Layout, Placement, Slot
 from chunkc.ir.plan import ROLE_LETTER, Memory, Phase, Plan, Program, Role, Segment, StageRecord, State
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.tiers import Tier
 
 CHUNK_NUMEL = 64
 PAYLOAD = 256
 TRIPLE = 768
 Resident = tuple[tuple[str, int], ...]
-ROLES: dict[str, Role] = {
-    "forward": "forward",
-    "backward": "backward",
-    "step": "step",
-    "restore": "step",
-    "abandon": "transition",
-    "resume": "transition",
-}
 
 
-def trained(index: int, home: Home = Home.HOST, os_home: Home = Home.HOST) -> Chunk:
+def trained(index: int, home: Tier = Tier.HOST, os_home: Tier = Tier.HOST) -> Chunk:
     return Chunk(index, ChunkList.TRAINED, "float32", CHUNK_NUMEL, CHUNK_NUMEL, home, os_home)
 
 
@@ -52,8 +43,6 @@ def shift(wait: str, letter: str, position: int, by: int) -> str | None:
 
 @dataclass(frozen=True)
 class PlanSpec:
-    """Everything a plan is made of, in a form that tests can edit."""
-
     numels: tuple[int, ...]
     placements: tuple[Placement, ...]
     chunks: tuple[Chunk, ...]
@@ -101,7 +90,7 @@ class PlanSpec:
             "saved": State("saved", self.saved),
             "graded": State("graded", self.graded),
         }
-        ends: dict[str, tuple[Phase, Phase]] = {
+        ends: dict[Role, tuple[Phase, Phase]] = {
             "forward": ("cold", "saved"),
             "backward": ("saved", "graded"),
             "step": ("graded", "cold"),
@@ -111,13 +100,12 @@ class PlanSpec:
         }
         texts = self.texts()
         programs = tuple(
-            Program(name, ROLES[name], states[a], states[b], tuple(parse(t) for t in texts[name]))
-            for name, (a, b) in ends.items()
+            Program(role, states[a], states[b], tuple(parse(t) for t in texts[role])) for role, (a, b) in ends.items()
         )
         peak = max(self.segments, key=lambda s: s.nonmodel_nbytes)
         budget = layout.arena_nbytes + peak.nonmodel_nbytes if self.device_budget is None else self.device_budget
         memory = Memory(
-            budget, self.host_budget, layout.arena_nbytes, peak.nonmodel_nbytes, peak.name, layout.host_nbytes()
+            budget, self.host_budget, layout.arena_nbytes, peak.nonmodel_nbytes, peak.name, layout.nbytes_in(Tier.HOST)
         )
         stages = (StageRecord("hand", 0.5, "written by hand"),)
         plan = Plan("Toy", "emulated-1m-1m", "0" * 12, layout, self.segments, programs, memory, stages)
@@ -131,7 +119,6 @@ class PlanSpec:
         return replace(self, programs={**self.programs, name: tuple(texts)})
 
     def set(self, name: str, position: int, text: str) -> PlanSpec:
-        """Another action at ``position`` of program ``name``."""
         texts = list(self.texts()[name])
         texts[position] = text
         return self._with_program(name, texts)
@@ -149,7 +136,7 @@ class PlanSpec:
         return self.delete(name, start).insert(name, end, self.texts()[name][start])
 
     def _renumbered(self, name: str, position: int, text: str | None) -> PlanSpec:
-        letter, by = ROLE_LETTER[ROLES[name]], -1 if text is None else 1
+        letter, by = ROLE_LETTER[name], -1 if text is None else 1
         programs: dict[str, tuple[str, ...]] = {}
         for other, texts in self.programs.items():
             lines = []
@@ -157,7 +144,7 @@ class PlanSpec:
                 action = parse(line)
                 waits = tuple(w for w in (shift(w, letter, position, by) for w in action.waits) if w is not None)
                 lines.append(str(replace(action, waits=waits)))
-            if ROLES[other] == ROLES[name]:
+            if ROLE_LETTER[other] == letter:
                 lines[position : position + (text is None)] = [] if text is None else [text]
             programs[other] = tuple(lines)
         return replace(self, programs=programs)

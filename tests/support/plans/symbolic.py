@@ -1,16 +1,9 @@
-"""Training over symbolic memory: what a plan must compute, and its actions as tasks on slots and homes.
+"""Training over symbolic memory: a plan's actions as tasks on slots and homes; it shares nothing with the verifier.
 
-It shares nothing with the verifier. Values are interned terms: the result of a segment is a term of the parameters it
-read and of the segment before it, an updated triple is a term of the old triple and the gradients, and so on. The
-*reference* computes these terms as the mathematics of training prescribes, without any memory. The *execution* computes
-them through slots and homes, in the order that a random scheduler chooses among those the streams and waits allow.
-
-Actions take time. Between its start and its finish an action's destinations hold garbage, its sources must not change,
-and nobody else may write its destinations; a freed slot holds garbage. So every race shows in some interleaving as a
-term that differs from the reference. Slots are sets of byte ranges: writing one tears every slot that overlaps it.
+Values are interned terms, as in `reference`. Actions take time: between an action's start and its finish its
+destinations hold garbage and its sources must not change. So every race shows in some interleaving as a term that
+differs from the reference. Slots are sets of byte ranges: writing one tears every slot that overlaps it.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +12,8 @@ from itertools import pairwise
 from reference import PROGRAMS, Content, Model, reference
 
 from chunkc.ir.actions import LANDINGS, Action, Op, Stream
-from chunkc.ir.layout import Home
-from chunkc.ir.plan import ROLE_LETTER, Plan
+from chunkc.ir.plan import ROLE_LETTER, TRANSITIONS, Plan
+from chunkc.ir.tiers import Tier
 
 STREAMS = tuple(Stream)
 
@@ -80,8 +73,7 @@ class Task:
 
 
 class Lowered:
-    """The tasks of a whole sequence. Slots of chunks are resolved in program order, as an executor does when it
-    issues actions; whatever is not on the device then is read from nowhere, as garbage."""
+    """The tasks of a sequence; slots of chunks are resolved in program order, what is not there is read as garbage."""
 
     def __init__(self, model: Model, sequence: str) -> None:
         self.model, self.sequence = model, sequence
@@ -90,25 +82,27 @@ class Lowered:
         self.tasks: list[Task] = []
         self.wrong: list[str] = []
         self.slots: dict[str, int] = dict(self.plan.program("forward").entry.resident)
-        latest: dict[str, list[int]] = {}
+        latest: dict[str, dict[str, int]] = {}
         barrier: list[int] = []
         self.kept: set[tuple[int, int]] = set()
         self.unreduced: dict[int, set[int]] = {}
         for instance, letter in enumerate(sequence):
-            program = self.plan.program(PROGRAMS[letter])
+            program = self.plan.program(*PROGRAMS[letter])
             if letter in "BPSR":
                 self.kept = set()
-            if program.name in ("resume", "reduce_all"):
+            if program.role in ("resume", "reduce_all"):
                 barrier = list(range(len(self.tasks)))
-            current = latest[ROLE_LETTER[program.role]] = []
-            for position, action in enumerate(program.actions):
-                waits = [latest[w[0]][int(w[1:])] for w in action.waits if w[0] in latest]
+            current = latest.setdefault(ROLE_LETTER[program.role], {})
+            if program.position == "first":
+                current.clear()
+            for label, action in program.labelled():
+                waits = [latest[w[0]][w] for w in action.waits if w in latest.get(w[0], {})]
                 reads, writes, work = self._lower(action, instance)
-                name = f"{instance}:{program.label(position)} {action}"
+                name = f"{instance}:{label} {action}"
                 stream = STREAMS.index(action.stream)
-                current.append(len(self.tasks))
+                current[label] = len(self.tasks)
                 self.tasks.append(Task(name, stream, waits + barrier, reads, writes, work))
-            if program.role == "transition":
+            if program.role in TRANSITIONS:
                 barrier = list(range(len(self.tasks)))
             if program.role == "backward":
                 self.kept |= {
@@ -131,8 +125,8 @@ class Lowered:
             triple = self.model.initial_triple(chunk.index)
             content = self.model.cast(chunk.index, triple)
             if self.layout.owner(chunk.index) == self.layout.rank:
-                memory.write(("home", chunk.index), content if chunk.home is Home.HOST else GARBAGE)
-                memory.write(("os", chunk.index), (triple,) if chunk.os_home is Home.HOST else GARBAGE)
+                memory.write(("home", chunk.index), content if chunk.home is Tier.HOST else GARBAGE)
+                memory.write(("os", chunk.index), (triple,) if chunk.os_home is Tier.HOST else GARBAGE)
         for target, slot in self.plan.program("forward").entry.resident:
             index = int(target.lstrip("cos"))
             triple = self.model.initial_triple(index)
@@ -163,8 +157,6 @@ class Lowered:
             return self._lower_run(action, instance)
         if op in LANDINGS:
             return self._lower_stash(action)
-        if op is Op.KEEP:
-            return [], [], lambda inputs: []
         return self._lower_step(action)
 
     def _lower_collective(self, action: Action, instance: int) -> Effect:

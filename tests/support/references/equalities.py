@@ -1,7 +1,5 @@
 """The comparisons with plain PyTorch that acceptance tests make on every machine: (b) in fp32, (c) in 16 bits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -44,11 +42,9 @@ def check_semantics(runner: PlanRunner, wanted: Trained, setup: Setup, recipe: R
 def check_sixteen_bits(
     runner: PlanRunner, plain_of: GetPlain, plain_16_of: GetPlain, wish: Recipe = SIXTEEN_BITS
 ) -> None:
-    """Acceptance (c) at the smallest budget.
+    """Acceptance (c) at the smallest budget; errors are means over several orders of the batches.
 
-    Errors are means over several orders of the batches: after ten steps of Adam the largest error of one run is
-    that of the one element whose gradient happened to be near zero, a matter of luck on both sides. Gradients of two
-    right runs in bf16 may lie on either side of the exact ones, so only the first run is held to plain bf16 itself.
+    Gradients of two right runs in bf16 may lie on either side of the exact ones: only the first is held to plain bf16.
     """
     setup, errors = smallest(runner), []
     for first_batch in range(NUM_BATCHES):
@@ -65,7 +61,6 @@ def check_sixteen_bits(
 
 
 def _errors(found: Trained, exact: Trained) -> tuple[float, float, float]:
-    """Largest errors of any first gradient, parameter and loss."""
     return (
         largest_error(found.gradients, exact.gradients),
         largest_error(found.params, exact.params),

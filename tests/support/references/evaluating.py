@@ -1,7 +1,5 @@
 """A model under chunkc beside its plain twin, for forwards without gradients between training steps."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence
@@ -25,8 +23,6 @@ OPTIONS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
 
 
 class Tower(nn.Module):
-    """Residual layers over tokens, batch norm and dropout; returns loss and logits."""
-
     def __init__(self, dropout: float = 0.0, depth: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
@@ -48,14 +44,11 @@ class Tower(nn.Module):
 
 
 def tokens(seed: int, length: int = 8, batch: int = 4) -> torch.Tensor:
-    """Random tokens."""
     return torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass
 class Twins:
-    """The same model under chunkc and in plain PyTorch."""
-
     model: nn.Module
     plain: nn.Module
     optimizer: torch.optim.Optimizer
@@ -72,16 +65,13 @@ class Twins:
 
     @property
     def num_programs(self) -> int:
-        """Programs for evaluation."""
         return self.evaluator.shapes.num_programs
 
     @property
     def num_runs(self) -> int:
-        """How often one of them ran."""
         return self.compiled.runtime.accounting.num_evaluations
 
     def train(self, *seeds: int, length: int = 8) -> None:
-        """Steps of both."""
         for seed in seeds:
             for model, optimizer in ((self.model, self.optimizer), (self.plain, self.plain_optimizer)):
                 model(self.machine.put(tokens(seed, length)))[0].backward()
@@ -103,12 +93,10 @@ class Twins:
         return logits
 
     def check_buffers(self) -> None:
-        """All buffers agree."""
         for (name, buffer), plain in zip(self.model.named_buffers(), self.plain.buffers(), strict=True):
             torch.testing.assert_close(buffer, plain, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
     def check(self) -> None:
-        """Every element of every parameter within a thousandth of one update."""
         ours = self.model.state_dict()
         for name, value in self.plain.state_dict().items():
             found, wanted = ours[name].to("cpu"), value.to("cpu")
@@ -123,7 +111,6 @@ def twins(
     plain: nn.Module | None = None,
     machine: Machine = EMULATED,
 ) -> Twins:
-    """New twins after some training steps; ``hw`` is one of ``machine``."""
     with torch.random.fork_rng():
         torch.manual_seed(5)
         plain = Tower(dropout) if plain is None else plain
@@ -135,6 +122,5 @@ def twins(
 
 
 def messages(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[str]:
-    """What was said about the gathered path, from ``level`` on."""
     said = "a forward without gradients gathers"
     return [r.getMessage() for r in caplog.records if r.levelno >= level and r.getMessage().startswith(said)]

@@ -1,13 +1,9 @@
-"""Lion by its paper's algorithm, one operator a line: what chunkc.Lion is compared with.
+"""Lion by its paper's algorithm (Chen et al., 2023, algorithm 2), one operator a line.
 
-Chen et al., "Symbolic discovery of optimization algorithms", 2023, algorithm 2::
-
-    update = beta1 * m + (1 - beta1) * g
-    p = p - lr * (sign(update) + weight_decay * p)      (here the decay first, as torch's optimizers round it)
-    m = beta2 * m + (1 - beta2) * g
+update = beta1 * m + (1 - beta1) * g
+p = p - lr * (sign(update) + weight_decay * p)      (here the decay first, as torch's optimizers round it)
+m = beta2 * m + (1 - beta2) * g
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -19,11 +15,7 @@ SURE = 1e-4
 
 
 class Lion(torch.optim.Optimizer):
-    """The paper's loop over parameters.
-
-    Attributes:
-        is_sure: elements of each parameter whose update was never near zero, zeros apart.
-    """
+    """The paper's loop; ``is_sure``: elements whose update was never near zero, zeros apart."""
 
     def __init__(self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), **options: Any) -> None:
         self.is_sure: dict[Tensor, Tensor] = {}

@@ -1,11 +1,7 @@
 """Plans of one runner that differ only in where things lie, and the identity plan to hold each against.
 
-The identity plan keeps everything on the device and cuts its segments where the other plan cuts them, so the same code
-runs on the same values by the same update kernel, and nothing but placement differs. Where the other plan updates on
-the host, so does the arithmetic of the identity plan's updates.
+The identity plan keeps everything on the device, with the cuts and the update arithmetic of the other plan.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +11,9 @@ from plan_runner import Cuts, PlanRunner, Setup, cuts_of, spans_of
 from training import PLACEMENT, Recipe, Trained, assert_same_bits
 
 from chunkc.ir.actions import Op, Stream
-from chunkc.ir.layout import ChunkList, Home
+from chunkc.ir.layout import ChunkList
 from chunkc.ir.plan import Plan
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
@@ -28,7 +25,6 @@ SPANNING_NUMEL = 4096
 
 
 def smallest(runner: PlanRunner) -> Setup:
-    """The least device and host memory that works."""
     memory = smallest_plan(runner).memory
     return Setup(options_of(runner), device_nbytes=memory.device_budget_nbytes, host_nbytes=memory.host_budget_nbytes)
 
@@ -86,20 +82,16 @@ PLACEMENTS: dict[str, MakeSetup] = {
 
 
 def mixed(
-    num_resident_triples: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True, keeps_payloads: bool = False
+    num_resident_states: int = 0, streamed_share: float = 0.0, *, few_slots: bool = True, keeps_payloads: bool = False
 ) -> MakeSetup:
-    """Homes of payloads on the host, but for those of resident triples where ``keeps_payloads``; some triples on the
-    device for good or in the step; chunks enough to tell apart.
-
-    All updates compute what those of the host compute, so that one identity run serves.
-    """
+    """Triples in all places, with chunks enough to tell apart; all updates compute what those of the host compute."""
 
     def make(runner: PlanRunner) -> Setup:
         tight = smallest_plan(runner)
         chunk_numel = max(64, tight.layout.chunk_numel // 3)
         options = PlanOptions(chunk_numel=chunk_numel, os_home="host", cuts=cuts_of(tight))
         slots = max(3 * len(tight.layout.slots), FEW_SLOTS) if few_slots else None
-        wishes: dict[str, Any] = {"num_resident_triples": num_resident_triples, "streamed_share": streamed_share}
+        wishes: dict[str, Any] = {"num_resident_states": num_resident_states, "streamed_share": streamed_share}
         wishes["keeps_payloads"] = keeps_payloads
         return Setup(replace(options, max_slots=slots, **wishes), host_arithmetic=True)
 
@@ -122,8 +114,6 @@ MIXED: dict[str, MakeSetup] = {
 
 
 class Identities:
-    """Identity runs of runners by recipe and cuts, each made once."""
-
     def __init__(self) -> None:
         self._runs: dict[tuple[int, Recipe, Cuts, bool], Trained] = {}
 
@@ -132,7 +122,7 @@ class Identities:
     ) -> Trained:
         """The run to which a run of ``plan`` must be equal; ``host_arithmetic`` if all its updates had it."""
         cuts = cuts_of(plan)
-        on_host = host_arithmetic or any(c.os_home is Home.HOST for c in plan.layout.chunks)
+        on_host = host_arithmetic or any(c.os_home is Tier.HOST for c in plan.layout.chunks)
         key = id(runner), recipe, cuts, on_host
         if key not in self._runs:
             options = PlanOptions(os_home="device", cuts=cuts)
@@ -147,7 +137,7 @@ def assert_is_identity(plan: Plan) -> None:
     """Everything that a graph uses is on the device and no action moves anything."""
     moves = [str(a) for p in plan.programs for a in p.actions if a.op not in (Op.RUN, Op.STASH, Op.UPDATE, Op.RESTORE)]
     assert not moves, f"the identity plan moves: {moves[:3]}"
-    assert all(c.os_home in (None, Home.DEVICE) for c in plan.layout.chunks)
+    assert all(c.os_home in (None, Tier.DEVICE) for c in plan.layout.chunks)
 
 
 def check_placement(runner: PlanRunner, placement: str, identities: Identities) -> None:
@@ -170,7 +160,7 @@ def check_mixed(runner: PlanRunner, placement: str, identities: Identities, reci
 
 def _assert_mixed(plan: Plan, placement: str) -> None:
     """The step updates chunks in the places that the placement's name says, and in no others."""
-    resident = sum(c.os_home is Home.DEVICE for c in plan.layout.chunks)
+    resident = sum(c.os_home is Tier.DEVICE for c in plan.layout.chunks)
     step = plan.program("step").actions
     streamed = sum(a.op is Op.LOAD for a in step)
     host = sum(a.stream is Stream.CPU for a in step)
@@ -188,9 +178,8 @@ def _assert_mixed(plan: Plan, placement: str) -> None:
         "none_on_the_host": {"resident", "streamed"},
     }[placement]
     assert {kind for kind, is_there in present.items() if is_there} == wanted
-    assert any(c.home is Home.DEVICE for c in plan.layout.chunks) == ("whole" in placement)
+    assert any(c.home is Tier.DEVICE for c in plan.layout.chunks) == ("whole" in placement)
 
 
 def moved(plan: Plan) -> int:
-    """Bytes that a step of ``plan`` moves in both directions."""
     return plan.moved_nbytes(Stream.H2D) + plan.moved_nbytes(Stream.D2H)

@@ -1,10 +1,4 @@
-"""Plain PyTorch under torch.compile with chunkc's partition: parameters in ordinary memory, whole graphs, no plan.
-
-What a chunkc run is held against where eager PyTorch is no reference, because dropout masks follow the operators of the
-compiled graphs.
-"""
-
-from __future__ import annotations
+"""Plain PyTorch under torch.compile with chunkc's partition: the reference of dropout masks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """ACCEPTANCE 9 on any machine: what a steady step does is the plan, and nothing beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -23,14 +21,12 @@ COUNTS = ("num_compiles", "num_slot_allocations", "num_unasked_syncs")
 
 
 def executor_of(model: nn.Module) -> Executor:
-    """The executor of the latest forward."""
     executor = compiled_of(model).runtime.executor
     assert isinstance(executor, Executor)
     return executor
 
 
 def smallest_hw(machine: Machine, name: str, backend: str = "eager", accumulate: int = 1) -> chunkc.Hardware:
-    """The smallest machine that trains the model ``name``, from the error's own words."""
     model = chunkc.compile(
         CASES[name].build(), machine.named(machine.overhead_nbytes + 1, GIB), **options(backend, accumulate)
     )
@@ -40,7 +36,6 @@ def smallest_hw(machine: Machine, name: str, backend: str = "eager", accumulate:
 
 
 def options(backend: str, accumulate: int = 1) -> dict[str, Any]:
-    """How models are compiled here."""
     return {"dtype": torch.float32, "backend": backend, "accumulate": accumulate}
 
 
@@ -53,10 +48,7 @@ def check_steady_steps(
     accumulate: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Order of actions and bytes moved equal the plan's in every step, and all ``COUNTS`` stay zero.
-
-    ``accumulate``: micro-batches of each; ``around``: what every steady step runs in.
-    """
+    """Order of actions and bytes are the plan's in every step (run in ``around``), and all ``COUNTS`` stay zero."""
     case = CASES[name]
     hw = smallest_hw(machine, name, backend, accumulate) if is_tight else machine.hw(GIB, GIB)
     model = chunkc.compile(case.build(), hw, **options(backend, accumulate))

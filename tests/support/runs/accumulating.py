@@ -1,10 +1,4 @@
-"""Steps of several micro-batches: the loop of a user, what it must equal, and plans to run it by.
-
-The losses of the micro-batches are divided by their number, so that the gradients of a step are those of one large
-batch with the same samples.
-"""
-
-from __future__ import annotations
+"""Steps of several micro-batches, whose losses are divided by their number: loops, references and plans."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,17 +18,14 @@ Norms = list[float]
 
 
 def micro_batches(batches: Sequence[Batch], step: int, num: int) -> list[Batch]:
-    """Those of step ``step``: the next ``num`` batches."""
     return [batches[(step * num + i) % len(batches)] for i in range(num)]
 
 
 def large(parts: Sequence[Batch]) -> Batch:
-    """One batch of all samples of ``parts``."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def norm_of(model: nn.Module) -> float:
-    """The norm of all gradients, as training loops log it."""
     return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 
@@ -125,14 +116,12 @@ def train_plain_16_in_parts(case: Case, recipe: Recipe, num: int, dtype: torch.d
 
 
 def tightest(runner: PlanRunner, num: int) -> Setup:
-    """The least device and host memory that works with ``num`` micro-batches."""
     options = replace(options_of(runner), accumulate=num)
     device_nbytes, host_nbytes = runner.smallest(options)
     return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
 
 
 def tightest_plan(runner: PlanRunner, num: int) -> Plan:
-    """The plan for it; the other placements take its chunk size and cuts."""
     key = f"tightest {num}"
     if key not in runner.plans:
         runner.reset(tightest(runner, num))
@@ -150,15 +139,14 @@ PLACEMENTS: dict[str, Callable[[PlanRunner, int], Setup]] = {
     "smallest": tightest,
     "all_on_host": lambda runner, num: _like_tightest(runner, num, os_home="host"),
     "some_of_each": lambda runner, num: _like_tightest(
-        runner, num, os_home="host", num_resident_triples=1, streamed_share=0.4
+        runner, num, os_home="host", num_resident_states=1, streamed_share=0.4
     ),
     "whole_and_streamed": lambda runner, num: _like_tightest(
-        runner, num, os_home="host", num_resident_triples=2, keeps_payloads=True, streamed_share=0.4
+        runner, num, os_home="host", num_resident_states=2, keeps_payloads=True, streamed_share=0.4
     ),
     "all_streamed": lambda runner, num: _like_tightest(runner, num, os_home="host", streamed_share=1.0),
 }
 
 
 def all_on_device(runner: PlanRunner, num: int) -> Setup:
-    """The identity plan: nothing moves, with the cuts of the tightest plan and the host's arithmetic."""
     return _like_tightest(runner, num, os_home="device", chunk_numel=None)

@@ -1,7 +1,5 @@
 """Clipped runs and their comparison with torch's clip and step, on every machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,7 +24,6 @@ Clip = Callable[[nn.Module, float], torch.Tensor]
 
 
 def smallest(runner: PlanRunner) -> Setup:
-    """The least device and host memory that works for a run that clips."""
     options = replace(options_of(runner), tracks_grad_norm=True)
     device_nbytes, host_nbytes = runner.smallest(options)
     return Setup(options, device_nbytes=device_nbytes, host_nbytes=host_nbytes)
@@ -41,13 +38,10 @@ PLACES: dict[str, Callable[[PlanRunner], Setup]] = {
 
 
 def torch_clip(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """torch's own."""
     return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
 def clipping(max_norm: float, norms: list[torch.Tensor], kind: Any, clip: Clip) -> MakeOptimizer:
-    """An optimizer before whose steps gradients are clipped."""
-
     def make(model: nn.Module) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = kind(model.parameters(), **RECIPE.options)
         optimizer.register_step_pre_hook(lambda *_: norms.append(clip(model, max_norm)))
@@ -57,7 +51,6 @@ def clipping(max_norm: float, norms: list[torch.Tensor], kind: Any, clip: Clip) 
 
 
 def train_clipped(max_norm: float, machine: Machine = EMULATED) -> tuple[Trained, list[float]]:
-    """torch's own clip and step on a plain model, and the norms."""
     model, norms = CASES[NAME].build().to(machine.torch_device), list[torch.Tensor]()
     make = clipping(max_norm, norms, torch.optim.AdamW, torch_clip)
     found = train_measured(model, machine.put(CASES[NAME].batches()), make(model), RECIPE)
@@ -88,7 +81,6 @@ def check_clipping(runner: PlanRunner, place: str, max_norm: float) -> None:
 
 
 def clip(pair: Pair, max_norm: float, norm_type: float = 2.0, rtol: float = 2e-6) -> float:
-    """Both sides clip, and find the same norm."""
     norm = chunkc.clip_grad_norm_(pair.model, max_norm, norm_type)
     wanted = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), max_norm, norm_type)
     assert norm.dtype is torch.float32 and norm.shape == ()
@@ -97,7 +89,6 @@ def clip(pair: Pair, max_norm: float, norm_type: float = 2.0, rtol: float = 2e-6
 
 
 def step(pair: Pair) -> None:
-    """Both step, and end equal."""
     for optimizer in (pair.optimizer, pair.plain_optimizer):
         optimizer.step()
         optimizer.zero_grad()
@@ -105,7 +96,6 @@ def step(pair: Pair) -> None:
 
 
 def check_gradients(pair: Pair, rtol: float = 1e-5, atol: float = 1e-8) -> None:
-    """What ``param.grad`` shows, on both sides."""
     check_shown(pair.model, pair.plain, rtol, atol)
 
 

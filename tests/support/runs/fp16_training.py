@@ -1,7 +1,5 @@
 """Training in fp16, in three places, with steps that overflow."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,7 +24,6 @@ def make(place: str, **options: Any) -> Pair:
 
 
 def restart(pair: Pair) -> None:
-    """As at the beginning, its scale too."""
     pair.restart()
     runtime = compiled_of(pair.model).runtime
     runtime.clipping.is_scaled_outside = False
@@ -34,7 +31,6 @@ def restart(pair: Pair) -> None:
 
 
 def built_in(pair: Pair, step: int) -> None:
-    """One step with the scale that is built in."""
     pair.model(*inputs(step)).backward()
     pair.optimizer.step()
     pair.optimizer.zero_grad()

@@ -1,10 +1,4 @@
-"""A training run that is interrupted and its twin that is not: after each interruption their bits are compared.
-
-An interrupted call has happened or has not. Which of the two, the step counts say; all values must agree with the
-counts, and training must go on exactly from there.
-"""
-
-from __future__ import annotations
+"""An interrupted run and its twin: step counts say whether a call happened; all bits agree and go on from there."""
 
 import signal
 import threading
@@ -32,16 +26,9 @@ Interruption = AbstractContextManager[Any]
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how.
+    """What is trained, and how; ``num_parts`` micro-batches a step.
 
-    Attributes:
-        options: of ``chunkc.compile``.
-        wishes: planning options.
-        max_grad_norm: of the optimizer.
-        num_parts: micro-batches of a step.
-        overflows: whether every third step has a gradient that is not finite, and the loss is scaled. The two steps
-            between let the scale grow again: a run of hundreds of steps would end with the scale 0.
-        is_resumed: whether the run goes on from a checkpoint.
+    ``overflows``: every third step has a gradient that is not finite; the two between let the scale grow again.
     """
 
     hw: str = "emulated-320k-16m"
@@ -64,8 +51,6 @@ RECIPES = {
 
 
 class Run:
-    """One run of a recipe; iterations are numbered, and each has the same data in every run."""
-
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         torch.manual_seed(0)
@@ -87,7 +72,6 @@ class Run:
         return (*found, poisonous(0) if number % 3 == 2 else torch.zeros(192))
 
     def iterate(self, number: int, call: str = "", interruption: Interruption | None = None) -> None:
-        """Iteration ``number``; where its ``call`` is interrupted, what comes after it is left out."""
         last = self.recipe.num_parts - 1
         points = {(call, last): nullcontext() if interruption is None else interruption}
         try:
@@ -103,7 +87,6 @@ class Run:
         self.optimizer.zero_grad()
 
     def bits(self) -> Bits:
-        """Values, moments, counts and the loss scale."""
         found = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{index}.{key}": value for key, value in state.items()}
@@ -114,12 +97,7 @@ class Run:
 
 
 class Twins:
-    """A run that is interrupted and one that is not, at the same iteration between two checks.
-
-    Attributes:
-        number: of the next iteration.
-        outcomes: how many interrupted calls had happened (``done``) and how many had not (``undone``).
-    """
+    """A run that is interrupted and one that is not; ``outcomes`` counts calls that had happened or had not."""
 
     def __init__(self, recipe: Recipe, directory: Path) -> None:
         self.directory, self.recipe = directory, recipe
@@ -135,7 +113,6 @@ class Twins:
         self.check()
 
     def num_points(self, call: str, *, per_instruction: bool = False) -> int:
-        """Lines, or instructions, of one ``call`` that is not interrupted."""
         point = RaisePoint(per_instruction=per_instruction)
         if call in ("save", "load"):
             self._interrupt_files(call, point)
@@ -170,7 +147,6 @@ class Twins:
         self.number, self._bits = self.number + 1, after
 
     def check(self) -> None:
-        """Both runs have the same bits, and neither is broken."""
         run, twin = self.runs
         assert run.runtime.state.phase is not ModelPhase.BROKEN
         self._bits = twin.bits()
@@ -217,23 +193,17 @@ class Twins:
 
 
 def differences(found: Bits, wanted: Bits) -> list[str]:
-    """Names of the tensors that are not the same bits, or not in both."""
     names = found.keys() | wanted.keys()
     return sorted(n for n in names if n not in found or n not in wanted or not torch.equal(found[n], wanted[n]))
 
 
 def spread(num_points: int, num_wanted: int) -> Iterator[int]:
-    """Positions at equal distances, all of them where there are no more than ``num_wanted``."""
     step = max(1.0, num_points / num_wanted)
     return (int(k * step) for k in range(min(num_points, num_wanted)))
 
 
 class Storm:
-    """Within the block signals come at random moments: ``num`` of them, sent by another thread.
-
-    Python calls handlers in the main thread, whichever thread a signal was delivered to. The handler raises only where
-    chunkc is at work, not in the test's own lines around the block.
-    """
+    """Within the block ``num`` signals come at random moments, and raise only where chunkc is at work."""
 
     def __init__(self, send: Callable[[], object], delays_s: Sequence[float]) -> None:
         self._send, self._delays_s = send, delays_s

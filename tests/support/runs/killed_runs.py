@@ -10,8 +10,6 @@ at the end:
                 whether the next one began anew because this one was near the end
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -56,7 +54,6 @@ def say(pipe: int, *words: object) -> None:
 
 
 def train(directory: Path | None, pipe: int, num_steps: int = MAX_STEPS) -> None:
-    """One run; without a directory, one that saves nothing."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = chunkc.compile(Tiny(), "emulated-96k-16m", dtype=torch.float32, backend="eager")
@@ -86,11 +83,7 @@ def train(directory: Path | None, pipe: int, num_steps: int = MAX_STEPS) -> None
 
 
 def warm_up() -> None:
-    """Import and initialise all that a run does; the models are gone afterwards.
-
-    torch.fx's interpreter makes a progress bar, whose lock would be one of all processes that are forked from here: a
-    run that is killed while it holds it would stop all later ones.
-    """
+    """Import and initialise all that a run does, torch.fx's progress bar too, whose lock all forks would share."""
     tqdm.set_lock(threading.RLock())
     read, write = os.pipe()
     with tempfile.TemporaryDirectory() as directory:
@@ -102,7 +95,6 @@ def warm_up() -> None:
 
 
 def fork(directory: Path | None) -> tuple[int, int]:
-    """A run in a process of its own: its pid, and where its words arrive."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -132,7 +124,6 @@ def listen(pipe: int, until_s: float, heard: bytearray, word: bytes | None = Non
 
 
 def told(heard: bytearray) -> dict[str, Any]:
-    """What a run said, in whole lines."""
     lines = [line.split(" ", 2) for line in heard.decode().split("\n")[:-1]]
     found: dict[str, Any] = {"begun": None, "losses": {}, "under_way": False, "saved": 0}
     for kind, value, *rest in lines:
@@ -150,7 +141,6 @@ def told(heard: bytearray) -> dict[str, Any]:
 
 
 def killed(directory: Path, generator: random.Random) -> dict[str, Any]:
-    """One run up to its sudden end."""
     pid, pipe = fork(directory)
     heard = bytearray()
     if generator.random() < 0.2:

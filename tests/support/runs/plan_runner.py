@@ -1,8 +1,6 @@
 """A runner: one captured model that is planned and trained again and again, each time from its initial values.
 
-Capturing takes seconds, planning and twenty steps of a tiny model do not, so a runner captures once by the product's
-path (``chunkc.compile`` and a first forward through torch.compile) and gives every run a new runtime, device and plan
-behind the same captured graphs. Parameter objects, autograd, the wrapper and the optimizer are those of the user.
+A runner captures once by the product's path and gives every run a new runtime, device and plan.
 """
 
 from __future__ import annotations
@@ -26,8 +24,10 @@ from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.validation import unique_params
 from chunkc.errors import BudgetError, ChunkcError
+from chunkc.hardware.usable_memory import Budget
 from chunkc.ir.plan import Plan
 from chunkc.ir.schedule import ParamInfo
+from chunkc.ir.tiers import Tier
 from chunkc.passes import PlanOptions
 from chunkc.runtime.devices.debug_settings import DebugSettings
 from chunkc.runtime.devices.protocol import Device
@@ -43,10 +43,7 @@ Cuts = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a run is planned for and runs on.
-
-    ``host_arithmetic``: chunks on the device are updated by the host's arithmetic too.
-    """
+    """What a run is planned for and runs on; ``host_arithmetic``: of all updates, those on the device too."""
 
     options: PlanOptions = PlanOptions()  # noqa: RUF009 - frozen
     device_nbytes: int = BIG_NBYTES
@@ -82,12 +79,10 @@ class PlanRunner:
 
     @property
     def captured(self) -> Captured:
-        """Both graphs and their schedule."""
         return self._captures[-1][0]
 
     @property
     def plan(self) -> Plan:
-        """The plan of the latest run."""
         executor = self.compiled.runtime.executor
         if executor is None:
             raise RuntimeError("nothing has run yet")
@@ -95,15 +90,10 @@ class PlanRunner:
 
     @property
     def next_plan(self) -> Plan:
-        """The plan that the latest ``reset`` made and the next run takes."""
         return self.compiled.session.planned[-1].plan
 
     def reset(self, setup: Setup) -> None:
-        """Initial values, a new device and a new plan.
-
-        Raises:
-            BudgetError: when ``setup`` does not fit.
-        """
+        """Initial values, a new device and a new plan; BudgetError when ``setup`` does not fit."""
         fresh = self.case.build()
         session, old = self.compiled.session, self.compiled.runtime
         params = old.params
@@ -114,15 +104,16 @@ class PlanRunner:
         )
         micro_batches = setup.options.accumulate
         runtime = setup.make_runtime(old.infos, list(unique_params(fresh)), device, micro_batches)
-        runtime.params = runtime.parameters.params = runtime.gradients._params = params
+        runtime.params = runtime.parameters.params = runtime.gradients.params = params
+        runtime.parameters.shells = old.parameters.shells
         runtime.parameters.state_spec = setup.options.state_spec
         for p in params:
-            p._chunkc_store = runtime.parameters
+            p.chunkc_store = runtime.parameters
         with torch.no_grad():
             for buffer, initial in zip(self.model.buffers(), fresh.buffers(), strict=True):
                 buffer.copy_(initial)
-        budgets = {"device_budget_nbytes": setup.device_nbytes, "host_budget_nbytes": setup.host_nbytes}
-        target = replace(session.settings.target, rates=None, reserved_nbytes=0, **budgets)  # no search by rates
+        budgets = {Tier.DEVICE: Budget(setup.device_nbytes), Tier.HOST: Budget(setup.host_nbytes)}
+        target = replace(session.settings.target, rates=None, budgets=budgets)  # no search by rates
         session.settings.target, session.settings.options = target, setup.options
         session.runtime = runtime
         self.compiled.evaluator = Evaluator(session)
@@ -148,7 +139,6 @@ class PlanRunner:
         after_step: AfterStep | None = None,
         make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
     ) -> Trained:
-        """Train from where the model stands."""
         make = make_optimizer or (lambda model: recipe.ours(model.parameters()))
         found = train(self.model, self.batches, make(self.model), recipe, after_step)
         found.params = {
@@ -157,11 +147,9 @@ class PlanRunner:
         return found
 
     def stats(self) -> dict[str, int]:
-        """Numbers of the latest step."""
         return chunkc.stats(self.model)
 
     def smallest(self, options: PlanOptions = PlanOptions()) -> tuple[int, int]:  # noqa: B008 - frozen
-        """``(device, host)`` bytes that the error names when one byte is all there is."""
         try:
             self.reset(Setup(options, device_nbytes=1, host_nbytes=BIG_NBYTES))
         except BudgetError as error:
@@ -176,5 +164,4 @@ def cuts_of(plan: Plan) -> Cuts:
 
 
 def spans_of(plan: Plan) -> list[tuple[str, int, int]]:
-    """The segments of ``plan`` as ranges of operators."""
     return [(s.graph, s.first_op, s.end_op) for s in plan.segments]

@@ -1,12 +1,7 @@
-"""A script that saves after every step and goes on from what it finds; torchrun starts it, and starts it again.
+"""A script that saves after every step and goes on from what it finds: restarted_run.py DIRECTORY KILLED_RANK DELAY_S
 
-    restarted_run.py DIRECTORY KILLED_RANK DELAY_S
-
-In its first life the killed rank is killed so many seconds after the forward of its fourth step: at once where that is
-0, at any moment of that step, its save or a later step where it is more.
+In its first life the killed rank is killed so many seconds after the forward of its fourth step.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -24,7 +19,6 @@ HW = "emulated-640k-64m"
 
 
 def train(directory: str, killed_rank: int = -1, delay_s: float = 0.0) -> dict[str, torch.Tensor]:
-    """The parameters after all steps, on every rank."""
     torch.manual_seed(0)
     model = chunkc.compile(Tower(depth=2), HW, dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)

@@ -1,7 +1,5 @@
 """Training runs that are saved and resumed: dropout, tied weights, BatchNorm, two parameter groups and a scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,13 +40,7 @@ class Dropping(Tower):
 
 
 class Run:
-    """A training run with two parameter groups and a scheduler; ``seed`` is that of its initialisation.
-
-    ``frozen`` are names of parameters that are not trained; ``make`` makes the optimizer of its groups.
-
-    Attributes:
-        num_parts: micro-batches of a step.
-    """
+    """A training run with two groups, of which ``make`` makes the optimizer, and a scheduler; ``frozen``: by name."""
 
     def __init__(
         self, seed: int = 0, hw: chunkc.Hardware | str = HW, wishes: dict[str, Any] | None = None, **options: Any
@@ -74,7 +66,6 @@ class Run:
         )
 
     def train(self, first: int, last: int) -> list[float]:
-        """Steps ``first`` to ``last`` of all their micro-batches; the generator of masks is set before step 0."""
         losses = []
         if first == 0:
             torch.manual_seed(99)
@@ -89,15 +80,12 @@ class Run:
         return losses
 
     def save(self, directory: Path, **options: Any) -> Path:
-        """The path of a checkpoint that is written."""
         return chunkc.save_checkpoint(directory, self.model, self.optimizer, self.scheduler, **options).result()
 
     def load(self, directory: Path) -> Any:
-        """Model, optimizer and scheduler go on from a checkpoint."""
         return chunkc.load_checkpoint(directory, self.model, self.optimizer, self.scheduler)
 
     def bits(self) -> Bits:
-        """Parameters, buffers, fp32 masters, moments and learning rates."""
         found = {name: value.clone() for name, value in self.model.state_dict().items()}
         names = {id(p): n for n, p in self.model.named_parameters()}
         order = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
@@ -107,7 +95,6 @@ class Run:
 
 
 def check_equal(found: Bits, wanted: Bits) -> None:
-    """The same names, dtypes and bits."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert found[name].dtype is value.dtype and torch.equal(found[name], value), name

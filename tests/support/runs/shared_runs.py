@@ -1,7 +1,5 @@
 """SharedRunners and reference runs that many tests share: made at first use, on one machine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -24,7 +22,6 @@ class SharedRunners:
         return self._runners[name, dtype, backend]
 
     def clear(self) -> None:
-        """Let go of all."""
         self._runners.clear()
 
 

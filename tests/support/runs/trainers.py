@@ -1,7 +1,5 @@
 """A tiny fine-tuning under transformers' Trainer and under ChunkcTrainer, for the tests of both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +59,6 @@ def seeded(make: Any = llama, **options: Any) -> nn.Module:
 
 
 class LargestUpdate(transformers.TrainerCallback):  # type: ignore[misc]
-    """The largest change of any element in one step of a plain model."""
-
     def __init__(self, model: nn.Module) -> None:
         self.largest, self._model = 0.0, model
         self._before = [p.detach().clone() for p in model.parameters()]
@@ -86,8 +82,6 @@ def saving(directory: Path, **changed: Any) -> Any:
 
 
 class StopAfter(transformers.TrainerCallback):  # type: ignore[misc]
-    """Ends training after some steps."""
-
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
 

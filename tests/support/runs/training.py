@@ -1,10 +1,4 @@
-"""Training loops for comparisons, what they leave behind, and the two equalities: of bits and of semantics.
-
-The loops are the user's: forward, ``loss.backward()``, ``optimizer.step()``, ``zero_grad()``. ``Trained`` holds values
-by parameter name in host memory, so that two runs are compared element by element whatever stood behind them.
-"""
-
-from __future__ import annotations
+"""The user's training loops, what they leave behind by name, and the two equalities: of bits and of semantics."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,17 +35,14 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, float]:
-        """Keyword arguments of the optimizer."""
         of_optimizer = {"adamw": {"eps": self.eps}, "sgd": {"momentum": 0.9}, "lion": {}}[self.optimizer]
         return {"lr": self.lr, "weight_decay": self.weight_decay, **of_optimizer}
 
     def plain(self, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The reference: torch's, or the paper's."""
         makes = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "lion": Lion}
         return makes[self.optimizer](params, **self.options)
 
     def ours(self, params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-        """chunkc's."""
         makes = {"adamw": chunkc.AdamW, "sgd": chunkc.SGD, "lion": chunkc.Lion}
         return makes[self.optimizer](params, **self.options, **options)
 
@@ -62,11 +53,7 @@ SEMANTICS = Recipe(eps=1e-4)
 
 @dataclass(slots=True)
 class Trained:
-    """What a run leaves behind: losses, gradients of the first step, and the final state, by name.
-
-    ``exp_avg`` is the first moment, also where an optimizer calls it ``momentum_buffer``. ``largest_update`` is the
-    largest change of any element in one step where the loop measured it, else 0.
-    """
+    """What a run leaves behind by name; ``exp_avg`` is the first moment whatever an optimizer calls it."""
 
     losses: list[float] = field(default_factory=list)
     gradients: Values = field(default_factory=dict)
@@ -84,7 +71,6 @@ def train(
     recipe: Recipe,
     after_step: AfterStep | None = None,
 ) -> Trained:
-    """The usual loop; the same code for a compiled model and a plain one."""
     found = Trained()
     torch.manual_seed(recipe.seed)
     for step in range(recipe.num_steps):
@@ -102,7 +88,6 @@ def train(
 
 
 def read_state(found: Trained, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Copy final parameters, moments and buffers into ``found``."""
     names = {id(p): n for n, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
     state = {n: to_host(v) for n, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
@@ -120,12 +105,10 @@ def read_state(found: Trained, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def to_host(value: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, where all that a run leaves behind stands."""
     return value.detach().to("cpu", copy=True)
 
 
 def train_plain(case: Case, recipe: Recipe, machine: Machine = EMULATED, dtype: torch.dtype = torch.float32) -> Trained:
-    """Eager PyTorch with torch.optim.AdamW, in fp32 or in ``dtype``."""
     model = case.build().to(machine.torch_device, dtype)
     batches = [cast(batch, dtype) for batch in machine.put(case.batches())]
     return train_measured(model, batches, recipe.plain(model.parameters()), recipe)
@@ -159,10 +142,7 @@ def train_measured(
 def train_plain_16(
     case: Case, recipe: Recipe, dtype: torch.dtype = torch.bfloat16, machine: Machine = EMULATED
 ) -> Trained:
-    """Eager PyTorch in ``dtype`` with an fp32 master: AdamW steps the masters, which are rounded into the model.
-
-    Floating buffers stay as they are and floating inputs are cast, as ``chunkc.compile`` says it does.
-    """
+    """Eager PyTorch in ``dtype``, inputs cast and floating buffers as they are, with fp32 masters that AdamW steps."""
     model = case.build().to(machine.torch_device)
     names = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = {n: nn.Parameter(p.detach().float().clone()) for n, p in names.items()}
@@ -191,7 +171,6 @@ def train_plain_16(
 
 
 def cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    """``batch`` with floating-point inputs in ``dtype``."""
     return {n: v.to(dtype) if v.is_floating_point() else v for n, v in batch.items()}
 
 
@@ -226,11 +205,9 @@ def assert_same_gradients(found: Values, wanted: Values, tolerance: float = GRAD
 
 
 def assert_same_semantics(found: Trained, wanted: Trained, exact: Trained | None = None) -> None:
-    """Acceptance (b); ``wanted`` is the run of plain PyTorch that measured its largest update.
+    """Acceptance (b); ``wanted`` is plain PyTorch's run with its largest update measured.
 
-    Args:
-        exact: the same run in float64, for arithmetic that is not PyTorch's: parameters may be as far from ``wanted``
-            as two runs in float32 are that are both rounded as ``wanted`` is.
+    ``exact``, in float64: parameters may be as far from ``wanted`` as two runs rounded as ``wanted`` are.
     """
     assert_same_gradients(found.gradients, wanted.gradients)
     allowed = UPDATE_TOLERANCE * wanted.largest_update
@@ -255,17 +232,14 @@ def assert_close_elements(found: Mapping[str, Any], wanted: Mapping[str, Any], a
 
 
 def largest(values: Mapping[str, torch.Tensor]) -> float:
-    """Largest absolute element of all tensors."""
     return max((float(v.abs().max()) for v in values.values() if v.numel()), default=0.0)
 
 
 def largest_error(found: Values, wanted: Values) -> float:
-    """Largest absolute difference of any element of any tensor."""
     return max(_largest_error(found[n], value) for n, value in wanted.items())
 
 
 def largest_loss_error(found: Iterable[float], wanted: Iterable[float]) -> float:
-    """Largest absolute difference of the losses of any step."""
     return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
 
 

@@ -8,8 +8,6 @@ homes are pinned) or ``pretrained`` (one from transformers' ``from_pretrained``)
 Readings are RssAnon of /proc/self/status in bytes, sampled by a thread, so pages of mapped files do not count.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re
@@ -28,7 +26,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import chunkc
-import chunkc._public  # all of it is imported before the first reading
+from chunkc import AdamW  # noqa: F401  # with it all is imported before the first reading
 from chunkc.runtime.devices.host_slab import return_freed_pages
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -43,7 +41,6 @@ NUM_TOKENS = 16
 
 
 def anonymous_nbytes() -> int:
-    """RssAnon of this process."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
@@ -57,7 +54,6 @@ def slab_nbytes() -> int:
 
 
 def peak_nbytes(work: Callable[[], object]) -> int:
-    """The highest reading while ``work`` runs, taken every two milliseconds."""
     readings, done = [anonymous_nbytes()], threading.Event()
 
     def sample() -> None:
@@ -75,7 +71,6 @@ def peak_nbytes(work: Callable[[], object]) -> int:
 
 
 def build(size: str) -> nn.Module:
-    """A Llama of about so many parameters, untied."""
     config = transformers.LlamaConfig(
         **SIZES[size], num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=NUM_TOKENS
     )
@@ -83,7 +78,6 @@ def build(size: str) -> nn.Module:
 
 
 def on_meta(size: str) -> nn.Module:
-    """The same without values."""
     with torch.device("meta"):
         return build(size)
 
@@ -106,7 +100,6 @@ def make(size: str, folder: Path) -> None:
 
 
 def measure(size: str, way: str, folder: Path) -> dict[str, int]:
-    """Peaks of every phase, with the bytes of the plan to compare with."""
     found: dict[str, int] = {}
     makers = {
         "load": on_meta,

@@ -1,7 +1,5 @@
 """Waiting for what another thread is about to do, for as long as a busy machine may take, instead of for a while."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +9,7 @@ PATIENCE_S = 60.0
 
 
 def await_that(holds: Callable[[], bool]) -> None:
-    """Return once ``holds()``.
-
-    Raises:
-        AssertionError: when it does not come to that.
-    """
+    """Return once ``holds()``; AssertionError when it does not come to that."""
     until_s = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < until_s, "what was waited for did not come"

@@ -1,7 +1,5 @@
 """Environments of child processes that import what their parent can."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,11 +1,7 @@
 """Seeded mutations of documents, and a check that whatever reads them ends in an error of ours or in a right result.
 
-Half of the mutations change the structure (of JSON: something is dropped, repeated, of another type, huge, negative,
-swapped, deep, or a key stands twice), half the bytes (cut, flipped, spliced, inserted). Each is made from a seed of its
-own, so that one that fails can be made again.
+Half of the mutations change the structure of JSON, half the bytes; each is made from a seed of its own.
 """
-
-from __future__ import annotations
 
 import json
 import resource
@@ -50,7 +46,6 @@ Place = tuple[Any, Any]
 
 
 def num_mutations(config: pytest.Config) -> int:
-    """How many a test tries: the full count with ``--soak``."""
     return NUM_SOAK if config.getoption("--soak") else NUM_SHORT
 
 
@@ -104,7 +99,6 @@ def _restructured(data: bytes, random: Random) -> bytes | None:
 
 
 def _dumped(root: list[Any], container: Any, key: Any, text: str) -> bytes | None:
-    """The document with ``text`` in place of what stands at a place."""
     container[key] = _PLACEHOLDER
     try:
         return json.dumps(root[0]).replace(json.dumps(_PLACEHOLDER), text, 1).encode()
@@ -113,7 +107,6 @@ def _dumped(root: list[Any], container: Any, key: Any, text: str) -> bytes | Non
 
 
 def _places(root: list[Any]) -> Iterator[Place]:
-    """Every place of a document; parents first."""
     todo: list[Any] = [root]
     while todo:
         container = todo.pop()
@@ -131,7 +124,6 @@ def _repeat(container: Any, key: Any, random: Random) -> None:
 
 
 def _near(value: Any, random: Random) -> Any:
-    """A value of the same type that might pass for the right one."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, (int, float)):
@@ -169,10 +161,7 @@ def check_mutations(
 ) -> tuple[int, int]:
     """Write mutations of ``data`` to ``path`` and ``read`` each: it returns, or raises ``ours`` with the file's name.
 
-    Every one is bounded in time, and all of them in memory beyond what the process has.
-
-    Returns:
-        how many were refused, and how many were read.
+    Time and memory are bounded. Returns how many were refused, and how many were read.
     """
     refused = read_through = 0
     with bounded_memory(ALLOWANCE_NBYTES):

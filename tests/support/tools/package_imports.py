@@ -1,7 +1,5 @@
 """Modules of the package as text, and what each of them imports."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,15 +13,12 @@ FOLDERS = {"chunkc": "chunkc", "passes": "chunkc.passes", "triton_kernels": "chu
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, ours or not, by its full name."""
-
     target: str
     line: int
     at_import: bool
 
 
 def read_modules() -> dict[str, str]:
-    """Source text by installed module name."""
     modules = {}
     for folder, package in FOLDERS.items():
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -51,7 +46,6 @@ def imports_of(module: str, modules: Mapping[str, str]) -> Iterator[Import]:
 
 
 def _walk(node: ast.AST, at_import: bool) -> Iterator[tuple[ast.AST, bool]]:
-    """Every node, and whether it runs when the module is imported."""
     yield node, at_import
     lazy = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
     typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)

@@ -10,8 +10,6 @@ indented or fenced block behind a line that names a file, "`train.py`:".
 writes the blocks of these pages anew. Advice in a block depends on the time that planning took: look at it.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import shlex
@@ -56,7 +54,6 @@ class _Code:
 
 
 def as_printed() -> bool:
-    """Whether this is the torch that the pages were printed with: another one captures other operators."""
     version = importlib.metadata.version("torch").partition("+")[0]
     return f"torch=={version}" in CONSTRAINTS.read_text(encoding="utf-8").splitlines()
 
@@ -83,7 +80,6 @@ def blocks_of(page: str) -> tuple[Block, ...]:
 
 
 def modules_of(page: str) -> dict[str, str]:
-    """Sources by the name of the file that the line above them says to write."""
     lines, found = page.splitlines(), {}
     for code in _codes(lines):
         above = next((line for line in reversed(lines[: code.first]) if line and not line.startswith("```")), "")
@@ -113,8 +109,7 @@ def _codes(lines: Sequence[str]) -> Iterator[_Code]:
 
 
 def is_printed(block: Block, printed: Sequence[str]) -> bool:
-    """Whether a command printed the block: every part between left out lines, in order. Advice, which depends on how
-    fast scenarios were planned, counts on neither side."""
+    """Whether a command printed the block, left out lines apart; advice, which depends on time, does not count."""
     rest = _without_advice([line.rstrip() for line in printed])
     pieces = list(_pieces(_without_advice(block.lines)))
     if len(pieces) == 1:
@@ -128,11 +123,7 @@ def is_printed(block: Block, printed: Sequence[str]) -> bool:
 
 
 def shown(block: Block, printed: Sequence[str]) -> list[str]:
-    """The lines of the block as its command prints them now; of parts, those that begin as the old ones do.
-
-    Raises:
-        SystemExit: no line begins like a part.
-    """
+    """The lines of the block as printed now, of parts those that begin as the old ones do; SystemExit if none does."""
     pieces = list(_pieces(list(block.lines)))
     if len(pieces) == 1:
         return list(printed)
@@ -183,7 +174,6 @@ def _without_advice(lines: Sequence[str]) -> list[str]:
 
 
 def rewritten(page: str, run: Callable[[list[str]], str]) -> str:
-    """The page with every block that shows output printed anew by ``run``, which takes a command's arguments."""
     lines, moved = page.splitlines(), 0
     blocks = list(blocks_of(page))
     while blocks and not blocks[-1].lines:
@@ -198,13 +188,11 @@ def rewritten(page: str, run: Callable[[list[str]], str]) -> str:
 
 
 def write_modules(page: str, folder: Path) -> None:
-    """Write the modules of a page into ``folder``."""
     for name, source in modules_of(page).items():
         (folder / name).write_text(source, encoding="utf-8")
 
 
 def main(pages: Sequence[str]) -> None:
-    """Write the blocks of ``pages`` anew."""
     for name in pages:
         page = Path(name).read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as folder:

@@ -1,12 +1,8 @@
-"""An exception at the k-th executed line of chunkc, in the thread that asks for it: what no handler of signals defers.
+"""An exception at the k-th executed line of chunkc, by a trace function: what no handler of signals defers.
 
-Debuggers, ``PyThreadState_SetAsyncExc`` and signal handlers raise in the middle of whatever runs. A trace function can
-do so at every line in turn, so that a test meets all moments at which an exception may come, but for one: where a
-``with`` block ends, between its last line and ``__exit__``. Python looks for signals and asynchronous exceptions there
-at no instruction, since else no lock could be relied upon.
+One moment is left out, where a ``with`` block ends, between its last line and ``__exit__``: Python looks for signals
+and asynchronous exceptions there at no instruction, since else no lock could be relied upon.
 """
-
-from __future__ import annotations
 
 import dis
 import sys
@@ -25,15 +21,9 @@ class Raised(KeyboardInterrupt):
 
 
 class RaisePoint:
-    """Within the block the thread raises `Raised` before it executes line number ``position`` of chunkc, from 0.
+    """Within the block the thread raises `Raised` before line ``position`` of chunkc; None counts only.
 
-    Args:
-        position: None counts only.
-        per_instruction: count byte code instructions in place of lines.
-
-    Attributes:
-        num_passed: lines or instructions so far.
-        place: file and line where it raised; empty where the block ended before.
+    ``per_instruction`` counts byte code in place of lines; ``place`` is empty where the block ended before.
     """
 
     def __init__(self, position: int | None = None, *, per_instruction: bool = False) -> None:

@@ -1,6 +1,6 @@
-"""Choice of OS triples that stay on the device, and of those that pass through it in the step.
+"""Choice of optimizer states that stay on the device, and of those that pass through it in the step.
 
-Both are evenly spread in order of update. A triple that fits in the device's margin beside payload slots and
+Both are evenly spread in order of update. What fits in the device's margin beside payload slots and
 activations never moves (*resident*: PatrickStar, Fang et al. 2021, section 8.2, device-aware operator placement). Of
 the others a share is *streamed*: copied to the device in the step, updated there and copied home, while the host
 updates the rest (Deep Optimizer States, Maurya et al. 2024, who stream every n-th for a whole n; the share is any
@@ -13,12 +13,12 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from chunkc.ir.layout import ChunkList, Home, Layout
+from chunkc.ir.layout import ChunkList, Layout
 from chunkc.passes.support.draft import Liveness
 
 
-def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """This rank's chunk (or padding) of every group with triples, in order of first use."""
+def state_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """This rank's chunk (or padding) of every group with states, in order of first use."""
     size = layout.world_size
     used: dict[int, None] = {}
     for param in liveness.use_order:
@@ -28,18 +28,18 @@ def triple_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
 
 
 def residence_order(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """The chunks of `triple_order` in the order in which their triples become resident as there is room.
+    """The chunks of `state_order` in the order in which their states become resident as there is room.
 
     Positions come by their reversed bits (the sequence of van der Corput, 1935): however many are spread evenly over
     the step, and room for one more moves none of the others.
     """
-    order = triple_order(layout, liveness)
+    order = state_order(layout, liveness)
     num_bits = max(1, (len(order) - 1).bit_length())
     return tuple(order[i] for i in sorted(range(len(order)), key=lambda i: f"{i:0{num_bits}b}"[::-1]))
 
 
-def triples_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
-    """Bytes of the first k triples of `residence_order`, for k from none to all."""
+def states_nbytes(layout: Layout, liveness: Liveness) -> tuple[int, ...]:
+    """Bytes of the states of the first k chunks of `residence_order`, for k from none to all."""
     chunks = (layout.chunks[c] for c in residence_order(layout, liveness))
     return tuple(accumulate(map(layout.os_nbytes_of, chunks), initial=0))
 
@@ -50,6 +50,6 @@ def spread(count: int, chosen: int) -> tuple[int, ...]:
 
 
 def streamed_chunks(layout: Layout, liveness: Liveness, share: float) -> tuple[int, ...]:
-    """Chunks whose triples are streamed, in order of update: ``share`` of those at home on the host."""
-    at_home = [c for c in triple_order(layout, liveness) if layout.chunks[c].os_home is Home.HOST]
+    """Chunks whose states are streamed, in order of update: ``share`` of those at home on the host."""
+    at_home = [c for c in state_order(layout, liveness) if layout.chunks[c].has_os_below]
     return tuple(at_home[i] for i in spread(len(at_home), int(share * len(at_home) + 0.5)))

@@ -1,12 +1,10 @@
 """Steps by a clock that the test turns."""
 
-from __future__ import annotations
-
 import pytest
 from plans import evicting
 
 from chunkc.ir.actions import Stream
-from chunkc.runtime.model.step_timer import StepLog
+from chunkc.runtime.model.optimizer_steps import StepLog
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before_and_holds_what_ran_meanwhile() -> None:
