@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -291,10 +291,12 @@ class Plan:
         return digest_of(data)
 
     def to_json(self) -> dict[str, Any]:
-        data = asdict(self)
+        data = asdict(replace(self, programs=()))
         data["format_version"] = FORMAT_VERSION
-        for program, source in zip(data["programs"], self.programs, strict=True):
-            program["actions"] = [str(a) for a in source.actions]
+        data["programs"] = [
+            {**asdict(replace(program, actions=())), "actions": [str(action) for action in program.actions]}
+            for program in self.programs
+        ]
         return data
 
     @staticmethod

@@ -314,7 +314,7 @@ def test_several_graphs_accumulate() -> None:
             hidden = torch.tanh(self.first(hidden))
             return nn.functional.cross_entropy(self.second(hidden).flatten(0, 1), targets.flatten())
 
-    pair = Pair("emulated-112k-16m", Broken(), accumulate=2)
+    pair = Pair("emulated-112k-16m", Broken(), accumulate=2, chunk_size="auto")
     for window in ((1, 2), (3, 4), (5,), (6, 7)):
         for number in window:
             pair.both(lambda model, _, number=number: add(model, number))

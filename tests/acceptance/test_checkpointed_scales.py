@@ -10,6 +10,7 @@ import pytest
 import torch
 from fp16_training import BAD, inputs
 from overflows import Poisoned, grow_soon
+from pair import SMALL
 from resumed import check_equal
 
 import chunkc
@@ -25,8 +26,8 @@ class Half:
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         torch.manual_seed(seed)
-        options = {"dtype": torch.float16, **options}
-        self.model = chunkc.compile(Poisoned(), "emulated-640k-16m", backend="eager", **options)
+        options = {**SMALL, "dtype": torch.float16, **options}
+        self.model = chunkc.compile(Poisoned(), "emulated-640k-16m", **options)
         self.optimizer = chunkc.AdamW(self.model.parameters(), lr=1e-3)
 
     @property

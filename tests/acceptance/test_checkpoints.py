@@ -94,7 +94,7 @@ def test_with_inductor(tmp_path: Path) -> None:
     "options",
     [
         pytest.param({"hw": "emulated-4m-16m"}, marks=pytest.mark.slow),
-        {"hw": "emulated-330k-16m"},
+        {"hw": "emulated-340k-16m"},
         {"chunk_size": 12288},
         {"wishes": MIXED},
     ],

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from clipping import clip, step
-from pair import Pair, Tower, batch
+from pair import SMALL, Pair, Tower, batch
 
 import chunkc
 from chunkc.compiler.compiled_model import compiled_of
@@ -19,7 +19,7 @@ HALF = {"dtype": torch.float16}
 
 def made(hw: str, max_grad_norm: float | None, **options: Any) -> tuple[torch.nn.Module, chunkc.AdamW]:
     torch.manual_seed(0)
-    model = chunkc.compile(Tower(), hw, **{"dtype": torch.float32, "backend": "eager", **options})
+    model = chunkc.compile(Tower(), hw, **{**SMALL, **options})
     return model, chunkc.AdamW(model.parameters(), lr=1e-3, max_grad_norm=max_grad_norm)
 
 

@@ -204,7 +204,7 @@ ADDING_PAIRS = [
     pytest.param(({}, 3, SCALED), id="accumulating scaled"),
     pytest.param((MIXED, 3, {}), id="accumulating mixed", marks=SLOW),
 ]
-NUM_EXAMPLES, NUM_ADDING_EXAMPLES = (settings().max_examples,) * 2 if settings().max_examples > 100 else (25, 8)
+NUM_EXAMPLES, NUM_ADDING_EXAMPLES = (settings().max_examples,) * 2 if settings().max_examples > 100 else (12, 4)
 """Few in a quick run, fewer where micro-batches add up: theirs take longer, and the orders above are theirs as well."""
 
 

@@ -33,7 +33,7 @@ pytestmark = [
 SLOW = pytest.mark.slow
 GetTwins = Callable[[str], Twins]
 
-NUM_POINTS = {"forward": 4, "backward": 8, "step": 12, "save": 6, "load": 5}
+NUM_POINTS = {"forward": 2, "backward": 4, "step": 8, "save": 4, "load": 3}
 """Lines of each call at which the ordinary run raises; the soak run raises at `NUM_SOAKED` of each recipe."""
 
 NUM_SOAKED = 480
@@ -81,7 +81,7 @@ SENDERS: dict[str, Callable[[], object]] = {
 }
 
 
-@pytest.mark.parametrize("num_storms", [2, pytest.param(100, marks=[SLOW, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("num_storms", [1, pytest.param(100, marks=[SLOW, pytest.mark.timeout(3600)])])
 @pytest.mark.parametrize("sender", SENDERS)
 def test_storms_of_signals_leave_calls_done_or_undone(sender: str, num_storms: int, twins_of: GetTwins) -> None:
     """Up to three signals come in one call, so that handlers are interrupted too, and the wait for a transaction."""

@@ -83,7 +83,7 @@ def test_the_line_that_compiles_may_not_be_run_twice_on_one_model() -> None:
 
 
 def test_one_of_two_models_on_a_shared_device_goes_and_the_other_trains_on() -> None:
-    hw = chunkc.Hardware.parse("emulated-2200k-32m")
+    hw = chunkc.Hardware.parse("emulated-2300k-32m")
     first, second = Pair(hw), Pair(hw)
     for seed in range(2):
         first.train(seed)

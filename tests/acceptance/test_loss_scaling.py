@@ -13,7 +13,7 @@ import pytest
 import torch
 from fp16_training import BAD, PLACES, built_in, inputs, make, restart
 from overflows import INTERVAL, Poisoned, assert_same_state, check_stepped, grow_soon, scale_of, state_of
-from pair import Pair, Tower, batch
+from pair import SMALL, Pair, Tower, batch
 from torch import nn
 
 import chunkc
@@ -123,10 +123,10 @@ def test_gradients_are_shown_unscaled_and_the_loss_is_plain(pair: Pair) -> None:
 def test_the_plan_is_known_ahead(pair: Pair) -> None:
     """Norms and the decision too, whatever asks for a scale."""
     static = make("resident", dtype=torch.bfloat16, loss_scale=8.0)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "loss_scale": 8.0}
-    for place, found, asked in (("moving", pair, {"dtype": torch.float16}), ("resident", static, options)):
+    options: dict[str, Any] = {**SMALL, "dtype": torch.bfloat16, "loss_scale": 8.0}
+    for place, found, asked in (("moving", pair, {**SMALL, "dtype": torch.float16}), ("resident", static, options)):
         found.model(*inputs(0)).backward()
-        ahead = chunkc.plan(Poisoned(), PLACES[place], example_inputs=inputs(0), backend="eager", **asked)
+        ahead = chunkc.plan(Poisoned(), PLACES[place], example_inputs=inputs(0), **asked)
         assert ahead.tracks_grad_norm and ahead.digest() == chunkc.plan_of(found.model).digest()
 
 

@@ -14,7 +14,6 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.shape_cache import MAX_PROGRAMS
 
-NUM_LENGTHS = 20
 OPTIONS = {"lr": 1e-2, "eps": 1e-4}
 
 
@@ -65,17 +64,18 @@ def twins() -> Twins:
     return Twins(model, plain, optimizers)
 
 
-def test_twenty_lengths_are_exact_and_compile_once_each(twins: Twins) -> None:
+@pytest.mark.parametrize("num_lengths", [10, pytest.param(20, marks=pytest.mark.slow)])
+def test_many_lengths_are_exact_and_compile_once_each(num_lengths: int, twins: Twins) -> None:
     shapes = compiled_of(twins.model).session.shapes
     layouts = []
-    for length in range(NUM_LENGTHS + 1, 1, -1):
+    for length in range(num_lengths + 1, 1, -1):
         twins.train(length)
         layouts.append(chunkc.plan_of(twins.model).layout)
-    assert shapes.num_programs == NUM_LENGTHS > torch._dynamo.config.recompile_limit
+    assert shapes.num_programs == num_lengths > torch._dynamo.config.recompile_limit
     assert all(layout == layouts[0] for layout in layouts), "all shapes share one layout"
     before = chunkc.stats(twins.model)
     assert before["h2d_nbytes"] > 0, "the budget is meant to force moves"
-    for length in (3, 21, 11):
+    for length in (3, num_lengths + 1, 7):
         twins.train(length)
     assert chunkc.stats(twins.model)["num_compiles"] == before["num_compiles"]
     assert chunkc.stats(twins.model)["num_slot_allocations"] == 0

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 import chunkc
 
-PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-88k-16m"}
+PLACES = {"resident": "emulated-64m-1g", "moving": "emulated-96k-16m"}
 SOME_STEPS = ("ab", "a", "b", "a", "ab", "a")
 """Which heads the loss of a step uses."""
 

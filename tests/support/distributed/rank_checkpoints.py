@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from job_rank import Report
-from pair import Tower
+from pair import SMALL, Tower
 from resumed import Bits, Dropping
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
@@ -74,7 +74,7 @@ class Session:
         plain = MODELS[model]().to(getattr(torch, handed_over))
         torch.manual_seed(10 * seed + rank())
         random.seed(10 * seed + rank())
-        self.model = chunkc.compile(plain, hw, **{"dtype": torch.float32, "backend": "eager", **options})
+        self.model = chunkc.compile(plain, hw, **{**SMALL, **options})
         weights = [p for p in self.model.parameters() if p.dim() > 1 and p.requires_grad]
         others = [p for p in self.model.parameters() if p.dim() <= 1 and p.requires_grad]
         groups = [{"params": weights}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}]

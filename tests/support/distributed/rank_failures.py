@@ -5,7 +5,7 @@ import time
 
 import torch
 from job_rank import Report
-from pair import batch
+from pair import SMALL, batch
 from scripted_loops import LR, TIGHT, seeded_tower
 
 import chunkc
@@ -17,7 +17,7 @@ ENDS = ("exit", "sleep", "raise")
 def train_for_ever(report: Report, end: str = "", on_rank: int = -1, hw: str = TIGHT, shard: str = "all") -> None:
     """Trains, and reports ``warm`` once; then one rank does what ``end`` says in the middle of a step."""
     rank = torch.distributed.get_rank()
-    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager", shard=shard)
+    model = chunkc.compile(seeded_tower(), hw, **SMALL, shard=shard)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR)
     for step in range(1_000_000):
         loss = model(*batch(2 * step + rank))

@@ -7,7 +7,7 @@ import torch
 from fp16_training import BAD, inputs
 from job_rank import Failure
 from overflows import INTERVAL, Poisoned, grow_soon, scale_of
-from pair import batch
+from pair import CHUNK_SIZE, batch
 from rank_divergence import attempt
 from scripted_loops import EPS, LR
 
@@ -48,7 +48,7 @@ def train_scaled(hw: str, by_scaler: bool = False, accumulate: int = 1, **option
     """Built in, or by `chunkc.GradScaler`; with ``accumulate`` micro-batches a step, whose losses are averaged;
     ``options`` of `chunkc.compile`."""
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    options |= {"dtype": torch.float16, "backend": "eager", "accumulate": accumulate}
+    options |= {"dtype": torch.float16, "backend": "eager", "chunk_size": CHUNK_SIZE, "accumulate": accumulate}
     model = chunkc.compile(model_of(), hw, **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     scaler = chunkc.GradScaler(growth_interval=INTERVAL) if by_scaler else None
@@ -80,7 +80,7 @@ def train_scaled(hw: str, by_scaler: bool = False, accumulate: int = 1, **option
 def other_scales(hw: str) -> list[Failure | None]:
     """What ranks raise whose scalers begin at different scales, or are set apart later."""
     rank = torch.distributed.get_rank()
-    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager")
+    model = chunkc.compile(model_of(), hw, dtype=torch.float16, backend="eager", chunk_size=CHUNK_SIZE)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
 
     def one_step(scaler: chunkc.GradScaler) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pair import Tower, batch
+from pair import SMALL, Tower, batch
 from torch import nn
 
 import chunkc
@@ -146,7 +146,7 @@ class Side:
 
 def side_on_rank(hw: str = TIGHT, **options: Any) -> Side:
     rank, num_ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    model = chunkc.compile(seeded_tower(), hw, dtype=torch.float32, backend="eager", **options)
+    model = chunkc.compile(seeded_tower(), hw, **SMALL, **options)
     optimizer = chunkc.AdamW(model.parameters(), lr=LR, eps=EPS)
     return Side(model, optimizer, lambda n: batch(n * num_ranks + rank), chunkc.clip_grad_norm_)
 

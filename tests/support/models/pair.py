@@ -14,6 +14,10 @@ from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.actions import Op, Stream
 
 VOCABULARY = 50
+CHUNK_SIZE = 2048
+"""Elements; the search makes hundreds of chunks of models so small, and every action of a step takes its time."""
+SMALL: dict[str, Any] = {"dtype": torch.float32, "backend": "eager", "chunk_size": CHUNK_SIZE}
+"""Options of ``chunkc.compile``."""
 
 
 class Tower(nn.Module):
@@ -56,7 +60,7 @@ class Pair:
         torch.manual_seed(0)
         model = Tower() if model is None else model
         self.plain = copy.deepcopy(model)
-        self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
+        self.model = chunkc.compile(model, hw, **{**SMALL, **options})
         settings = compiled_of(self.model).settings
         settings.options = replace(settings.options, **(wishes or {}))
         self.initial = copy.deepcopy(self.plain.state_dict())

@@ -17,6 +17,7 @@ from chunkc.compiler.evaluation import Evaluator
 
 VOCABULARY = 40
 WIDTH = 48
+CHUNK_SIZE = 1024
 TIGHT = "emulated-204k-16m"  # a third of the payloads at a time
 ROOMY = "emulated-64m-64m"
 OPTIONS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
@@ -114,7 +115,7 @@ def twins(
     with torch.random.fork_rng():
         torch.manual_seed(5)
         plain = Tower(dropout) if plain is None else plain
-    model = chunkc.compile(copy.deepcopy(plain), hw, dtype=torch.float32, backend="eager")
+    model = chunkc.compile(copy.deepcopy(plain), hw, dtype=torch.float32, backend="eager", chunk_size=CHUNK_SIZE)
     optimizer, plain = chunkc.AdamW(model.parameters(), **OPTIONS), plain.to(machine.torch_device)
     found = Twins(model, plain, optimizer, torch.optim.AdamW(plain.parameters(), **OPTIONS), machine)
     found.train(*steps)

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 import torch
-from pair import Tower, batch
+from pair import SMALL, Tower, batch
 
 import chunkc
 
@@ -20,7 +20,7 @@ HW = "emulated-640k-64m"
 
 def train(directory: str, killed_rank: int = -1, delay_s: float = 0.0) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = chunkc.compile(Tower(depth=2), HW, dtype=torch.float32, backend="eager")
+    model = chunkc.compile(Tower(depth=2), HW, **SMALL)
     optimizer = chunkc.AdamW(model.parameters(), lr=1e-2)
     rank, first = torch.distributed.get_rank(), 0
     if any(Path(directory).iterdir()):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pair import Tower, batch
+from pair import SMALL, Tower, batch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
@@ -52,7 +52,7 @@ class Run:
         model = Dropping().to(handed_over)
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
-        self.model = chunkc.compile(model, hw, **{"dtype": torch.float32, "backend": "eager", **options})
+        self.model = chunkc.compile(model, hw, **{**SMALL, **options})
         if wishes is not None:
             settings = compiled_of(self.model).settings
             settings.options = replace(settings.options, **wishes)
