@@ -228,7 +228,7 @@ class _Writer:
             self._write_param(name, self._held.pop(name))
 
     def _write_param(self, name: str, held: Mapping[str, Flats]) -> None:
-        """Write the finest value that was stored and, for an optimizer, its states: zeros where none were stored."""
+        """Write the finest stored value and, for an optimizer, its states: zeros where none are stored."""
         fit, prefix = self._fit, f"optimizer.state.{name}"
         runtime, index = fit.runtime, fit.params[name]
         source = f"{prefix}.{MASTER_PART}" if f"{prefix}.{MASTER_PART}" in held else f"model.{name}"
@@ -247,8 +247,10 @@ class _Writer:
 def _stage(
     runtime: ModelRuntime, index: int, share: Share, value: Flats, states: Mapping[str, Flats] | None, *, is_exact: bool
 ) -> None:
-    """Write a parameter without chunks, without ``states`` beside the old ones: rank 0 keeps it, the others learn that
-    it has a value."""
+    """Write a parameter without chunks: rank 0 keeps it, the others learn that it has a value.
+
+    Without ``states`` the old ones stay.
+    """
     if not share.ranges:
         runtime.parameters.write_param(index, stand_in(runtime.parameters.staging.dtypes[index], share.shape))
         return

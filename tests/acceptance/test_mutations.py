@@ -19,6 +19,7 @@ from chunkc.runtime.update.rules import AdamHyper
 
 Hypers, Steps = Mapping[int, AdamHyper], Mapping[int, int]
 LONG_AGO = 1_000_000
+BITS, ELEMENTS = replace(PLACEMENT, num_steps=6), replace(SEMANTICS, num_steps=8)
 
 
 class FaithfulRuntime(ModelRuntime):
@@ -79,8 +80,8 @@ def test_placement_equality_refuses(
     mutant: Callable[..., ModelRuntime], name: str, runner_of: GetRunner, identities: Identities
 ) -> None:
     runner = runner_of(name)
-    found = runner.train(replace(smallest(runner), make_runtime=mutant), PLACEMENT)
-    wanted = identities.of(runner, runner.plan)
+    found = runner.train(replace(smallest(runner), make_runtime=mutant), BITS)
+    wanted = identities.of(runner, runner.plan, BITS)
     with pytest.raises(AssertionError, match="differ"):
         assert_same_bits(found, wanted)
     found.losses = list(wanted.losses)
@@ -93,8 +94,8 @@ def test_placement_equality_refuses(
 def test_semantic_equality_refuses(
     mutant: Callable[..., ModelRuntime], name: str, runner_of: GetRunner, plain_of: GetPlain
 ) -> None:
-    runner, wanted = runner_of(name), plain_of(name, SEMANTICS)
-    found = runner.train(replace(smallest(runner), make_runtime=mutant), SEMANTICS)
+    runner, wanted = runner_of(name), plain_of(name, ELEMENTS)
+    found = runner.train(replace(smallest(runner), make_runtime=mutant), ELEMENTS)
     with pytest.raises(AssertionError, match=r"parameters: .* is off"):
         assert_same_semantics(found, wanted)
 
@@ -104,6 +105,6 @@ def test_both_equalities_accept_the_double_that_changes_nothing(
 ) -> None:
     runner = runner_of("odd")
     setup = replace(smallest(runner), make_runtime=FaithfulRuntime)
-    found = runner.train(setup, PLACEMENT)
-    assert_same_bits(found, identities.of(runner, runner.plan))
-    assert_same_semantics(runner.train(setup, SEMANTICS), plain_of("odd", SEMANTICS))
+    found = runner.train(setup, BITS)
+    assert_same_bits(found, identities.of(runner, runner.plan, BITS))
+    assert_same_semantics(runner.train(setup, ELEMENTS), plain_of("odd", ELEMENTS))

@@ -57,7 +57,7 @@ def kill_at_random(seed: int, num_kills: int) -> None:
 
 
 def test_a_rank_killed_at_any_moment_ends_the_others() -> None:
-    kill_at_random(seed=0, num_kills=3)
+    kill_at_random(seed=0, num_kills=1)
 
 
 @SLOW

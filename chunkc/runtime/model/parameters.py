@@ -216,8 +216,11 @@ class Parameters:
         return self.layout is None or self.ranks.replica == 0
 
     def write_own(self, index: int, value: Flats, states: Mapping[str, Flats] | None) -> None:
-        """Replace this rank's elements of a parameter and of its states, 1-D, one for each of ``own_ranges``; states
-        not given become zero, and None keeps them all. The model is in the cold state."""
+        """Replace this rank's elements of a parameter and of its states.
+
+        Values are 1-D, one for each of ``own_ranges``; states not given become zero, and None keeps them all. The model
+        is in the cold state.
+        """
         self.drain()
         if self.infos[index].numel:
             self.values.write_own(index, value, states, payload=index not in self._gradients.overlaid)

@@ -64,9 +64,18 @@ def chunk(
     return tensors
 
 
-@pytest.mark.parametrize("is_parallel", [False, True])
-@pytest.mark.parametrize(("rule", "hyper"), RULES, ids=[rule.name for rule, _ in RULES])
-@pytest.mark.parametrize("dtypes", DTYPES)
+CASES = [(dtypes, rule, hyper, is_parallel) for dtypes in DTYPES for rule, hyper in RULES for is_parallel in (0, 1)]
+QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is ADAM else DTYPES[::4])}
+"""Adam with all dtypes, each rule with two pairs: every kernel takes its time to compile."""
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "rule", "hyper", "is_parallel"),
+    [
+        pytest.param(*case, marks=[] if (case[1], case[0]) in QUICK else pytest.mark.slow, id=f"{case[1].name}")
+        for case in CASES
+    ],
+)
 def test_every_range_has_the_bits_of_eager(
     dtypes: tuple[torch.dtype, torch.dtype | None], rule: UpdateRule, hyper: Hyper, is_parallel: bool
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from pair import CHUNK_SIZE
 from plan_runner import Cuts, PlanRunner, Setup, cuts_of, spans_of
 from training import PLACEMENT, Recipe, Trained, assert_same_bits
 
@@ -30,8 +31,9 @@ def smallest(runner: PlanRunner) -> Setup:
 
 
 def options_of(runner: PlanRunner) -> PlanOptions:
-    """The search decides, but where a case is about parameters over several chunks: there chunks are small."""
-    return PlanOptions(chunk_numel=SPANNING_NUMEL) if runner.case.name == "odd" else PlanOptions()
+    """The search decides, but for the models that most cases train."""
+    numel = {"odd": SPANNING_NUMEL, "gpt2": CHUNK_SIZE, "gpt2_small": CHUNK_SIZE}.get(runner.case.name)
+    return PlanOptions(chunk_numel=numel)
 
 
 def smallest_plan(runner: PlanRunner) -> Plan:

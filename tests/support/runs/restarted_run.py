@@ -1,6 +1,6 @@
 """A script that saves after every step and goes on from what it finds: restarted_run.py DIRECTORY KILLED_RANK DELAY_S
 
-In its first life the killed rank is killed so many seconds after the forward of its fourth step.
+In its first life the killed rank is killed so many seconds after the forward of its third step.
 """
 
 import os
@@ -14,7 +14,7 @@ from pair import SMALL, Tower, batch
 
 import chunkc
 
-NUM_STEPS, KILLED_STEP = 12, 3
+NUM_STEPS, KILLED_STEP = 6, 2
 HW = "emulated-640k-64m"
 
 
