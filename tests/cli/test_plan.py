@@ -30,7 +30,9 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "tiny"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**TINY_GPT.config, "n_layer": 1, "architectures": ["GPT2LMHeadModel"]}))
+    (folder / "config.json").write_text(
+        json.dumps({**TINY_GPT.config, "n_layer": 1, "architectures": ["GPT2LMHeadModel"]})
+    )
     return "tiny/config.json"
 
 
