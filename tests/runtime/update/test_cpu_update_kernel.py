@@ -64,7 +64,7 @@ def chunk(
     return tensors
 
 
-CASES = [(dtypes, rule, hyper, is_parallel) for dtypes in DTYPES for rule, hyper in RULES for is_parallel in (0, 1)]
+CASES = [(dtypes, *of_rule, is_parallel) for dtypes in DTYPES for of_rule in RULES for is_parallel in (False, True)]
 QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is ADAM else DTYPES[::4])}
 """Adam with all dtypes, each rule with two pairs: every kernel takes its time to compile."""
 
@@ -72,8 +72,12 @@ QUICK = {(rule, dtypes) for rule, _ in RULES for dtypes in (DTYPES if rule is AD
 @pytest.mark.parametrize(
     ("dtypes", "rule", "hyper", "is_parallel"),
     [
-        pytest.param(*case, marks=[] if (case[1], case[0]) in QUICK else pytest.mark.slow, id=f"{case[1].name}")
-        for case in CASES
+        pytest.param(
+            *(dtypes, rule, hyper, is_parallel),
+            marks=[] if (rule, dtypes) in QUICK else pytest.mark.slow,
+            id=f"{rule.name}-{dtypes[0]}-{dtypes[1]}-{is_parallel}",
+        )
+        for dtypes, rule, hyper, is_parallel in CASES
     ],
 )
 def test_every_range_has_the_bits_of_eager(
