@@ -14,7 +14,7 @@ from training import PLACEMENT, assert_same_bits
 from chunkc.runtime.devices.debug_settings import DebugSettings
 
 FP32, BF16 = torch.float32, torch.bfloat16
-SHORT = replace(PLACEMENT, num_steps=8)
+SHORT = replace(PLACEMENT, num_steps=4)
 SLOW = pytest.mark.slow
 CASES = [
     *(("odd", FP32, placement) for placement in MIXED),
@@ -37,11 +37,11 @@ def test_mixed_placement_changes_no_bit(
     check_mixed(runner_of(name, dtype), placement, identities, SHORT)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=SLOW) for seed in (2, 3))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SLOW) for seed in (1, 2, 3))])
 @pytest.mark.parametrize("placement", ["some_of_each", "all_streamed"])
 def test_delays_change_no_bit(placement: str, seed: int, runner_of: GetRunner) -> None:
     """Every stream pauses at random before and after each piece of work."""
-    runner, recipe = runner_of("odd"), replace(SHORT, num_steps=4)
+    runner, recipe = runner_of("odd"), SHORT
     setup = MIXED[placement](runner)
     synchronous = DebugSettings(poison=True, synchronous=True)
     wanted = runner.train(replace(setup, settings=synchronous), recipe)

@@ -23,7 +23,7 @@ import chunkc
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--layers=2", "--hidden=64", "--batch=2", "--seq=16", "--backend=eager", "--hw=emulated-700k-64m", "--seed=3"]
-STEPS = ["--steps=12", "--save-every=2"]
+STEPS = ["--steps=8", "--save-every=2"]
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 
