@@ -39,7 +39,7 @@ from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
 
 SLOW = pytest.mark.slow
-SHORT = replace(PLACEMENT, num_steps=8)
+SHORT = replace(PLACEMENT, num_steps=4)
 LARGE = [
     *(("odd", num) for num in (1, 4)),
     *(pytest.param(name, 4, marks=SLOW) for name in ("gpt2", "llama", "bert", "albert", "t5", "vit", "mixtral")),
@@ -49,7 +49,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("name", "num"), LARGE)
 def test_micro_batches_equal_one_large_batch(name: str, num: int, runner_of: GetRunner) -> None:
-    """At the smallest budget, through ``p.grad`` after each micro-batch and after twenty steps."""
+    """At the smallest budget, through ``p.grad`` after each micro-batch and after all steps."""
     runner = runner_of(name)
     found, norms = train_runner(runner, tightest(runner, num), SEMANTICS)
     stats = runner.stats()

@@ -15,7 +15,7 @@ from placements import smallest
 from plan_runner import GetRunner
 from training import SEMANTICS, assert_same_bits, assert_same_gradients, assert_same_semantics
 
-RECIPE = replace(SEMANTICS, num_steps=8, seed=11)
+RECIPE = replace(SEMANTICS, num_steps=5, seed=11)
 
 
 @pytest.mark.parametrize(
