@@ -2,8 +2,8 @@
 
 glibc's ``mallinfo2()`` gives the bytes in use of all arenas (``uordblks``) and of large blocks with their own mapping
 (``hblkhd``), exact up to allocator headers. It walks the lists of free blocks: 2 to 4 microseconds in a young process,
-1 to 2 milliseconds where compilation has left 20,000 free blocks. The executor samples between operators, and a thread
-while long work runs, which can miss a peak shorter than its period. Slabs (`host_slab`) bypass malloc.
+1 to 2 milliseconds where compilation has left 20,000 free blocks. So the executor samples once after each segment, and
+a thread while one runs, which can miss a peak shorter than its period. Slabs (`host_slab`) bypass malloc.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class NonModelMeter:
         self._level.resume()
 
     def long_work(self) -> LongWork:
-        """Return a context that samples at its end and, by the thread, before; it may nest and overlap."""
+        """Return a context in which the thread samples; it may nest and overlap."""
         return self._section
 
     def stop(self) -> None:
@@ -171,8 +171,6 @@ class LongWork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self.is_on:
-            self._level.sample()
         with self._lock:
             self._depth -= 1
 
