@@ -185,7 +185,7 @@ class Watched(EmulatedDevice):
         return super().launch(stream, label, waits, work)
 
 
-@pytest.mark.parametrize(("device_mib", "host_mib"), [(1, 2), (64, 32)])
+@pytest.mark.parametrize(("device_mib", "host_mib"), [(1, 2), (8, 4)])
 def test_budgets_hold_and_all_memory_comes_back(device_mib: int, host_mib: int) -> None:
     with closing(emulated(device_mib * MIB, host_mib * MIB, Watched)) as device:
         device.start_reading()
