@@ -7,6 +7,7 @@ Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free mem
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
@@ -36,6 +38,7 @@ StorageKey = StorageWeakRef
 CaptureFailed = torch._dynamo.exc.TorchDynamoException
 RecompileLimitHit = torch._dynamo.exc.FailOnRecompileLimitHit
 BackendCompilerFailed = torch._dynamo.exc.BackendCompilerFailed
+DataDependentGuard = GuardOnDataDependentSymNode
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T", bound=torch.Tensor)
@@ -43,6 +46,7 @@ T = TypeVar("T", bound=torch.Tensor)
 __all__ = [
     "BackendCompilerFailed",
     "CaptureFailed",
+    "DataDependentGuard",
     "FakeTensorMode",
     "Finalizer",
     "OpOverload",
@@ -73,6 +77,7 @@ __all__ = [
     "num_forward_outputs",
     "outlives",
     "outputs_aliasing_inputs",
+    "plain_call",
     "profiler_range",
     "pytree",
     "recomputed_region",
@@ -324,9 +329,26 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
 
 
 def fresh_code(function: Any) -> Any:
-    """The same function over a code object of its own: Dynamo keeps frames and limits per code object."""
-    function.__code__ = function.__code__.replace()
+    """The same function over a code object of its own, with a name of its own.
+
+    Dynamo keeps frames and limits per code object, and notes by file, line and name which inputs change in size.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
     return function
+
+
+def plain_call(model: nn.Module) -> Callable[..., Any]:
+    """`call_plain` of ``model``, as a function with `fresh_code`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    framed: Callable[..., Any] = fresh_code(call)
+    return framed
+
+
+_numbers = itertools.count()
 
 
 class _IgnoredFunctions(frozenset[Callable[..., Any]]):

@@ -6,6 +6,7 @@
     finalizers of guarded global objects     the process ends: the guards that they hold are emptied
     fake inputs with an autograd history     each other, through C++ nodes that Python's collector cannot see
     AOTAutograd's state of random numbers    the next capture
+    symbolic sizes, in caches of methods     256 others are met, for each method
     tracebacks of compilations               the thread ends; they hold the code of every frame that called
     FX's texts of graph modules              the process ends
 
@@ -28,6 +29,7 @@ import torch._guards
 import torch.fx
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 sources = torch.fx.graph_module._loader
@@ -57,6 +59,8 @@ class ReleasableBackend:
         for mode in self._fake_modes:
             if mode.shape_env is not None and mode.shape_env.tracked_fakes is not None:
                 mode.shape_env.tracked_fakes.clear()
+        for method in vars(ShapeEnv).values():
+            getattr(method, "cache_clear", lambda: None)()
         functions = {id(code): code for code in list(torch._dynamo.utils.orig_code_map.values.values())}
         for code in functions.values():
             for entry in torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code):

@@ -31,8 +31,10 @@ from chunkc._torch_compat.core import (
     storage_address,
 )
 from chunkc._torch_compat.release import forget_source
-from chunkc.capture.graphs import Captured, batch_size, build
+from chunkc._torch_compat.symbolic import has_unbacked_size
+from chunkc.capture.graphs import Captured, SymbolicIteration, build
 from chunkc.capture.partition import check_outputs, copied, may_recompute, partition
+from chunkc.capture.saved_values import source_line
 from chunkc.capture.shared_outputs import return_bases, without_last
 from chunkc.capture.tangents import find_reached, keeps_undefined
 from chunkc.errors import CaptureError
@@ -73,6 +75,10 @@ class ModelTensors:
         return [value for value in values if id(value) not in own]
 
 
+class DataDependentSizeError(CaptureError):
+    """Data tell the size of a tensor inside a graph, which Dynamo must break there."""
+
+
 def _never(args: list[Any]) -> Sequence[Any]:
     raise CaptureError("a graph was run that was captured only")
 
@@ -92,14 +98,16 @@ def capture_graph(
 
     ``forward`` and ``backward`` are what compiled code calls, not before this function has returned. ``choose`` chooses
     the activation budget; None keeps what the partitioner keeps. ``evaluates``: a graph may have nothing to train.
+    DataDependentSizeError before anything is traced where data tell sizes inside the graph.
     """
+    _refuse_unbacked(module)
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)
     capture = _GraphCapture(
         tensors.infos,
         [tensors.index.get(id(e)) for e in examples],
         [i for i, e in enumerate(examples) if id(e) in tensors.casts],
-        batch_size(handed_in),
+        {i for i, e in enumerate(examples) if id(e) in map(id, handed_in)},
         *(tracing, forward, backward, choose, evaluates),
     )
     compile_with_aot = aot_backend(
@@ -133,7 +141,7 @@ class _GraphCapture:
     infos: Sequence[ParamInfo]
     params: Sequence[int | None]
     casts: Collection[int]
-    batch_size: tuple[int, int]
+    handed_in: Collection[int]
     tracing: TracingOptions
     forward: BoxedCallable
     backward: BoxedCallable
@@ -186,9 +194,12 @@ class _GraphCapture:
         return self._build(forward, backward, options["num_fwd_outputs"]).schedule
 
     def _build(self, forward: GraphModule, backward: GraphModule | None, num_user_outputs: int | None) -> Captured:
+        """The iteration of partitioned graphs, in place, or of copies at the sizes of the call."""
         reached = self._reached if backward is not None else None
-        facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.batch_size)
-        return build(forward, backward, *facts, fuses=self.tracing.fuses)
+        facts = (self._names, self.params, self.infos, num_user_outputs, reached, self.handed_in)
+        build_one = partial(_build, facts=facts, fuses=self.tracing.fuses)
+        symbolic = SymbolicIteration.of(forward, backward, build_one)
+        return build_one(forward, backward) if symbolic is None else symbolic.at(symbolic.sizes())
 
     def _params_by_name(self, graph: GraphModule) -> dict[str, int]:
         """Inputs come first in the joint graph, in the order in which Dynamo hands them over."""
@@ -245,8 +256,23 @@ class _GraphCapture:
                 )
 
 
+def _build(forward: GraphModule, backward: GraphModule | None, *, facts: tuple[Any, ...], fuses: bool) -> Captured:
+    return build(forward, backward, *facts, fuses=fuses)
+
+
 def _operator_names(module: GraphModule) -> list[str]:
     return [n.name for n in module.graph.nodes if n.op == "call_function"]
+
+
+def _refuse_unbacked(module: GraphModule) -> None:
+    """Dynamo admits operators with data-dependent sizes where it may not break the graph."""
+    node = next((n for n in module.graph.nodes if has_unbacked_size(n)), None)
+    if node is not None:
+        raise DataDependentSizeError(
+            f"the size of {node.name}, which {source_line(node) or 'the forward'} makes, depends on the data: such a "
+            "forward is not one graph of static shapes. Use a mask of the same size in its place (torch.where, "
+            "ignore_index), or let the forward break there (fullgraph=False)"
+        )
 
 
 def _shared_inputs_error(inputs: Sequence[Any]) -> CaptureError:

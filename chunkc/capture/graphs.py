@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +11,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.symbolic import hint_of
 from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone
 from chunkc.capture.saved_values import find_saved, source_line
+from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs
 from chunkc.capture.tangents import Tangents, tangents_of
 from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
@@ -33,6 +35,7 @@ class Captured:
         stages: the parts of capture, and how long each took.
         concurrent_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
+        symbolic: what it is a copy of, at some sizes; None where it was captured for its sizes alone.
     """
 
     forward: CapturedGraph
@@ -44,10 +47,49 @@ class Captured:
     stages: tuple[StageRecord, ...] = ()
     concurrent_nbytes: int = 0
     scales: bool = False
+    symbolic: SymbolicIteration | None = None
 
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
         return {"forward": self.forward, "backward": self.backward}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SymbolicIteration:
+    """Both graphs of one iteration, captured for any sizes.
+
+    ``build`` builds, in place, the iteration of copies; ``forward_sizes`` and ``backward_sizes`` are positions, among
+    the inputs of each graph, of the same sizes.
+    """
+
+    forward: GraphModule
+    backward: GraphModule | None
+    build: Callable[[GraphModule, GraphModule | None], Captured]
+    forward_sizes: tuple[int, ...]
+    backward_sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(
+        forward: GraphModule, backward: GraphModule | None, build: Callable[[GraphModule, GraphModule | None], Captured]
+    ) -> SymbolicIteration | None:
+        """The iteration of two graphs with the same sizes among their inputs; None where they have none."""
+        sizes = size_inputs(forward)
+        if not sizes:
+            return None
+        again = {} if backward is None else {symbol: i for i, symbol in size_inputs(backward).items()}
+        backward_sizes = tuple(again[symbol] for symbol in sizes.values()) if again else ()
+        return SymbolicIteration(forward, backward, build, tuple(sizes), backward_sizes)
+
+    def sizes(self) -> Sizes:
+        """The sizes of the call that was captured."""
+        inputs = self.forward.graph.find_nodes(op="placeholder")
+        return tuple(hint_of(inputs[position].meta["val"]) for position in self.forward_sizes)
+
+    def at(self, sizes: Sizes) -> Captured:
+        """The iteration at ``sizes``, of copies of the graphs."""
+        specialisation = Specialisation(dict(zip(size_inputs(self.forward).values(), sizes, strict=True)))
+        backward = None if self.backward is None else specialisation.copy(self.backward)
+        return replace(self.build(specialisation.copy(self.forward), backward), symbolic=self)
 
 
 def batch_size(inputs: Iterable[Any]) -> tuple[int, int]:
@@ -67,7 +109,7 @@ def build(
     infos: Sequence[ParamInfo],
     num_user_outputs: int | None,
     reached: Mapping[str, frozenset[int]] | None,
-    batch_size: tuple[int, int],
+    handed_in: Collection[int],
     *,
     fuses: bool,
 ) -> Captured:
@@ -75,8 +117,10 @@ def build(
 
     ``names`` are parameter indexes by placeholder name, in both graphs; ``input_params`` those of the joint graph's
     inputs but tangents, or None; ``num_user_outputs`` of forward are not merely saved (None: all); ``reached`` is
-    `find_reached` of the joint graph, None for an evaluation.
+    `find_reached` of the joint graph, None for an evaluation; ``handed_in`` are positions of inputs of the caller's.
     """
+    inputs = forward.graph.find_nodes(op="placeholder")
+    num_samples, num_tokens = batch_size(n.meta.get("val") for i, n in enumerate(inputs) if i in handed_in)
     fwd = CapturedGraph.of(forward, names, {})
     backward = backward or _empty_graph()
     num_outputs = len(backward.graph.find_nodes(op="output")[0].args[0])
@@ -98,8 +142,8 @@ def build(
         forward=GraphSchedule("forward", _with_saved(_operators(fwd, live[:split], fuses), fwd, bwd)),
         backward=GraphSchedule("backward", _operators(bwd, live[split:], fuses)),
         held_nbytes=timeline.held_nbytes,
-        num_samples=batch_size[0],
-        num_tokens=batch_size[1],
+        num_samples=num_samples,
+        num_tokens=num_tokens,
     )
     at_start_nbytes = sum(dict(storages(fwd.other_inputs())).values())
     tangents = None if reached is None else tangents_of(backward, reached, gradients)

@@ -30,6 +30,7 @@ from chunkc._torch_compat.core import (
     tag_must_save,
 )
 from chunkc.capture.random_states import drop_idle_states
+from chunkc.capture.symbolic import save_sizes
 from chunkc.errors import CaptureError
 
 aten = torch.ops.aten
@@ -95,6 +96,7 @@ def partition(
     save_borders(joint.graph, cone)
     names = {p.name for p in params}
     forward, backward = min_cut_partition(joint, inputs, **options)
+    save_sizes(forward, backward)
     drop_idle_states(forward, backward)
     check_outputs(forward, names)
     return forward, backward

@@ -119,7 +119,9 @@ class CompiledPlan:
         return plan
 
 
-def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -> CompiledPlan:
+def build(
+    captured: Captured, request: PlanRequest, compiler: SegmentCompiler, log_level: int = logging.INFO
+) -> CompiledPlan:
     """Plan ``captured``, check the plan, and compile its segments.
 
     Raises:
@@ -138,8 +140,8 @@ def build(captured: Captured, request: PlanRequest, compiler: SegmentCompiler) -
         held_nbytes += of_rank * request.ranks_per_node
     check_free_memory(built.plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
-    logger.info("planned %s in %.1f s%s", built.plan.digest(), search.planning_s, tried)
-    logger.info("compiled %d segments in %.1f s", len(built.plan.segments), search.compiling_s)
+    logger.log(log_level, "planned %s in %.1f s%s", built.plan.digest(), search.planning_s, tried)
+    logger.log(log_level, "compiled %d segments in %.1f s", len(built.plan.segments), search.compiling_s)
     return built
 
 

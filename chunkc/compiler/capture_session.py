@@ -27,7 +27,7 @@ from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.compiler.shape_cache import ShapeTable, entry_maker
+from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
@@ -56,6 +56,7 @@ class CaptureSession:
     Attributes:
         tensors: the model's; whoever casts inputs notes the copies there.
         shapes: training programs by the signature of a call.
+        planned: the newest plans; ``num_planned`` counts all that were made.
         started_s: when the call under way began to be captured.
     """
 
@@ -67,6 +68,7 @@ class CaptureSession:
         self.tensors = ModelTensors(model, runtime.params, runtime.infos)
         self.shapes = ShapeTable(entry_maker(model, self.compile_graph))
         self.planned: list[Planned] = []
+        self.num_planned = 0
         self.started_s = 0.0
         self._planner = planner
         self._least: dict[Tier, int] = {}
@@ -97,7 +99,8 @@ class CaptureSession:
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
         entry.plan_by(built)
-        self.planned.append(built.planned)
+        self.planned = [*self.planned[1 - MAX_PROGRAMS :], built.planned]
+        self.num_planned += 1
         built.explain()
 
     def log(self, captured: Captured, kind: str = "") -> None:

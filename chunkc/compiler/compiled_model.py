@@ -23,7 +23,8 @@ from chunkc._torch_compat.core import (
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_breaks import BrokenForwards
-from chunkc.compiler.shape_cache import Signature, signature_of
+from chunkc.compiler.module_frames import add_frames
+from chunkc.compiler.shape_cache import Signature, is_data_dependent, signature_of
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
@@ -85,8 +86,8 @@ class CompiledModel:
             raise CaptureError(
                 "this call ran without entering a compiled graph, so nothing of it can be trained: "
                 + ("; ".join(self.breaks.reasons) or "Dynamo found no part of the forward that it can compile")
-                + ". Breaks inside loops, and inside modules that torch owns, keep all of it from being compiled: "
-                "move the break to the top of the forward"
+                + ". A break inside a loop keeps the function around it from being compiled, and only modules that it "
+                "calls are: make the body of the loop a module, or move the break out of the loop"
             )
         self.runtime.watch(outputs)
         if self.runtime.layout is None:
@@ -101,7 +102,7 @@ class CompiledModel:
 
     def _counts(self) -> dict[str, int]:
         """Captures and compiled segments; arenas and homes, also of models on the same device; unasked waits."""
-        num_plans = len(self.session.planned) + len(self.evaluator.planned)
+        num_plans = self.session.num_planned + len(self.evaluator.planned)
         return {
             "num_compiles": num_plans + self.settings.compiler.num_compiles,
             "num_slot_allocations": self.runtime.device.num_allocations(),
@@ -129,12 +130,14 @@ class CompiledModel:
                 raise
             except CaptureFailed as error:
                 self._check_placed(args, kwargs, error)
+                self.breaks.has_data_sizes |= is_data_dependent(error)
                 if self.settings.fullgraph:
                     raise CaptureError(
                         f"the forward of {type(self._model).__name__} breaks into several graphs, and fullgraph=True "
                         f"refuses that; the first break:\n{error}"
                     ) from error
         broken_shapes.max_programs = shapes.max_programs
+        add_frames(self._model)
         with shared_frames():
             return broken_shapes.call(signature, args, kwargs)
 

@@ -42,10 +42,14 @@ class RuntimeReference:
 
 
 class GraphEntry(RuntimeReference):
-    """The functions behind compiled code of one graph pair; ``unplanned`` runs while there is no plan."""
+    """The functions behind compiled code of one graph pair; ``unplanned`` runs while there is no plan.
 
-    def __init__(self) -> None:
+    ``family``: one object for the entries of one captured graph, whatever sizes each is for.
+    """
+
+    def __init__(self, family: object = None) -> None:
         super().__init__()
+        self.family = family or object()
         self.unplanned: UnplannedGraph | None = None
         self._built: CompiledPlan | None = None
         self._plan: Plan | None = None
@@ -81,8 +85,14 @@ class GraphEntry(RuntimeReference):
             static = static_slots(plan.layout, plan.program("forward").entry.resident)
             with without_modes():
                 store = runtime.parameters.adopt(plan.layout, static)
-                runtime.executors[self] = Executor(plan, store, runtime.device, self._graphs, runtime.ranks)
+                runtime.executors[self] = Executor(
+                    plan, store, runtime.device, self._graphs, runtime.ranks, self.family
+                )
         return runtime.executors[self]
+
+    def uninstall(self) -> bool:
+        """Give back what `install` made, unless it runs now; return whether it did."""
+        return self.runtime().forget(self, self.unplanned)
 
     def forward(self, args: list[Any]) -> list[Any]:
         """Outputs of the forward graph; empties ``args``."""

@@ -89,6 +89,10 @@ class SegmentCompiler:
         tracing = TracingOptions(inductor_decompositions(), inductor_joint_passes, fuses=True)
         return SegmentCompiler(compile_inductor, footprint_of, tracing)
 
+    def interpreter(self) -> SegmentCompiler:
+        """Return a compiler that lets segments of the same graphs run operator by operator."""
+        return SegmentCompiler(compile_eager, tracing=self.tracing)
+
     @property
     def num_compiles(self) -> int:
         return len(self._compiled)

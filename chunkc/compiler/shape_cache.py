@@ -20,8 +20,18 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from chunkc._torch_compat.core import Finalizer, RecompileLimitHit, call_plain, fresh_code, storage_address
+from chunkc._torch_compat.core import (
+    BackendCompilerFailed,
+    CaptureFailed,
+    DataDependentGuard,
+    Finalizer,
+    RecompileLimitHit,
+    graph_break,
+    plain_call,
+    storage_address,
+)
 from chunkc._torch_compat.release import ReleasableBackend
+from chunkc.capture.backend import DataDependentSizeError
 from chunkc.errors import ChunkcError, ShapeLimitError
 
 MAX_PROGRAMS = 64
@@ -151,21 +161,19 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def entry_maker(
-    model: nn.Module, compile_graph: Callable[..., Any], *, fullgraph: bool = True
+    model: nn.Module, compile_graph: Callable[..., Any], *, breaks: bool = False
 ) -> Callable[[], Callable[..., Any]]:
     """Return a function that makes entries to ``model``'s forward, each over a code object of its own.
 
     What was compiled for them goes when that function does. Dynamo keeps the backend until then, and compiled code
-    keeps that function alive through it; so ``compile_graph``, a method, is held weakly.
+    keeps that function alive through it; so ``compile_graph``, a method, is held weakly. A forward that ``breaks`` may
+    be several graphs, whose inputs have sizes that the call's do not tell: from the second on they are symbolic.
     """
     releasable = ReleasableBackend(weakly(compile_graph))
 
     def make_run() -> Callable[..., Any]:
-        def enter(*args: Any, **kwargs: Any) -> Any:
-            return call_plain(model, args, kwargs)
-
         compiled: Callable[..., Any] = torch.compile(
-            fresh_code(enter), backend=releasable, fullgraph=fullgraph, dynamic=False
+            plain_call(model), backend=releasable, fullgraph=not breaks, dynamic=None if breaks else False
         )
         return compiled
 
@@ -222,6 +230,17 @@ class ShapeTable:
                 self._entries.pop(signature.key, None)
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``entry``; CaptureFailed in place of the ways in which torch fails where data tell sizes."""
+        try:
+            return self._run_once(entry, args, kwargs)
+        except DataDependentGuard as error:
+            raise graph_break(str(error)) from error
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DataDependentSizeError):
+                raise graph_break(str(error.inner_exception)) from error
+            raise
+
+    def _run_once(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return entry.run(*args, **kwargs)
         except RecompileLimitHit:  # raised in place of running, for what the signature does not know of
@@ -241,6 +260,11 @@ class ShapeTable:
                 f"{self.num_programs} are made, the most that a model may have (the newest for {newest}). Pad inputs "
                 "to few lengths, and keep numbers that change from call to call in tensors"
             )
+
+
+def is_data_dependent(error: CaptureFailed) -> bool:
+    """Whether a forward is not one graph since data tell sizes in it."""
+    return isinstance(error.__cause__, (DataDependentGuard, BackendCompilerFailed))
 
 
 def _shown(shapes: tuple[Shape, ...]) -> str:

@@ -97,7 +97,7 @@ def batch(seed: int, length: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[0], tokens[1]
 
 
-def pair_of(kind: type[Breaking], hw: str = "emulated-600k-32m", **options: Any) -> Pair:
+def pair_of(kind: type[Breaking], hw: str = "emulated-640k-32m", **options: Any) -> Pair:
     torch.manual_seed(0)
     return Pair(hw, kind(), **options)
 

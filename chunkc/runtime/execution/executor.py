@@ -42,6 +42,7 @@ class Executor:
         norm_table: what its backward measures of gradients, and the decision of its step; None where the plan has none.
         trace: set it to a list to record the text of every action launched.
         step_number: of the step for which it ran forward last, as ``enter_step`` was told.
+        family: one object for the executors of one captured graph, whatever sizes each is for.
     """
 
     def __init__(
@@ -51,8 +52,10 @@ class Executor:
         device: Device,
         graphs: Mapping[GraphKind, CompiledGraph],
         ranks: Ranks | None = None,
+        family: object = None,
     ) -> None:
         self.plan = plan
+        self.family = family or object()
         self.defers_reduction = plan.defers_reduction
         self.num_actions = 0
         self.trace: list[str] | None = None

@@ -18,10 +18,12 @@ ReadParam = Callable[[int], torch.Tensor]
 class UnplannedGraph:
     """Runs a captured forward and its backward.
 
-    ``graded_params``: those whose gradients its backward makes; ``used_params``: those and the ones that it reads.
+    ``graded_params``: those whose gradients its backward makes; ``used_params``: those and the ones that it reads;
+    ``family`` as of its `Executor`.
     """
 
-    def __init__(self, graphs: Mapping[Literal["forward", "backward"], CompiledGraph]) -> None:
+    def __init__(self, graphs: Mapping[Literal["forward", "backward"], CompiledGraph], family: object) -> None:
+        self.family = family
         self._graphs = graphs
         gradients = graphs["backward"].gradients if "backward" in graphs else {}
         segments = graphs["backward"].graph.segments if "backward" in graphs else ()

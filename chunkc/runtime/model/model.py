@@ -174,14 +174,24 @@ class ModelRuntime:
                 self.state.discard_overlaid()
             self.accounting.start(held_nbytes)
             outputs = graph.forward(args, self.parameters.read_param)
-            self.accounting.end_forward(self.layout, outputs, is_first=graph not in self._call_of)
+            self.accounting.end_forward(self.layout, outputs, is_first=graph.family not in self._call_of)
             self._count_forward(graph)
             return outputs
 
     def _count_forward(self, graph: Executor | UnplannedGraph) -> None:
-        self._call_of[graph] = self._num_calls
+        self._call_of[graph.family] = self._num_calls
         self.ran.append(graph)
         self.num_forwards += 1
+
+    def forget(self, key: object, unplanned: UnplannedGraph | None) -> bool:
+        """Let go of the executor by ``key`` and of ``unplanned``; False where one of them runs now."""
+        executor = self.executors.get(key)
+        graphs = [graph for graph in (executor, unplanned) if graph is not None]
+        if self.executor in graphs or any(graph in self.ran for graph in graphs):
+            return False
+        self.executors.pop(key, None)
+        self._watched.difference_update(map(id, graphs))
+        return True
 
     def watch(self, outputs: Any) -> None:
         """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
@@ -212,7 +222,7 @@ class ModelRuntime:
             self.gradients.land(graded)
             scaled_by = None if scale is None else scale.scale
             values = self.gradient_values
-            self.gradients.publish(values, values.averaged, executor, sorted(requested), scaled_by)
+            self.gradients.publish(values, values.averaged, executor.family, sorted(requested), scaled_by)
             self.gradients.note_landed(graded, scale, is_measured=self.state.norm_table is not None)
             return outputs
 
@@ -247,8 +257,9 @@ class ModelRuntime:
         return self.requested.of_any(own, executor.agree(Kind.BACKWARD, program, lines, self.requested.number(own)))
 
     def _graph_lines(self, graph: Executor | UnplannedGraph) -> list[str]:
-        is_broken = len(self.ran) > 1 and graph in self.ran
-        return [backward_line(self.ran.index(graph), len(self.ran))] if is_broken else []
+        families = [ran.family for ran in self.ran]
+        is_broken = len(families) > 1 and graph.family in families
+        return [backward_line(families.index(graph.family), len(families))] if is_broken else []
 
     def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
         """Run the backward of a graph whose forward ran without a plan; gradients stay apart from chunks."""
@@ -282,7 +293,7 @@ class ModelRuntime:
                 for index in sorted(requested):
                     gradient = made[index] if index in own else torch.zeros_like(made[index])
                     self.gradients.add(index, values.averaged(gradient))
-                self.gradients.publish(values, values.averaged, graph, sorted(requested))
+                self.gradients.publish(values, values.averaged, graph.family, sorted(requested))
             except BaseException:
                 self.state.lose_gradients()
                 raise
@@ -294,8 +305,9 @@ class ModelRuntime:
         missing = [i for i in requested if i in self._accumulators and not engine_runs(self._accumulators[i])]
         if missing:
             backward_rules.refuse_partial(self.parameters, sorted(missing))
-        gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor, -1)
-        if gradients.joins(backward, call, executor, max(1, self.ran.count(executor))):
+        gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor.family, -1)
+        num_forwards = sum(graph.family is executor.family for graph in self.ran)
+        if gradients.joins(backward, call, executor.family, max(1, num_forwards)):
             return True
         is_under_way = gradients.is_under_way(backward)
         if self.accumulate == 1 and not is_under_way and all(self.params[i].grad is None for i in requested):
@@ -316,7 +328,7 @@ class ModelRuntime:
         elif self.gradients.pending:
             self.state.to_cold()
             self.state.discard_overlaid()
-        self.gradients.begin(current_backward(), self._call_of.get(executor, -1))
+        self.gradients.begin(current_backward(), self._call_of.get(executor.family, -1))
 
     def _enter_backward(self, executor: Executor, program: BoundProgram) -> None:
         """Bring the chunks to where the backward program begins, with param16 in all that it needs."""

@@ -1,0 +1,76 @@
+"""Sizes as torch traces them: symbols, expressions over them, and fake tensors of a given size.
+
+Seen on torch 2.11.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
+
+from chunkc._torch_compat.core import dynamo_value, pytree
+
+Symbol: TypeAlias = sympy.Symbol
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_ASSERTIONS = (
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+)
+
+
+def has_unbacked_size(node: Node) -> bool:
+    """Whether a node of a Dynamo graph is a tensor with a size that only the data of a run tells."""
+    tensors = (v for v in pytree.tree_leaves(dynamo_value(node)) if isinstance(v, torch.Tensor))
+    return any(free_unbacked_symbols(t) for t in tensors)
+
+
+def symbols_of(value: torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) -> Collection[Symbol]:
+    """Symbols in a number, or in the sizes, strides and offset of a tensor."""
+    return free_symbols(value)
+
+
+def size_symbol(value: object) -> Symbol | None:
+    """The symbol that ``value`` is, where it is an integer that a graph takes as an input; else None."""
+    if not isinstance(value, torch.SymInt) or free_unbacked_symbols(value):
+        return None
+    expression = value.node.expr
+    return expression if isinstance(expression, sympy.Symbol) else None
+
+
+def hint_of(value: torch.SymInt) -> int:
+    """The size that a symbolic one had in the call that was traced."""
+    return int(value.node.hint)
+
+
+def evaluated(value: torch.SymInt | torch.SymFloat | torch.SymBool, sizes: Mapping[Symbol, int]) -> Any:
+    """The int, float or bool that ``value`` is at ``sizes``, which name all of its symbols."""
+    number = value.node.expr.xreplace({symbol: sympy.Integer(size) for symbol, size in sizes.items()})
+    kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
+    return kind(number)
+
+
+def is_assertion(node: Node) -> bool:
+    """Whether ``node`` checks sizes and computes nothing."""
+    return node.target in _ASSERTIONS
+
+
+def meta_storage(nbytes: int) -> torch.UntypedStorage:
+    """Storage of ``nbytes`` without memory."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_like(
+    tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A fake tensor with the mode, dtype and device of ``tensor``, over ``storage`` without memory."""
+    if not isinstance(tensor, FakeTensor):
+        raise TypeError(f"a captured value is a fake tensor, not {type(tensor).__name__}")
+    meta = torch.empty(0, dtype=tensor.dtype, device="meta").set_(storage, offset, shape, stride)
+    return FakeTensor(tensor.fake_mode, meta, tensor.device)

@@ -1,0 +1,157 @@
+"""Forwards in which data tell sizes break there, and train exactly on both sides, at whatever sizes come."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from data_dependent import FORMS, ExpertsBySplit, MaskedLoss, Mixture, PickedRows, PickedTwice, batch
+from pair import Pair
+from torch import nn
+
+import chunkc
+from chunkc.compiler.compiled_model import compiled_of
+from chunkc.compiler.shape_cache import MAX_PROGRAMS
+from chunkc.compiler.sized_entries import MAX_SIZES
+
+HW = "emulated-136k-64m"
+"""Less than half of the model data of each form."""
+
+
+def pair_of(kind: type[nn.Module], hw: str = HW, **options: Any) -> Pair:
+    torch.manual_seed(0)
+    return Pair(hw, kind(), **options)
+
+
+def train(pair: Pair, seed: int, num_rows: int = 12) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        loss = model(*batch(seed, num_rows))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    ours, plain = pair.both(step)
+    assert ours == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", FORMS)
+def test_training_is_exact_in_a_small_budget(kind: type[Mixture], backend: str) -> None:
+    pair = pair_of(kind, backend=backend)
+    for seed in range(6):
+        train(pair, seed)
+        pair.check()
+    stats = chunkc.stats(pair.model)
+    assert stats["measured_peak_nbytes"] <= stats["planned_peak_nbytes"] <= stats["budget_nbytes"]
+    assert stats["budget_nbytes"] < stats["model_data_nbytes"] / 2
+    plans = [planned.plan for planned in compiled_of(pair.model).session.planned]
+    assert any(plan.moved_nbytes("h2d") > 0 for plan in plans), "the budget is meant to force moves"
+
+
+def picking(seed: int, count: int, num_rows: int = 60) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A batch whose mask picks ``count`` rows."""
+    x, labels, _ = batch(seed, num_rows)
+    return x, labels, torch.arange(num_rows) < count
+
+
+def train_picking(pair: Pair, seed: int, *counts: int) -> None:
+    """One step on the mean loss of as many micro-batches as there are counts; all forwards before all backwards."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+        losses = [model(*picking(seed + i, count)) for i, count in enumerate(counts)]
+        for loss in losses:
+            (loss / len(counts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return sum(loss.item() for loss in losses)
+
+    ours, plain = pair.both(step)
+    assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded() -> None:
+    pair = pair_of(MaskedLoss, "emulated-512k-64m")
+    compiled = compiled_of(pair.model)
+    counts = [*range(3, 3 + MAX_SIZES + 8), 5, 4, 40, 39, 6]  # the last ones come again: forgotten, or still known
+    for seed, count in enumerate(counts):
+        train_picking(pair, seed, count)
+        if seed == 1:
+            num_captured = compiled.breaks.shapes.num_programs
+    pair.check()
+    assert compiled.breaks.shapes.num_programs == num_captured <= 2, "one for the first size, one for all others"
+    assert len(compiled.runtime.executors) <= MAX_SIZES + 2
+    assert len(compiled.session.planned) <= MAX_PROGRAMS < compiled.session.num_planned + MAX_SIZES
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_micro_batches_of_several_sizes_are_alive_together(backend: str) -> None:
+    pair = pair_of(MaskedLoss, "emulated-512k-64m", backend=backend, accumulate=3)
+    for seed, counts in enumerate([(9, 5, 9), (5, 9, 4), (4, 4, 5), (9, 4, 5)]):
+        train_picking(pair, 10 * seed, *counts)
+        pair.check()
+
+
+def test_an_evaluation_gathers_its_parameters_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    pair = pair_of(MaskedLoss)
+    train(pair, 0)
+    with caplog.at_level(logging.WARNING, "chunkc"):
+        for seed in (1, 2, 1, 2):
+            with torch.no_grad():
+                ours, plain = pair.both(lambda model, _, seed=seed: model(*batch(seed)).item())
+            assert ours == pytest.approx(plain, rel=1e-5)
+    told = [r.getMessage() for r in caplog.records if "outside the plan" in r.getMessage()]
+    assert len(told) == 1 and "depends on the data" in told[0]
+    train(pair, 3)
+    pair.check()
+
+
+@pytest.mark.parametrize("kind", [MaskedLoss, ExpertsBySplit])
+def test_one_graph_is_refused_before_anything_changes(kind: type[Mixture]) -> None:
+    pair = pair_of(kind, fullgraph=True)
+    with pytest.raises(chunkc.CaptureError, match=r"(?s)fullgraph=True.*data"):
+        pair.model(*batch(0))
+    pair.check()
+
+
+def test_a_budget_without_room_is_refused_by_its_numbers_and_the_model_goes_on() -> None:
+    pair = pair_of(PickedRows, "emulated-160k-64m")
+    for seed, count in enumerate((6, 9, 5)):
+        train_picking(pair, seed, count)
+    with pytest.raises(chunkc.BudgetError, match="does not fit beside the arena") as refused:
+        pair.model(*picking(1, 59))
+    assert refused.value.min_device_nbytes > 160 * 1024
+    for seed, count in enumerate((4, 6, 9), 3):
+        train_picking(pair, seed, count)
+    pair.check()
+
+
+def test_a_graph_is_planned_again_where_those_before_it_hold_more() -> None:
+    """Its own sizes stay, but the activations beside it grow."""
+    pair = pair_of(PickedTwice, "emulated-512k-64m")
+    compiled = compiled_of(pair.model)
+    numbers = []
+    for count in (6, 8, 40, 40, 40):
+        train_picking(pair, 0, count)
+        numbers.append(compiled.session.num_planned)
+    pair.check()
+    assert numbers[2] - numbers[1] == 4, "two graphs of the new size, and two that run after them"
+    assert numbers[3] - numbers[2] == 2, "those of the size that comes again are compiled"
+    assert numbers[4] == numbers[3]
+    stats, executors = chunkc.stats(pair.model), compiled.runtime.executors.values()
+    assert stats["measured_peak_nbytes"] <= max(e.plan.memory.device_peak_nbytes for e in executors)
+
+
+def test_one_backward_over_forwards_of_several_sizes_is_refused_as_of_one_size() -> None:
+    """A forward that breaks is alive once in a backward; what data tell must not hide the second one."""
+    pair = pair_of(MaskedLoss, "emulated-512k-64m")
+    for seed in range(3):
+        train_picking(pair, seed, 7 + seed)
+    with pytest.raises(chunkc.AccumulationError):
+        (pair.model(*picking(0, 7)) + pair.model(*picking(1, 12))).backward()
+    pair.model.zero_grad()
+    pair.check()
+    train_picking(pair, 4, 12)
+    pair.check()
