@@ -103,11 +103,12 @@ def capture_graph(
     _refuse_unbacked(module)
     examples = [dynamo_example(n) for n in module.graph.find_nodes(op="placeholder")]
     handed_in = tensors.handed_in(examples)
+    handed_ids = set(map(id, handed_in))
     capture = _GraphCapture(
         tensors.infos,
         [tensors.index.get(id(e)) for e in examples],
         [i for i, e in enumerate(examples) if id(e) in tensors.casts],
-        {i for i, e in enumerate(examples) if id(e) in map(id, handed_in)},
+        {i for i, e in enumerate(examples) if id(e) in handed_ids},
         *(tracing, forward, backward, choose, evaluates),
     )
     compile_with_aot = aot_backend(

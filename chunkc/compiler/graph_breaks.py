@@ -9,7 +9,7 @@ between the graphs gathers the parameters that it reads; its gradients are ordin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,12 +52,14 @@ class BrokenForwards:
     Attributes:
         reasons: why and where it breaks, each once, as met.
         has_data_sizes: whether data tell sizes in the forward, so that those of the first calls bound nothing.
+        frames: of calls (`Signature`) that are not one graph.
     """
 
     def __init__(self, session: CaptureSession) -> None:
         self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph, breaks=True))
         self.reasons: list[str] = []
         self.has_data_sizes = False
+        self.frames: set[Hashable] = set()
         self._alive_nbytes = 0
         self._session = session
         self._name = type(session.model).__name__
@@ -86,8 +88,9 @@ class BrokenForwards:
                     "captured now, and compiled when it comes again (%d sizes at most)",
                     MAX_COMPILED_SIZES,
                 )
-            self.shapes.captured()
         self._make(entries, entries.capture(captured), captured, compiles=captured.symbolic is None)
+        if captured.tangents is not None:
+            self.shapes.captured()
         return code
 
     def _forward(self, entries: SizedEntries, args: list[Any]) -> list[Any]:

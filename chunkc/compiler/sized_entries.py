@@ -17,13 +17,14 @@ from typing import Any
 from chunkc.capture.graphs import Captured
 from chunkc.capture.symbolic import Sizes
 from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.shape_cache import MAX_PROGRAMS
 from chunkc.errors import ChunkcError
 
-MAX_SIZES = 32
+MAX_SIZES = MAX_PROGRAMS
 """Combinations of sizes that one graph keeps plans for; a further one takes the place of that used longest ago."""
 
-MAX_COMPILED_SIZES = 8
-"""Combinations of sizes for which the segments of one graph are compiled."""
+MAX_COMPILED_SIZES = MAX_PROGRAMS
+"""Combinations of sizes for which the segments of one graph are compiled, and stay so."""
 
 
 class SizedEntries:
@@ -82,9 +83,7 @@ class SizedEntries:
         if is_compiled:
             self._compiled.add(sizes)
         while len(self._entries) > MAX_SIZES:
-            oldest, left = self._entries.popitem(last=False)
-            self._compiled.discard(oldest)
-            self._replaced.append(left)
+            self._replaced.append(self._entries.popitem(last=False)[1])
         left_now, self._replaced = self._replaced, []
         return left_now
 
