@@ -123,7 +123,7 @@ class CompiledModel:
     def _enter(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As one graph where that is possible; else, unless ``fullgraph`` was asked for, as several."""
         shapes, broken_shapes = self.session.shapes, self.breaks.shapes
-        if signature in shapes or not (signature in broken_shapes or signature.frame in self.breaks.frames):
+        if signature not in broken_shapes:
             try:
                 return shapes.call(signature, args, kwargs)
             except BackendCompilerFailed:
@@ -136,7 +136,6 @@ class CompiledModel:
                         f"the forward of {type(self._model).__name__} breaks into several graphs, and fullgraph=True "
                         f"refuses that; the first break:\n{error}"
                     ) from error
-        self.breaks.frames.add(signature.frame)
         broken_shapes.max_programs = shapes.max_programs
         add_frames(self._model)
         with shared_frames():

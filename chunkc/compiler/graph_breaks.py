@@ -9,7 +9,7 @@ between the graphs gathers the parameters that it reads; its gradients are ordin
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,14 +52,12 @@ class BrokenForwards:
     Attributes:
         reasons: why and where it breaks, each once, as met.
         has_data_sizes: whether data tell sizes in the forward, so that those of the first calls bound nothing.
-        frames: of calls (`Signature`) that are not one graph.
     """
 
     def __init__(self, session: CaptureSession) -> None:
         self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph, breaks=True))
         self.reasons: list[str] = []
         self.has_data_sizes = False
-        self.frames: set[Hashable] = set()
         self._alive_nbytes = 0
         self._session = session
         self._name = type(session.model).__name__
@@ -111,7 +109,7 @@ class BrokenForwards:
         entry = entries.get(sizes)
         if entry is None:  # its forward ran so long ago that others have taken its place
             with without_modes():
-                entry = self._make(entries, sizes, entries.captured_at(sizes), compiles=False)
+                entry = self._make(entries, sizes, entries.captured_at(sizes), compiles=entries.is_compiled(sizes))
         return entry.backward(args)
 
     def _make(self, entries: SizedEntries, sizes: Sizes, captured: Captured, *, compiles: bool) -> GraphEntry:
@@ -168,7 +166,7 @@ class BrokenForwards:
         request, compiler = self._session.request(), self._session.settings.compiler
         target = replace(request.target, model=f"{request.target.model} (a later graph)")
         request = replace(request, target=target)
-        if compiles:
+        if compiles or _draws_by_seed(captured):
             built = build(captured, request, compiler)
         else:
             built = build(captured, request, compiler.interpreter(), logging.DEBUG)
@@ -208,6 +206,12 @@ class BrokenForwards:
 
 def _own_saved_nbytes(captured: Captured) -> int:
     return saved_nbytes(captured.schedule, captured.concurrent_nbytes)
+
+
+def _draws_by_seed(captured: Captured) -> bool:
+    """Whether a graph draws random numbers by seeds of Inductor's, which its operators ignore one by one."""
+    nodes = (node for graph in captured.graphs.values() for node in graph.module.graph.nodes)
+    return any("inductor_" in str(node.target) for node in nodes)
 
 
 def _trainable(captured: Captured) -> list[int]:

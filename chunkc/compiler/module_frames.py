@@ -17,6 +17,6 @@ from chunkc._torch_compat.core import plain_call
 def add_frames(model: nn.Module) -> None:
     """Call every module of torch's inside ``model`` through a frame that Dynamo may compile; idempotent."""
     for module in model.modules():
-        is_torchs = type(module).__module__.partition(".")[0] == "torch"
+        is_torchs = type(module).forward.__module__.partition(".")[0] == "torch"
         if module is not model and is_torchs and module._compiled_call_impl is None:
             module._compiled_call_impl = plain_call(module)
