@@ -383,6 +383,6 @@ def capture_settings() -> Iterator[None]:
 def shared_frames() -> Iterator[None]:
     """Lift Dynamo's limits on recompiling a function, which all models of a class share, for one call."""
     many = 1 << 30
-    breaks = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+    breaks: dict[str, Any] = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
     with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many, **breaks):
         yield

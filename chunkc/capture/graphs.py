@@ -16,7 +16,7 @@ from chunkc.capture.bundles import Bundle, CapturedGraph
 from chunkc.capture.liveness import LiveBytes, Timeline, storages
 from chunkc.capture.partition import module_path, param_cone
 from chunkc.capture.saved_values import find_saved, source_line
-from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs
+from chunkc.capture.symbolic import Sizes, Specialisation, size_inputs, state_sizes
 from chunkc.capture.tangents import Tangents, tangents_of
 from chunkc.capture.traffic import Traffic, operator_traffic
 from chunkc.capture.workspace import workspace_nbytes
@@ -87,7 +87,8 @@ class SymbolicIteration:
 
     def at(self, sizes: Sizes) -> Captured:
         """The iteration at ``sizes``, of copies of the graphs."""
-        specialisation = Specialisation(dict(zip(size_inputs(self.forward).values(), sizes, strict=True)))
+        inputs = zip(size_inputs(self.forward).values(), sizes, strict=True)
+        specialisation = Specialisation({**state_sizes(self.forward), **dict(inputs)})
         backward = None if self.backward is None else specialisation.copy(self.backward)
         return replace(self.build(specialisation.copy(self.forward), backward), symbolic=self)
 

@@ -19,12 +19,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.core import pytree, saves_random_state
 from chunkc._torch_compat.symbolic import (
     SYMBOLIC,
     Symbol,
     evaluated,
     fake_like,
+    hint_of,
     is_assertion,
     meta_storage,
     size_symbol,
@@ -41,6 +42,13 @@ def size_inputs(module: GraphModule) -> dict[int, Symbol]:
     placeholders = module.graph.find_nodes(op="placeholder")
     symbols = {position: size_symbol(node.meta.get("val")) for position, node in enumerate(placeholders)}
     return {position: symbol for position, symbol in symbols.items() if symbol is not None}
+
+
+def state_sizes(module: GraphModule) -> dict[Symbol, int]:
+    """Sizes of the random states that ``module`` saves: torch makes symbols of them, though they never change."""
+    users = [user for node in module.graph.nodes if saves_random_state(node) for user in node.users]
+    sizes = [size for user in users if user.args[1] == 0 for size in user.meta["val"].shape]
+    return {symbol: hint_of(size) for size in sizes if (symbol := size_symbol(size)) is not None}
 
 
 def save_sizes(forward: GraphModule, backward: GraphModule) -> None:

@@ -27,7 +27,7 @@ from chunkc.compiler.build import CompiledPlan, PlanRequest, build
 from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.memory.decisions import with_decisions
-from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager
+from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager, compile_inductor
 from chunkc.compiler.shape_cache import ShapeTable, entry_maker, weakly
 from chunkc.compiler.sized_entries import MAX_COMPILED_SIZES, SizedEntries
 from chunkc.errors import BudgetError
@@ -36,8 +36,8 @@ from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import make_plan
-from chunkc.passes.lower import lower
-from chunkc.runtime.execution.bound_action import CompiledGraph
+from chunkc.passes.lower import LoweredSegment, lower
+from chunkc.runtime.execution.bound_action import CompiledGraph, SegmentCallable
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 
 logger = logging.getLogger("chunkc")
@@ -254,13 +254,16 @@ def _layout(captures: Sequence[Captured], request: PlanRequest, *, leaves_room: 
 
 
 def unplanned(captured: Captured) -> dict[GraphKind, CompiledGraph]:
-    """Both graphs in eager segments that begin wherever an operator reads parameters."""
-    return {kind: _unplanned(graph, kind) for kind, graph in captured.graphs.items()}
+    """Both graphs in segments that begin wherever an operator reads parameters, eager but for `_draws_by_seed`."""
+    compile_one = compile_inductor if _draws_by_seed(captured) else compile_eager
+    return {kind: _unplanned(graph, kind, compile_one) for kind, graph in captured.graphs.items()}
 
 
-def _unplanned(graph: CapturedGraph, kind: GraphKind) -> CompiledGraph:
+def _unplanned(
+    graph: CapturedGraph, kind: GraphKind, compile_one: Callable[[LoweredSegment], SegmentCallable]
+) -> CompiledGraph:
     starts = sorted({0, *(i for i, b in enumerate(graph.bundles) if b.reads)}) if graph.bundles else []
     ends = [*starts[1:], len(graph.bundles)]
     segments = [Segment(kind, i, a, b, (), (), 0, 0) for i, (a, b) in enumerate(zip(starts, ends, strict=False))]
     lowered = lower(graph.module, [b.nodes for b in graph.bundles], segments, graph.params)
-    return CompiledGraph(lowered, [compile_eager(s) for s in lowered.segments], graph.gradients)
+    return CompiledGraph(lowered, [compile_one(s) for s in lowered.segments], graph.gradients)

@@ -10,6 +10,7 @@ import torch
 from data_dependent import FORMS, ExpertsBySplit, MaskedLoss, Mixture, PickedRows, PickedTwice, batch
 from pair import Pair
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import chunkc
 from chunkc.compiler import sized_entries
@@ -143,6 +144,35 @@ def test_a_graph_is_planned_again_where_those_before_it_hold_more() -> None:
     assert numbers[4] == numbers[3]
     stats, executors = chunkc.stats(pair.model), compiled.runtime.executors.values()
     assert stats["measured_peak_nbytes"] <= max(e.plan.memory.device_peak_nbytes for e in executors)
+
+
+class Dropped(nn.Module):
+    """Rows picked by a mask, dropped by a checkpointed layer: linear in each weight, so that loss is ``w * w.grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def drop(rows: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(rows * self.before, 0.5) * self.after
+
+        loss: torch.Tensor = checkpoint(drop, x[mask], use_reentrant=False).sum()
+        return loss
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_dropout_that_is_computed_again_has_the_masks_of_forward_at_every_size(backend: str) -> None:
+    """Before there is a plan, at new sizes, and at those that come again."""
+    model = chunkc.compile(Dropped(), "emulated-1m-64m", dtype=torch.float32, backend=backend)
+    optimizer = chunkc.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for count in (7, 9, 11, 13, 11):
+        loss = model(torch.rand(20, 16), torch.arange(20) < count)
+        loss.backward()
+        for weight in model.parameters():
+            torch.testing.assert_close(weight.grad.sum(), loss.detach(), rtol=1e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_one_backward_over_forwards_of_several_sizes_is_refused_as_of_one_size() -> None:
