@@ -45,7 +45,7 @@ def size_inputs(module: GraphModule) -> dict[int, Symbol]:
 
 
 def state_sizes(module: GraphModule) -> dict[Symbol, int]:
-    """Sizes of the random states that ``module`` saves: torch makes symbols of them, though they never change."""
+    """Sizes of the random states that ``module`` saves: symbols to torch, though they never change."""
     users = [user for node in module.graph.nodes if saves_random_state(node) for user in node.users]
     sizes = [size for user in users if user.args[1] == 0 for size in user.meta["val"].shape]
     return {symbol: hint_of(size) for size in sizes if (symbol := size_symbol(size)) is not None}

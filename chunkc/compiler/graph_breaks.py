@@ -254,7 +254,10 @@ def _layout(captures: Sequence[Captured], request: PlanRequest, *, leaves_room: 
 
 
 def unplanned(captured: Captured) -> dict[GraphKind, CompiledGraph]:
-    """Both graphs in segments that begin wherever an operator reads parameters, eager but for `_draws_by_seed`."""
+    """Both graphs in segments that begin wherever an operator reads parameters.
+
+    Segments are eager, unless the graphs draw by seeds of Inductor's.
+    """
     compile_one = compile_inductor if _draws_by_seed(captured) else compile_eager
     return {kind: _unplanned(graph, kind, compile_one) for kind, graph in captured.graphs.items()}
 
