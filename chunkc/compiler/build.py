@@ -70,6 +70,17 @@ class PlanRequest:
     is_host: bool = True
     ranks_per_node: int = 1
 
+    def in_new_layout(self) -> PlanRequest:
+        """The request for a layout in place of the one that there is, whose memory the new one takes over."""
+        return replace(self, layout=None, held_nbytes=self.all_held_nbytes())
+
+    def all_held_nbytes(self) -> int:
+        """``held_nbytes``, and what the layout takes of host memory."""
+        if self.layout is None:
+            return self.held_nbytes
+        of_rank = self.layout.nbytes_in(Tier.HOST) + (self.layout.arena_nbytes if self.is_host else 0)
+        return self.held_nbytes + of_rank * self.ranks_per_node
+
 
 @dataclass(frozen=True, slots=True)
 class CompiledPlan:
@@ -134,10 +145,7 @@ def build(
     built = search.best() if compiler.fuses else search.attempt(search.plan(captured.schedule))
     if compiler.fuses:
         verify(built.plan)  # with the bytes that its compiled segments take
-    held_nbytes, layout = request.held_nbytes, request.layout
-    if layout is not None:
-        of_rank = layout.nbytes_in(Tier.HOST) + (layout.arena_nbytes if request.is_host else 0)
-        held_nbytes += of_rank * request.ranks_per_node
+    held_nbytes = request.all_held_nbytes()
     check_free_memory(built.plan, held_nbytes, is_host=request.is_host, ranks_per_node=request.ranks_per_node)
     tried = "" if search.num_attempts == 1 else f", {search.num_attempts} plans tried"
     logger.log(log_level, "planned %s in %.1f s%s", built.plan.digest(), search.planning_s, tried)

@@ -22,12 +22,12 @@ from torch.fx import GraphModule
 
 from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
-from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser, build
+from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser
 from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
-from chunkc.compiler.memory.decisions import with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
-from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker
+from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
@@ -56,6 +56,7 @@ class CaptureSession:
     Attributes:
         tensors: the model's; whoever casts inputs notes the copies there.
         shapes: training programs by the signature of a call.
+        graphs: what was captured, and how it is planned.
         planned: the newest plans; ``num_planned`` counts all that were made.
         started_s: when the call under way began to be captured.
     """
@@ -67,6 +68,7 @@ class CaptureSession:
         self.settings = settings
         self.tensors = ModelTensors(model, runtime.params, runtime.infos)
         self.shapes = ShapeTable(entry_maker(model, self.compile_graph))
+        self.graphs = GraphSet(runtime, weakly(self.request), weakly(self.install))
         self.planned: list[Planned] = []
         self.num_planned = 0
         self.started_s = 0.0
@@ -84,18 +86,20 @@ class CaptureSession:
         )
         self.shapes.check_room()
         self.log(captured)
-        entry.attach(self.runtime, captured)
+        entry.attach(self.runtime, captured, weakly(self.graphs.fit))
         self._planner(self, captured, entry)
         self.shapes.captured()
         return code
 
     def plan(self, captured: Captured, entry: GraphEntry) -> None:
-        """Plan and compile a whole iteration, and let ``entry`` run it; errors as `build`."""
-        request = self.request()
-        decided = with_decisions(
-            captured, tracks_grad_norm=request.options.tracks_grad_norm, scales=request.options.scales
-        )
-        self.install(build(decided, request, self.settings.compiler), entry)
+        """Plan and compile a whole iteration, and let ``entry`` run it; errors as `GraphSet.plan`."""
+        compiler, scales = self.settings.compiler, self.settings.options.scales
+        self.graphs.add(entry, RecordedGraph(captured, compiler, scales=scales))
+        try:
+            self.graphs.plan(entry)
+        except BaseException:
+            self.graphs.remove(entry)
+            raise
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
         entry.plan_by(built)

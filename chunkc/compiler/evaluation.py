@@ -57,15 +57,22 @@ class Evaluator:
     """All calls without gradients of one compiled model; ``planned``: the plans made, in order."""
 
     def __init__(self, session: CaptureSession) -> None:
-        self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph))
         self.planned: list[Planned] = []
         self._session = session
+        self._make_table()
         self._told: set[str] = set()
         self._seen = _Memory()
         self._refused = _Memory()
         self._last: Signature | None = None
 
+    def _make_table(self) -> None:
+        """An empty table of programs for the layout that there is now."""
+        self.shapes = ShapeTable(entry_maker(self._session.model, self.compile_graph))
+        self._layout = self._session.runtime.layout
+
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._layout is not self._session.runtime.layout:
+            self._make_table()
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,21 +20,15 @@ from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import capture_graph
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
-from chunkc.capture.joined import join, saved_nbytes, with_concurrent
 from chunkc.capture.symbolic import Sizes
-from chunkc.compiler.build import CompiledPlan, PlanRequest, build
 from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.graph_entry import GraphEntry
-from chunkc.compiler.memory.decisions import with_decisions
-from chunkc.compiler.segment_compiler import SegmentCompiler, compile_eager, compile_inductor
+from chunkc.compiler.graph_set import RecordedGraph
+from chunkc.compiler.segment_compiler import compile_eager, compile_inductor
 from chunkc.compiler.shape_cache import ShapeTable, entry_maker, weakly
 from chunkc.compiler.sized_entries import MAX_COMPILED_SIZES, SizedEntries
-from chunkc.errors import BudgetError
-from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
-from chunkc.ir.tiers import Tier
-from chunkc.passes import make_plan
 from chunkc.passes.lower import LoweredSegment, lower
 from chunkc.runtime.execution.bound_action import CompiledGraph, SegmentCallable
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
@@ -58,10 +51,8 @@ class BrokenForwards:
         self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph, breaks=True))
         self.reasons: list[str] = []
         self.has_data_sizes = False
-        self._alive_nbytes = 0
         self._session = session
         self._name = type(session.model).__name__
-        self._recorded: dict[GraphEntry, Captured] = {}
         self._num_unplanned = 0
         session.runtime.steps.plan_recorded = weakly(self.plan_recorded)
 
@@ -94,13 +85,10 @@ class BrokenForwards:
     def _forward(self, entries: SizedEntries, args: list[Any]) -> list[Any]:
         """Outputs of a forward graph; empties ``args``."""
         sizes = entries.forward_sizes(args)
-        entry, compiles = entries.get(sizes), entries.should_compile(sizes)
-        if entry is None or compiles or self._is_outgrown(entry):
-            with without_modes():
-                entry = self._make(entries, sizes, entries.captured_at(sizes), compiles=entries.is_compiled(sizes))
+        entry = entries.get(sizes)
+        if entry is None or entries.should_compile(sizes):
+            entry = self._make_now(entries, sizes)
         entries.use(sizes)
-        own = self._recorded.get(entry)
-        self._alive_nbytes = self._concurrent_nbytes() + (0 if own is None else _own_saved_nbytes(own))
         return entry.forward(args)
 
     def _backward(self, entries: SizedEntries, args: list[Any]) -> list[Any]:
@@ -108,73 +96,44 @@ class BrokenForwards:
         sizes = entries.backward_sizes(args)
         entry = entries.get(sizes)
         if entry is None:  # its forward ran so long ago that others have taken its place
-            with without_modes():
-                entry = self._make(entries, sizes, entries.captured_at(sizes), compiles=entries.is_compiled(sizes))
+            entry = self._make_now(entries, sizes)
         return entry.backward(args)
 
-    def _make(self, entries: SizedEntries, sizes: Sizes, captured: Captured, *, compiles: bool) -> GraphEntry:
-        """A new entry of a graph at ``sizes``, without a plan before there is a layout.
+    def _make_now(self, entries: SizedEntries, sizes: Sizes) -> GraphEntry:
+        with without_modes(), self._session.runtime.ranks.agreement_scope():
+            return self._make(entries, sizes, entries.captured_at(sizes), compiles=entries.is_compiled(sizes))
 
-        It is planned beside as much as other graphs of a call have held so far, where that fits, else beside what they
-        hold in this call.
-        """
-        entry, now_nbytes = GraphEntry(entries.family), self._concurrent_nbytes()
-        entry.attach(self._session.runtime, captured, UnplannedGraph(unplanned(captured), entries.family))
+    def _make(self, entries: SizedEntries, sizes: Sizes, captured: Captured, *, compiles: bool) -> GraphEntry:
+        """A new entry of a graph at ``sizes``, without a plan before there is a layout."""
+        session, entry = self._session, GraphEntry(entries.family)
+        fit, graphs = weakly(session.graphs.fit), session.graphs
+        entry.attach(session.runtime, captured, fit, UnplannedGraph(unplanned(captured), entries.family))
         if captured.tangents is not None:
-            most_nbytes = max(now_nbytes, entries.most_concurrent_nbytes)
-            try:
-                self._record(entry, captured, most_nbytes, compiles)
-            except BudgetError:
-                if most_nbytes == now_nbytes:
-                    raise
-                self._record(entry, captured, now_nbytes, compiles)
-            entries.most_concurrent_nbytes = most_nbytes
+            graphs.add(entry, self._recorded(captured, compiles=compiles))
+            if session.runtime.layout is not None:
+                graphs.plan(entry)
         for left in entries.put(sizes, entry, is_compiled=compiles):
             if left.uninstall():
-                self._recorded.pop(left, None)
+                graphs.remove(left)
             else:
                 entries.keep(left)
         return entry
 
-    def _record(self, entry: GraphEntry, captured: Captured, concurrent_nbytes: int, compiles: bool) -> None:
-        """Note a graph as it is beside others of its call, with its plan where there is a layout."""
-        captured = self._beside(captured, concurrent_nbytes)
-        if self._session.runtime.layout is not None:
-            self._plan_later(captured, entry, compiles)
-        self._recorded[entry] = captured
-
-    def _concurrent_nbytes(self) -> int:
-        """Bytes that the graphs of the call under way that have run so far hold for their backwards."""
-        if not self._session.runtime.ran:
-            self._alive_nbytes = 0
-        return self._alive_nbytes
-
-    def _is_outgrown(self, entry: GraphEntry) -> bool:
-        """Whether other graphs of the call hold more than ``entry`` was planned beside."""
-        own = self._recorded.get(entry)
-        return own is not None and self._concurrent_nbytes() > own.concurrent_nbytes
-
-    def _beside(self, captured: Captured, nbytes: int) -> Captured:
-        """A graph as it is in its forward: beside ``nbytes`` that earlier graphs of the same call saved."""
-        schedule = with_concurrent(captured.schedule, nbytes, _trainable(captured))
-        measures = self._session.request().options.tracks_grad_norm
-        return with_decisions(
-            replace(captured, schedule=schedule, concurrent_nbytes=nbytes), tracks_grad_norm=measures, scales=False
+    def _recorded(self, captured: Captured, *, compiles: bool) -> RecordedGraph:
+        """A graph, and how it is planned: one that may not come again, operator by operator."""
+        compiler, number = self._session.settings.compiler, len(self._session.graphs.graphs) + 1
+        is_compiled = compiles or _draws_by_seed(captured)
+        return RecordedGraph(
+            captured,
+            compiler if is_compiled else compiler.interpreter(),
+            also_trained=_trainable(captured),
+            name=f"graph {number}",
+            log_level=logging.INFO if is_compiled else logging.DEBUG,
         )
-
-    def _plan_later(self, captured: Captured, entry: GraphEntry, compiles: bool) -> None:
-        request, compiler = self._session.request(), self._session.settings.compiler
-        target = replace(request.target, model=f"{request.target.model} (a later graph)")
-        request = replace(request, target=target)
-        if compiles or _draws_by_seed(captured):
-            built = build(captured, request, compiler)
-        else:
-            built = build(captured, request, compiler.interpreter(), logging.DEBUG)
-        self._session.install(built, entry)
 
     def after_call(self) -> None:
         """A training forward has run before there was a layout; say once why it still does so."""
-        if not self._recorded:
+        if not self._session.graphs.graphs:
             return
         self._num_unplanned += 1
         if self._num_unplanned == MAX_UNPLANNED_STEPS * self._session.runtime.accumulate:
@@ -189,23 +148,15 @@ class BrokenForwards:
 
     def plan_recorded(self) -> None:
         """Plan all graphs that have run, and move parameters into chunks; BudgetError changes nothing."""
-        session, runtime = self._session, self._session.runtime
-        if not self._recorded or runtime.executor is not None:
+        graphs, runtime = self._session.graphs, self._session.runtime
+        if not graphs.graphs or runtime.executor is not None:
             return
         if runtime.layout is None:  # else an exception came between layout and executors
             with compilations_forgotten():
-                captures = list(self._recorded.values())
-                request, compiler = session.request(), session.settings.compiler
-                built = build_together(captures, request, compiler, leaves_room=self.has_data_sizes)
-            for entry, one in zip(self._recorded, built, strict=True):
-                session.install(one, entry)
-        executors = [entry.install() for entry in self._recorded]
+                graphs.plan_together(leaves_room=self.has_data_sizes)
+        executors = [entry.install() for entry in graphs.graphs]
         runtime.state.switch_to(executors[0])
         logger.info("%s runs as %d graphs from the next iteration on", self._name, len(executors))
-
-
-def _own_saved_nbytes(captured: Captured) -> int:
-    return saved_nbytes(captured.schedule, captured.concurrent_nbytes)
 
 
 def _draws_by_seed(captured: Captured) -> bool:
@@ -216,41 +167,6 @@ def _draws_by_seed(captured: Captured) -> bool:
 
 def _trainable(captured: Captured) -> list[int]:
     return [i for i, info in enumerate(captured.schedule.params) if info.trainable]
-
-
-def build_together(
-    captures: Sequence[Captured], request: PlanRequest, compiler: SegmentCompiler, *, leaves_room: bool = False
-) -> list[CompiledPlan]:
-    """Plans of several graphs of one forward over one layout, which is made from all of them.
-
-    ``captures`` are in the order in which they run forward, each as it is beside the others. Every parameter with
-    ``trainable`` gets an optimizer state, since gradients may also come from eager operators between the graphs.
-    ``leaves_room``: sizes may be larger in later calls.
-    """
-    layout = _layout(captures, request, leaves_room=leaves_room)
-    built = []
-    for number, captured in enumerate(captures, 1):
-        name = f"{request.target.model} (graph {number} of {len(captures)})"
-        one = replace(request, target=replace(request.target, model=name), layout=layout)
-        built.append(build(captured, one, compiler))
-    return built
-
-
-def _layout(captures: Sequence[Captured], request: PlanRequest, *, leaves_room: bool) -> Layout:
-    """A layout for all of ``captures``; ``leaves_room``: for more activations."""
-    schedule, cuts = join([c.schedule for c in captures], _trainable(captures[0]))
-    options = replace(request.options, cuts=cuts)
-    plan = make_plan(schedule, request.target, options, passes=request.passes).plan
-    for part in (1, 2, 4) if leaves_room else ():
-        room_nbytes = plan.memory.nonmodel_nbytes // part
-        try:
-            target = request.target.less({Tier.DEVICE: room_nbytes})
-            plan = make_plan(schedule, target, options, passes=request.passes).plan
-        except BudgetError:
-            continue
-        logger.info("data tell sizes: %d bytes of device memory are left for larger ones", room_nbytes)
-        break
-    return plan.layout
 
 
 def unplanned(captured: Captured) -> dict[GraphKind, CompiledGraph]:

@@ -6,12 +6,16 @@ tables until the model is deleted, so they must not hold on to the model.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.fx import Node
+
 from chunkc._torch_compat.core import without_modes
 from chunkc.capture.graphs import Captured
+from chunkc.capture.joined import saved_nbytes
 from chunkc.capture.tangents import Tangents
 from chunkc.compiler.build import CompiledPlan
 from chunkc.errors import ChunkcError
@@ -20,6 +24,7 @@ from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.execution.bound_action import CompiledGraph
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
+from chunkc.runtime.model.live_forwards import Held, LiveForward
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.storage.parameter_io import static_slots
 
@@ -51,24 +56,42 @@ class GraphEntry(RuntimeReference):
         super().__init__()
         self.family = family or object()
         self.unplanned: UnplannedGraph | None = None
+        self.plan: Plan | None = None
         self._built: CompiledPlan | None = None
-        self._plan: Plan | None = None
         self._graphs: Mapping[GraphKind, CompiledGraph] = {}
-        self._held_nbytes = 0
+        self._held = Held()
+        self._fit: Callable[[GraphEntry, int], None] | None = None
+        self._most_beside_nbytes = 0
         self._params: tuple[tuple[int, int], ...] = ()
         self._tangents: Tangents | None = None
 
-    def attach(self, runtime: ModelRuntime, captured: Captured, unplanned: UnplannedGraph | None = None) -> None:
-        """Run the graphs of ``captured`` by ``runtime``, and by ``unplanned`` while there is no plan."""
+    def attach(
+        self,
+        runtime: ModelRuntime,
+        captured: Captured,
+        fit: Callable[[GraphEntry, int], None],
+        unplanned: UnplannedGraph | None = None,
+    ) -> None:
+        """Run the graphs of ``captured`` by ``runtime``, and by ``unplanned`` while there is no plan.
+
+        ``fit`` lets this entry run beside so many bytes of live forwards.
+        """
         self.refer_to(runtime)
-        self.unplanned = unplanned
+        self.unplanned, self._fit = unplanned, fit
         inputs, params = captured.forward.module.graph.find_nodes(op="placeholder"), captured.forward.params
         self._params = tuple((i, params[n.name]) for i, n in enumerate(inputs) if n.name in params)
-        self._held_nbytes = captured.held_at_start_nbytes
+        self._held = _held_by(captured)
         self._tangents = captured.tangents
 
     def plan_by(self, built: CompiledPlan) -> None:
-        self._built, self._plan, self._graphs = built, built.plan, built.graphs
+        self.replace_plan(built.plan)
+        self._built, self._graphs = built, built.graphs
+
+    def replace_plan(self, plan: Plan) -> None:
+        """Run by ``plan`` from now on, of the same graphs."""
+        self.plan = plan
+        if self in self.runtime().executors:
+            self.runtime().release(self)
 
     def ran(self) -> bool:
         """Whether its forward ran in the call under way."""
@@ -77,14 +100,14 @@ class GraphEntry(RuntimeReference):
 
     def install(self) -> Executor:
         """The executor of the plan; made, with the memory that it takes, unless there is one."""
-        runtime, plan = self.runtime(), self._plan
+        runtime, plan = self.runtime(), self.plan
         if self not in runtime.executors:
             if plan is None:
                 raise ChunkcError("a captured graph was to run by its plan before it had one")
             runtime.accounting.reserve(plan.memory.device_peak_nbytes)
             static = static_slots(plan.layout, plan.program("forward").entry.resident)
             with without_modes():
-                store = runtime.parameters.adopt(plan.layout, static)
+                store = runtime.adopt(plan.layout, static)
                 runtime.executors[self] = Executor(
                     plan, store, runtime.device, self._graphs, runtime.ranks, self.family
                 )
@@ -100,21 +123,37 @@ class GraphEntry(RuntimeReference):
         if self._tangents is None and self.unplanned is not None:
             return self.unplanned.forward(args, runtime.parameters.read_param)  # nothing of it is trained
         self._check_own(runtime, args)
-        if self._plan is None and self.unplanned is not None:
-            return runtime.forward_unplanned(self.unplanned, args, self._held_nbytes)
+        self._make_fit(runtime)
+        if self.plan is None and self.unplanned is not None:
+            return runtime.forward_unplanned(self.unplanned, args, self._held)
         self._measure(runtime)
-        return runtime.forward(self.install(), args, self._held_nbytes)
+        return runtime.forward(self.install(), args, self._held)
 
     def backward(self, args: list[Any]) -> list[Any]:
         """Outputs of the backward graph, None for those that nobody asks for; empties ``args``."""
         runtime, tangents = self.runtime(), self._tangents or Tangents()
+        forward = runtime.live.find(self.family, args)
         positions = tangents.fill(args)
         reached = tangents.params_of(positions)
-        if self._plan is None and self.unplanned is not None:
-            outputs = runtime.backward_unplanned(self.unplanned, args, reached)
+        self._make_fit(runtime, forward)
+        if self.plan is None and self.unplanned is not None:
+            outputs = runtime.backward_unplanned(self.unplanned, args, reached, forward)
         else:
-            outputs = runtime.backward(self.install(), args, reached)
+            outputs = runtime.backward(self.install(), args, reached, forward)
         return [output if i in positions else None for i, output in enumerate(outputs)]
+
+    def _make_fit(self, runtime: ModelRuntime, own: LiveForward | None = None) -> None:
+        """Plan for the forwards that are alive but for ``own``, where there are more of them than ever."""
+        beside_nbytes = runtime.live.nbytes(other_than=own)
+        if self._fit is None or beside_nbytes <= self._most_beside_nbytes:
+            return
+        gc.collect()  # graphs that nobody holds any more, such as those of an exception, are not alive
+        beside_nbytes = runtime.live.nbytes(other_than=own)
+        if beside_nbytes > self._most_beside_nbytes:
+            runtime.settle()
+            with without_modes():
+                self._fit(self, beside_nbytes)
+            self._most_beside_nbytes = beside_nbytes
 
     def _check_own(self, runtime: ModelRuntime, args: list[Any]) -> None:
         """Check that compiled code runs on the parameters of the model that it was compiled for.
@@ -136,5 +175,11 @@ class GraphEntry(RuntimeReference):
         if runtime.tracks_grad_norm and self._built is not None:
             plan, self._built = self._built.measuring(), None
             if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
-                self._plan = plan
-                runtime.executors.pop(self, None)
+                self.replace_plan(plan)
+
+
+def _held_by(captured: Captured) -> Held:
+    """What the graphs of ``captured``, which stands beside nothing, hold of the device."""
+    outputs, given = captured.forward.outputs(), set(captured.user_outputs)
+    saved = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and n.name not in given)
+    return Held(captured.held_at_start_nbytes, saved_nbytes(captured.schedule, captured.concurrent_nbytes), saved)

@@ -32,12 +32,10 @@ class SizedEntries:
 
     Attributes:
         family: one object for all of them, by which the runtime knows that they are of one graph.
-        most_concurrent_nbytes: most bytes that other graphs of a call have held so far when this one ran.
     """
 
     def __init__(self) -> None:
         self.family = object()
-        self.most_concurrent_nbytes = 0
         self._captured: Captured | None = None
         self._entries: OrderedDict[Sizes, GraphEntry] = OrderedDict()
         self._compiled: set[Sizes] = set()

@@ -65,9 +65,13 @@ def with_decisions(captured: Captured, *, tracks_grad_norm: bool, scales: bool) 
     )
 
 
-def plan_with_norms(plan: Plan) -> Plan:
-    """``plan``, made without them, with what norms take in every segment; it may pass its budget then."""
-    nbytes = norms_nbytes(plan.layout.params)
+def plan_beside(plan: Plan, nbytes: int) -> Plan:
+    """``plan`` with ``nbytes`` more alive in every segment; it may pass its budget then."""
     segments = tuple(replace(segment, live_nbytes=segment.live_nbytes + nbytes) for segment in plan.segments)
     memory = replace(plan.memory, nonmodel_nbytes=plan.memory.nonmodel_nbytes + nbytes)
     return replace(plan, segments=segments, memory=memory)
+
+
+def plan_with_norms(plan: Plan) -> Plan:
+    """``plan``, made without them, with what norms take."""
+    return plan_beside(plan, norms_nbytes(plan.layout.params))

@@ -77,6 +77,7 @@ class CudaDevice:
         self.start_reading, self.pause_reading = self._reading.start, self._reading.pause
         self.resume_reading = self._reading.resume
         self.touch_home, self.pin_home, self.free_home = self._homes.touch, self._homes.pin, self._homes.free
+        self.discard_home = self._homes.discard
         self._streams = CudaStreams(name, api, self.settings)
         self.enqueue_exchanges, self.freed = self._streams.enqueue_exchanges, self.settings.freed
         self._stop = Finalizer(self, _stop, self._streams, self._homes)  # also at exit

@@ -20,7 +20,7 @@ from chunkc.ir.actions import Stream
 from chunkc.ir.plan import Plan
 from chunkc.runtime.devices.cpu_affinity import HostCores
 from chunkc.runtime.devices.debug_settings import DebugSettings
-from chunkc.runtime.devices.host_slab import LiveSlabs
+from chunkc.runtime.devices.host_slab import LiveSlabs, discard_pages
 from chunkc.runtime.devices.malloc_meter import NonModelMeter
 from chunkc.runtime.devices.protocol import Event, Launch
 from chunkc.runtime.devices.throttle import PaceLaw, Timekeeper
@@ -170,6 +170,9 @@ class EmulatedDevice:
 
     def pin_home(self, home: torch.Tensor) -> None:
         """Nothing: copies are as fast as they get."""
+
+    def discard_home(self, part: torch.Tensor) -> None:
+        discard_pages(part)
 
     def free_home(self, home: torch.Tensor) -> None:
         with self._lock:

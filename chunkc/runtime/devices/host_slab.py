@@ -60,6 +60,14 @@ def return_freed_pages() -> None:
         trim(0)
 
 
+def discard_pages(part: torch.Tensor) -> None:
+    """Give the whole pages of ``part``, of a slab, back to the system; they read as zeros. Nothing outside of Linux."""
+    start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    nbytes = part.data_ptr() + part.nbytes - start
+    if _IS_LINUX and nbytes >= mmap.PAGESIZE:
+        _advise(start, nbytes - nbytes % mmap.PAGESIZE, mmap.MADV_DONTNEED)
+
+
 class FreedPages:
     """Counts tensors that are freed one by one, and has malloc give their pages back every 16 MiB."""
 

@@ -23,7 +23,7 @@ import torch
 
 from chunkc.errors import HardwareError
 from chunkc.runtime.devices.cpu_affinity import HostCores
-from chunkc.runtime.devices.host_slab import HUGE_PAGE_NBYTES, Slab, allocate_slab
+from chunkc.runtime.devices.host_slab import HUGE_PAGE_NBYTES, Slab, allocate_slab, discard_pages
 
 _TOUCHED_NBYTES: Final = 2**26
 _MAX_THREADS: Final = 8
@@ -102,6 +102,16 @@ class HostHomes:
             home.touch(0, home.slab.nbytes, self.cores)
             self._register(home.slab.address, home.slab.mapped_nbytes)
             home.is_pinned = True
+
+    def discard(self, part: torch.Tensor) -> None:
+        """Give the pages of a part of a live home back, and pin the home no more; copies have finished."""
+        if part.numel() == 0:
+            return
+        home, _ = self._holding(part)
+        if home.is_pinned:
+            self._unregister(home.slab.address)
+            home.is_pinned = False
+        discard_pages(part)
 
     def _holding(self, part: torch.Tensor) -> tuple[Home, int]:
         address = part.data_ptr()

@@ -93,6 +93,9 @@ class Device(Protocol):
     def pin_home(self, home: torch.Tensor) -> None:
         """Take the pages that are left of a full home and pin it; idempotent; may raise `HardwareError`."""
 
+    def discard_home(self, part: torch.Tensor) -> None:
+        """Give the pages of a part of a home back, which is pinned no more; the whole is to be freed soon."""
+
     def free_home(self, home: torch.Tensor) -> None:
         """Give a home back now; views read zeros and must not be written."""
 

@@ -102,6 +102,11 @@ class GradientValues:
             values.restore_payload(index)
             self.gradients.chunk_grads.discard(index)
 
+    def leave_chunks(self) -> None:
+        """Move all gradients to host memory: the chunks go."""
+        self.spill(list(self.gradients.chunk_grads))
+        self.gradients.measured = self._state.norm_table = None
+
     def move_into_chunks(self) -> None:
         """Bring together what is apart: afterwards every gradient stands whole in its chunk."""
         values = self.parameters.values

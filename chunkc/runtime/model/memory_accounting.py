@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from chunkc._torch_compat.core import outlives
 from chunkc.ir.layout import Layout
 from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.protocol import Device
+from chunkc.runtime.model.live_forwards import Storage
+
+logger = logging.getLogger("chunkc")
 
 
 class Accounting:
     """Reservation and readings of one model on its device.
 
     Attributes:
-        held_nbytes: bytes alive before the latest forward from the one before, which a reading does not see.
+        held_nbytes: bytes alive before the latest forward from earlier ones, which a reading does not see.
         measured_peak_nbytes: arena plus the highest non-model bytes from the latest forward to its backward's end.
         num_asked_syncs: waits for the device on behalf of somebody who asked to see a value.
     """
@@ -31,13 +32,14 @@ class Accounting:
         self.num_asked_syncs = 0
         self._device = device
         self._reserved_nbytes = 0
-        self._outputs: list[tuple[Callable[[], bool], int]] = []
-        self._inputs: list[tuple[Callable[[], bool], int]] = []
+        self._warned_nbytes = 0
+        self._outputs: list[Storage] = []
+        self._inputs: list[Storage] = []
 
     def start(self, held_nbytes: int, inputs: Sequence[Any] = ()) -> None:
         """A forward begins; ``held_nbytes`` are bytes of those of its ``inputs`` that are no parameters."""
         self._is_training = True
-        self._inputs = [(is_alive, address) for is_alive, _, address in _storages(inputs)]
+        self._inputs = Storage.all_of(inputs)
         self._read_from_here(held_nbytes)
 
     def start_evaluation(self, held_nbytes: int) -> None:
@@ -47,14 +49,19 @@ class Accounting:
 
     def _read_from_here(self, held_nbytes: int) -> None:
         self._device.start_reading()
-        self.held_nbytes = held_nbytes + sum(nbytes for is_alive, nbytes in self._outputs if is_alive())
+        inputs = self.input_addresses()
+        self._outputs = [storage for storage in self._outputs if storage.is_alive()]
+        self.held_nbytes = held_nbytes + sum(s.nbytes for s in self._outputs if s.address not in inputs)
+
+    def input_addresses(self) -> set[int]:
+        """Where inputs of the latest forward stand that are still alive."""
+        return {storage.address for storage in self._inputs if storage.is_alive()}
 
     def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
-        """A forward gave ``outputs``, which the user may hold when the next begins; after the first of a
+        """A forward gave ``outputs``, which may be held when the next ones begin; after the first of a
         graph, host memory that torch takes to make its backward does not count."""
         self.measured_peak_nbytes = self._peak_nbytes(layout)
-        inputs = {address for is_alive, address in self._inputs if is_alive()}  # saved for backward, they come back
-        self._outputs = [(alive, nbytes) for alive, nbytes, address in _storages(outputs) if address not in inputs]
+        self._keep(outputs)
         if is_first:
             self._device.pause_reading()
 
@@ -63,7 +70,12 @@ class Accounting:
         self.num_evaluations += 1
         if not self._is_training:
             self.evaluation_peak_nbytes = self._peak_nbytes(layout)
-        self._outputs = [pair for pair in self._outputs if pair[0]()] + [pair[:2] for pair in _storages(outputs)]
+        self._keep(outputs)
+
+    def _keep(self, outputs: Sequence[Any]) -> None:
+        """Count ``outputs`` as held from now on, but for inputs, which come back where backward needs them."""
+        known = {*self.input_addresses(), *(storage.address for storage in self._outputs if storage.is_alive())}
+        self._outputs += [storage for storage in Storage.all_of(outputs) if storage.address not in known]
 
     def begin_backward(self) -> None:
         """A backward begins; what its caller holds counts, also if the first piece of its work lets go of it."""
@@ -76,7 +88,22 @@ class Accounting:
 
     def _peak_nbytes(self, layout: Layout | None) -> int:
         arena = 0 if layout is None else layout.arena_nbytes
-        return arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
+        peak_nbytes = arena + self.held_nbytes + self._device.read_nonmodel_nbytes()
+        if layout is not None:
+            self._warn_above_budget(layout, peak_nbytes)
+        return peak_nbytes
+
+    def _warn_above_budget(self, layout: Layout, peak_nbytes: int) -> None:
+        """Say that more was taken than the model may take; again when it is more than was said."""
+        budget_nbytes = self._device.device_budget_nbytes - self.others_nbytes(layout)[Tier.DEVICE]
+        if peak_nbytes > max(budget_nbytes, self._warned_nbytes):
+            self._warned_nbytes = peak_nbytes + peak_nbytes // 8
+            logger.warning(
+                "%d bytes of device memory were in use, %d more than the budget of %d. Tensors that the script holds "
+                "beside the model count too: let go of outputs and inputs before the next forward, or name less "
+                "memory in hw (reserve=<bytes>), so that the plan leaves room for them",
+                *(peak_nbytes, peak_nbytes - budget_nbytes, budget_nbytes),
+            )
 
     def num_unasked_syncs(self) -> int:
         """How often the host has waited for the device without anyone having asked to see a value."""
@@ -103,9 +130,3 @@ class Accounting:
             Tier.DEVICE: device.device_budget_nbytes - device.free_device_nbytes() - self._reserved_nbytes,
             Tier.HOST: device.host_budget_nbytes - device.free_host_nbytes() - own_nbytes,
         }
-
-
-def _storages(values: Sequence[Any]) -> list[tuple[Callable[[], bool], int, int]]:
-    """Of every storage behind ``values``: whether it is still alive, its bytes, and its address."""
-    storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if isinstance(v, torch.Tensor)}
-    return [(outlives(storage), storage.nbytes(), address) for address, storage in storages.items()]

@@ -9,7 +9,7 @@ model to the cold state with the parameters of the last step; inside a backward,
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,14 @@ from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
 from chunkc.runtime.model.grad_clipping import GradClipping
 from chunkc.runtime.model.gradient_values import GradientValues
+from chunkc.runtime.model.live_forwards import Held, LiveForward, LiveForwards
 from chunkc.runtime.model.memory_accounting import Accounting
 from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
 from chunkc.runtime.params.autograd_coverage import find_accumulators
 from chunkc.runtime.params.gradients import Gradients
+from chunkc.runtime.storage.chunk_store import ChunkStore
 
 
 class ModelRuntime:
@@ -53,6 +55,7 @@ class ModelRuntime:
         requested: which gradients backwards are asked for.
         saving: the latest checkpoint, done or under way (kept by what saves them).
         ran: what has run forward in the latest call.
+        live: forwards that wait for their backward.
         tracks_grad_norm: ``clipping.wants_norms`` as the call under way found it.
     """
 
@@ -81,7 +84,8 @@ class ModelRuntime:
         self.ran: list[Executor | UnplannedGraph] = []
         self.tracks_grad_norm = False
         self._num_calls = 0
-        self._call_of: dict[object, int] = {}
+        self.live = LiveForwards()
+        self._families: set[object] = set()
         self._accumulators: dict[int, Node] = {}
         self._watched: set[int] = set()
 
@@ -140,11 +144,8 @@ class ModelRuntime:
         if hooked:
             backward_rules.refuse_hooks(self.parameters, hooked)
 
-    def forward(self, executor: Executor, args: list[Any], held_nbytes: int) -> list[Any]:
-        """Run a forward program from wherever the last call left the model; RankError when ranks differ.
-
-        ``held_nbytes`` of inputs and buffers are alive before the program begins, and count as non-model data.
-        """
+    def forward(self, executor: Executor, args: list[Any], held: Held) -> list[Any]:
+        """Run a forward program from wherever the last call left the model; RankError when ranks differ."""
         program = self.state.forward_program(executor)
         executor.agree(Kind.FORWARD, program)
 
@@ -153,7 +154,7 @@ class ModelRuntime:
             self.accounting.end_forward(self.layout, outputs, is_first=is_first)
             if program.planned.entry.phase == "cold":
                 self.state.enter(ModelPhase.SAVED)
-            self._count_forward(executor)
+            self._count_forward(executor, held, outputs)
             return outputs
 
         with self.state.collective("a forward"), self.state.changing(AtStake.DEVICE):
@@ -163,25 +164,58 @@ class ModelRuntime:
             self.state.switch_to(executor)
             executor.enter_step(self.steps.log.num_steps)
             is_first = executor.num_actions == 0
-            self.accounting.start(held_nbytes, args)
+            self.accounting.start(held.at_start_nbytes, args)
             return self.state.guarded(run)
 
-    def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held_nbytes: int) -> list[Any]:
+    def forward_unplanned(self, graph: UnplannedGraph, args: list[Any], held: Held) -> list[Any]:
         self.ranks.agree(Kind.FORWARD, lambda: [f"a graph of {len(graph.used_params)} parameters, not planned yet"])
         with self.state.collective("a forward without a plan"):
             self.state.to_cold()
             with self.state.changing(AtStake.DEVICE):
                 self.state.discard_overlaid()
-            self.accounting.start(held_nbytes)
+            self.accounting.start(held.at_start_nbytes, args)
             outputs = graph.forward(args, self.parameters.read_param)
-            self.accounting.end_forward(self.layout, outputs, is_first=graph.family not in self._call_of)
-            self._count_forward(graph)
+            self.accounting.end_forward(self.layout, outputs, is_first=graph.family not in self._families)
+            self._count_forward(graph, held, outputs)
             return outputs
 
-    def _count_forward(self, graph: Executor | UnplannedGraph) -> None:
-        self._call_of[graph.family] = self._num_calls
+    def _count_forward(self, graph: Executor | UnplannedGraph, held: Held, outputs: Sequence[Any]) -> None:
+        self._families.add(graph.family)
+        self.live.add(graph.family, self._num_calls, held, outputs, self.accounting.input_addresses())
         self.ran.append(graph)
         self.num_forwards += 1
+
+    def release(self, key: object) -> None:
+        """Let go of the executor by ``key``, in whose place another will come; the model goes to the cold state."""
+        executor = self.executors[key]
+        if executor is self.executor:
+            self.state.to_cold()
+            self.parameters.join()
+        self._watched.discard(id(self.executors.pop(key)))
+
+    def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
+        """The chunks of ``layout``, into which values and gradients move unless they stand there."""
+        is_new = self.layout is not layout
+        store = self.parameters.adopt(layout, static)
+        if is_new and self.accumulate > 1:
+            self.gradient_values.move_into_chunks()
+        return store
+
+    def leave_layout(self) -> None:
+        """Get ready for another layout: cold, without executors, gradients in host memory.
+
+        Values move when the first plan of that layout is installed.
+        """
+        self.settle()
+        if self.saving is not None:
+            wait([self.saving])  # it reads the chunks
+        self.state.to_cold()
+        self.parameters.join()
+        self.gradient_values.leave_chunks()
+        self.executors.clear()
+        self.state.executor = None
+        self._watched.clear()
+        self.parameters.leave_layout()
 
     def forget(self, key: object, unplanned: UnplannedGraph | None) -> bool:
         """Let go of the executor by ``key`` and of ``unplanned``; False where one of them runs now."""
@@ -201,14 +235,16 @@ class ModelRuntime:
                 wanted = {i: self.params[i] for i in graph.graded_params if i not in self._accumulators}
                 self._accumulators |= find_accumulators(outputs, wanted)
 
-    def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
-        """Run a backward program; every trained parameter that the loss has ``reached`` then has its landed
-        gradient as ``grad``. RankError when ranks do other things."""
+    def backward(
+        self, executor: Executor, args: list[Any], reached: Set[int], forward: LiveForward | None
+    ) -> list[Any]:
+        """Run the backward program of ``forward``; every trained parameter that the loss has ``reached`` then has its
+        landed gradient as ``grad``. RankError when ranks do other things."""
         graded = frozenset(executor.graded_params)
         own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.agreement_scope():
             self.settle()
-            goes_on = self._check_backward(executor, own)
+            goes_on = self._check_backward(forward, own)
             number = self.gradients.num_micro_batches + (not goes_on)
             program = self.state.backward_program(executor, number, self.clipping.is_unscaled)
             requested = own if self.ranks.size == 1 else self._agree_on_backward(executor, program, own)
@@ -222,14 +258,14 @@ class ModelRuntime:
             self.gradients.land(graded)
             scaled_by = None if scale is None else scale.scale
             values = self.gradient_values
-            self.gradients.publish(values, values.averaged, executor.family, sorted(requested), scaled_by)
+            self.gradients.publish(values, values.averaged, sorted(requested), scaled_by)
             self.gradients.note_landed(graded, scale, is_measured=self.state.norm_table is not None)
             return outputs
 
         with self.state.collective("a backward"), self.state.changing(AtStake.GRADIENTS):
             if program.planned.entry.phase != "unreduced":
                 self.state.reduce_gradients()
-            self._begin_backward(executor, goes_on=goes_on)
+            self._begin_backward(forward, goes_on=goes_on)
             self._enter_backward(executor, program)
             self.accounting.begin_backward()
             added_to = self.gradients.accumulated
@@ -261,14 +297,16 @@ class ModelRuntime:
         is_broken = len(families) > 1 and graph.family in families
         return [backward_line(families.index(graph.family), len(families))] if is_broken else []
 
-    def backward_unplanned(self, graph: UnplannedGraph, args: list[Any], reached: Set[int]) -> list[Any]:
+    def backward_unplanned(
+        self, graph: UnplannedGraph, args: list[Any], reached: Set[int], forward: LiveForward | None
+    ) -> list[Any]:
         """Run the backward of a graph whose forward ran without a plan; gradients stay apart from chunks."""
         with self.ranks.agreement_scope():
             self.settle()
             backward_rules.refuse_scaling_parts(self.clipping.own_scale)
             graded = graph.graded_params
             own = self.requested.of_rank(graded, reached)
-            goes_on = self._check_backward(graph, own)
+            goes_on = self._check_backward(forward, own)
             numbers = self.ranks.agree(
                 Kind.BACKWARD,
                 lambda: [
@@ -283,7 +321,7 @@ class ModelRuntime:
         with self.state.collective("a backward without a plan"):
             self.state.to_cold()
             with self.state.changing(AtStake.GRADIENTS):
-                self._begin_backward(graph, goes_on=goes_on)
+                self._begin_backward(forward, goes_on=goes_on)
             self.accounting.begin_backward()
             try:
                 outputs, made = graph.backward(args, self.parameters.read_param)
@@ -293,21 +331,20 @@ class ModelRuntime:
                 for index in sorted(requested):
                     gradient = made[index] if index in own else torch.zeros_like(made[index])
                     self.gradients.add(index, values.averaged(gradient))
-                self.gradients.publish(values, values.averaged, graph.family, sorted(requested))
+                self.gradients.publish(values, values.averaged, sorted(requested))
             except BaseException:
                 self.state.lose_gradients()
                 raise
             return outputs
 
-    def _check_backward(self, executor: Executor | UnplannedGraph, requested: Set[int]) -> bool:
+    def _check_backward(self, forward: LiveForward | None, requested: Set[int]) -> bool:
         """Refuse what would add to gradients undeclared; whether it goes on with the backward under way."""
         self._check_trainable()
         missing = [i for i in requested if i in self._accumulators and not engine_runs(self._accumulators[i])]
         if missing:
             backward_rules.refuse_partial(self.parameters, sorted(missing))
-        gradients, backward, call = self.gradients, current_backward(), self._call_of.get(executor.family, -1)
-        num_forwards = sum(graph.family is executor.family for graph in self.ran)
-        if gradients.joins(backward, call, executor.family, max(1, num_forwards)):
+        gradients, backward = self.gradients, current_backward()
+        if forward is not None and backward not in forward.backwards and gradients.joins(backward, forward.call):
             return True
         is_under_way = gradients.is_under_way(backward)
         if self.accumulate == 1 and not is_under_way and all(self.params[i].grad is None for i in requested):
@@ -320,7 +357,10 @@ class ModelRuntime:
             raise AccumulationError(problem.text)
         return False
 
-    def _begin_backward(self, executor: Executor | UnplannedGraph, *, goes_on: bool) -> None:
+    def _begin_backward(self, forward: LiveForward | None, *, goes_on: bool) -> None:
+        backward = current_backward()
+        if forward is not None:
+            forward.backwards.add(backward)
         if goes_on:
             return
         if self.accumulate > 1:
@@ -328,7 +368,7 @@ class ModelRuntime:
         elif self.gradients.pending:
             self.state.to_cold()
             self.state.discard_overlaid()
-        self.gradients.begin(current_backward(), self._call_of.get(executor.family, -1))
+        self.gradients.begin(backward, -1 if forward is None else forward.call)
 
     def _enter_backward(self, executor: Executor, program: BoundProgram) -> None:
         """Bring the chunks to where the backward program begins, with param16 in all that it needs."""
@@ -357,7 +397,7 @@ class ModelRuntime:
             self.transactions.close()
             self.gradients.close()
             self._accumulators = {}
-            self._call_of.clear()
+            self.live.clear()
             self.ran.clear()
             self.executors.clear()
             self.ranks.close()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -60,6 +61,8 @@ class Parameters:
         self.foreign = ForeignUpdates()
         self.has_optimizer = False
         self._state, self._accounting, self._gradients = state, accounting, state.gradients
+        self.transactions = state.transactions
+        self._is_left = False
         self._entered: set[int] = set()
         self.store: ChunkStore | None = None
         self._values: ChunkValues | None = None
@@ -82,16 +85,30 @@ class Parameters:
         return self.staging.nbytes()
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
-        """The chunks; the first call consumes the staging store. RankError when ranks' layouts differ."""
-        if self.store is None or self._values is None:
+        """The chunks of ``layout``; RankError when ranks' layouts differ.
+
+        The first call consumes the staging store, the first one after `leave_layout` the chunks that were left.
+        """
+        if self.store is None or self._values is None or self._is_left:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
-            self.store = ChunkStore(layout, self.device)
+            left = self._values
+            if left is not None:
+                self.transactions.run(left.leave)
+            store = ChunkStore(layout, self.device)
+            values = ChunkValues(store, static, self.ranks)
+            if left is not None:
+                self.transactions.run(partial(values.take, left))
+            self.store, self._values, self._is_left = store, values, False
             self.state_spec = layout.state_spec
-            values = ChunkValues(self.store, static, self.ranks)
             self.trained = frozenset(filter(values.is_trained, range(len(self.infos))))
-            self._values = values
+        elif layout is not self.layout and layout != self.layout:
+            raise ChunkcError("a plan of a layout was to run that the model has left; please report this")
         self._values.load(self.staging)
         return self.store
+
+    def leave_layout(self) -> None:
+        """Let the next call of `adopt` move all values into chunks of another layout."""
+        self._is_left = self._values is not None
 
     def drain(self) -> None:
         """Undo what an exception has interrupted, then `join`."""

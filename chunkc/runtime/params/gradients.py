@@ -10,7 +10,6 @@ the first micro-batch that had a gradient), so that a kept handle never shows th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
@@ -56,8 +55,7 @@ class Gradients:
         self._live: set[int] = set()
         self._replaced: dict[int, torch.Tensor] = {}
         self._backward: int | None = None
-        self._call = -1
-        self._ran: Counter[object] = Counter()
+        self._calls: set[int] = set()
 
     @property
     def pending(self) -> bool:
@@ -122,9 +120,9 @@ class Gradients:
         shown = [i for i, p in enumerate(self.params) if p.grad is not None]
         return [i for i in shown if not (i in self.zeroed and self.is_handle(i))]
 
-    def joins(self, backward: int, call: int, graph: object, num_forwards: int) -> bool:
-        """Whether ``graph``, run ``num_forwards`` times in ``call``, goes on with ``backward``'s micro-batch."""
-        return backward == self._backward and call == self._call and self._ran[graph] < num_forwards
+    def joins(self, backward: int, call: int) -> bool:
+        """Whether ``backward`` has landed gradients of ``call`` already: their micro-batch goes on."""
+        return backward == self._backward and call in self._calls
 
     def is_under_way(self, backward: int) -> bool:
         """Whether ``backward`` landed the latest gradients."""
@@ -138,8 +136,10 @@ class Gradients:
         self.num_micro_batches += 1
         self.factor = self.unscaling = self.measured = None
         self.is_consumed = False
-        self._ran.clear()
-        self._backward, self._call = backward, call
+        if backward != self._backward:
+            self._calls.clear()
+        self._calls.add(call)
+        self._backward = backward
 
     def land(self, indexes: Iterable[int]) -> None:
         """Note that the gradients of ``indexes`` stand in their chunks, those withheld as zeros."""
@@ -161,16 +161,14 @@ class Gradients:
         self,
         store: ValueStore,
         averaged: Callable[[torch.Tensor], torch.Tensor],
-        graph: object,
         indexes: Iterable[int],
         scale: torch.Tensor | None = None,
     ) -> None:
-        """Set ``param.grad``, of ``store``, after ``graph`` has run backward on a loss times ``scale``.
+        """Set ``param.grad``, of ``store``, after a graph has run backward on a loss times ``scale``.
 
         A plain gradient that was there (of an eager operator, or assigned) is added, as autograd would do, ``averaged``
         over ranks, and kept for the case that this backward fails.
         """
-        self._ran[graph] += 1
         for index in indexes:
             param = self.params[index]
             if param.grad is not None and not self.is_handle(index):

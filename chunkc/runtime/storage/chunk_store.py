@@ -26,12 +26,14 @@ class ChunkStore:
     """Arena and homes of one layout, from when the store is made to ``close``.
 
     Homes take their pages as parameters come (`touch`), and are pinned when all have come (`pin`). ``snapshot`` is of
-    an earlier moment, as long as somebody reads it.
+    an earlier moment, as long as somebody reads it. What was `set_aside` is read from there, also after ``close``.
     """
 
     def __init__(self, layout: Layout, device: Device) -> None:
         self.layout = layout
         self.snapshot: Snapshot | None = None
+        self._aside_payloads: dict[int, torch.Tensor] = {}
+        self._aside_states: dict[int, ChunkStates] = {}
         self._nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._device = device
         payloads = [c for c in layout.owned() if not c.is_resident]
@@ -67,6 +69,27 @@ class ChunkStore:
         """Pin the homes, in which all parameters stand; raises `HardwareError` when the system does not."""
         for slab in (self._payload_slab, self._states_slab):
             self._device.pin_home(slab)
+
+    def set_aside(self, chunk: Chunk, payload: torch.Tensor | None, states: ChunkStates) -> None:
+        """Copy what stands in an own chunk into host memory of its own, and give the pages of its homes back.
+
+        Nothing where that was done before.
+        """
+        if chunk.index in self._aside_payloads or chunk.index in self._aside_states:
+            return
+        if payload is not None:
+            self._aside_payloads[chunk.index] = payload.to("cpu", copy=True)
+        if states:
+            self._aside_states[chunk.index] = {name: state.to("cpu", copy=True) for name, state in states.items()}
+        if not chunk.is_resident:
+            self._device.discard_home(self.payload_home_bytes(chunk))
+        if chunk.has_os_below:
+            self._device.discard_home(self.states_home_bytes(chunk))
+
+    def let_go(self, chunk: int) -> int:
+        """Free what was set aside of a chunk; return its bytes."""
+        payload, states = self._aside_payloads.pop(chunk, None), self._aside_states.pop(chunk, {})
+        return sum(t.nbytes for t in (payload, *states.values()) if t is not None)
 
     def close(self) -> None:
         """Give all memory back. The garbage collector may call this while torch traces: no operator runs here."""
@@ -132,11 +155,15 @@ class ChunkStore:
 
     def payload_home(self, chunk: Chunk) -> torch.Tensor:
         """The used elements of a host-homed payload, 1-D."""
+        if chunk.index in self._aside_payloads:
+            return self._aside_payloads[chunk.index]
         offset = self._payload_offset[chunk.index]
         return self._payload_slab[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
 
     def payload_slot(self, chunk: Chunk, slot: int) -> torch.Tensor:
         """The used elements of a payload in a slot, 1-D."""
+        if chunk.index in self._aside_payloads:
+            return self._aside_payloads[chunk.index]
         offset = self.layout.slots[slot].offset
         return self.arena[offset : offset + chunk.used_nbytes].view(_dtype(chunk.dtype))
 
@@ -150,10 +177,22 @@ class ChunkStore:
         info = self.layout.slots[slot]
         return self.arena[info.offset : info.end]
 
+    def payload_home_bytes(self, chunk: Chunk) -> torch.Tensor:
+        offset = self._payload_offset[chunk.index]
+        return self._payload_slab[offset : offset + chunk.nbytes]
+
+    def states_home_bytes(self, chunk: Chunk) -> torch.Tensor:
+        offset = self._states_offset[chunk.index]
+        return self._states_slab[offset : offset + self.layout.os_nbytes_of(chunk)]
+
     def states_home(self, chunk: Chunk) -> ChunkStates:
+        if chunk.index in self._aside_states:
+            return self._aside_states[chunk.index]
         return self._states(self._states_slab, self._states_offset[chunk.index], chunk)
 
     def states_slot(self, chunk: Chunk, slot: int) -> ChunkStates:
+        if chunk.index in self._aside_states:
+            return self._aside_states[chunk.index]
         return self._states(self.arena, self.layout.slots[slot].offset, chunk)
 
     def _states(self, memory: torch.Tensor, offset: int, chunk: Chunk) -> ChunkStates:

@@ -7,6 +7,7 @@ memory, from the first replica; of what is written each rank keeps its own part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -53,6 +54,36 @@ class ChunkValues:
             staging.forget(index)
             del exact, state
             freed.add(nbytes)
+        self.store.pin()
+
+    def leave(self) -> None:
+        """Move all chunks aside, into host memory of their own: arena and homes are given back.
+
+        No snapshot is read. One that was interrupted goes on.
+        """
+        for chunk in self._layout.owned():
+            if chunk.list is ChunkList.TRAINED:
+                self.store.set_aside(chunk, None, self._states(chunk))
+            elif chunk.list is not ChunkList.GRAD:
+                self.store.set_aside(chunk, self._payload(chunk), {})
+        self.store.close()
+
+    def take(self, left: ChunkValues) -> None:
+        """Move the values that `leave` has set aside into these chunks; all ranks together.
+
+        Parameters move in the order of the new chunks. HardwareError as `load`.
+        """
+        freed, num_left = FreedPages(), Counter(c for p in left._layout.placements for c in p.chunks)
+        for index in sorted(range(len(self._layout.params)), key=self._first_element):
+            self.store.touch(index)
+            self.write_param(index, left.read_param(index), payload=True)
+            if self.is_trained(index) and left.is_trained(index):
+                names = self._layout.state_spec.names
+                self.write_states(index, {name: left.read_state(index, name) for name in names})
+            for chunk in left._layout.placements[index].chunks:
+                num_left[chunk] -= 1
+                if not num_left[chunk]:
+                    freed.add(left.store.let_go(chunk))
         self.store.pin()
 
     def _first_element(self, index: int) -> tuple[int, int]:

@@ -1,0 +1,190 @@
+"""The captured graphs of one model, planned over its one layout.
+
+A graph is planned beside what else is alive when it runs: graphs of the same call, and forwards that wait for their
+backward. Where a plan does not fit any more, since more lives beside it or inputs are larger than before, there are
+three ways, the cheapest first:
+
+    room is left beside its arena             the plan stays, and counts more
+    it fits otherwise, in the same layout     it is planned again
+    it fits in another layout                 all graphs are planned again, and values move there from the cold state
+
+BudgetError, with budgets that suffice for all graphs together, leaves everything as it was.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from chunkc.capture.graphs import Captured
+from chunkc.capture.joined import join, with_concurrent
+from chunkc.compiler.build import CompiledPlan, PlanRequest, build
+from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.memory.decisions import plan_beside, with_decisions
+from chunkc.compiler.segment_compiler import SegmentCompiler
+from chunkc.errors import BudgetError, ChunkcError
+from chunkc.ir.layout import Layout
+from chunkc.ir.tiers import Tier
+from chunkc.passes import make_plan
+from chunkc.runtime.model.model import ModelRuntime
+
+logger = logging.getLogger("chunkc")
+
+
+@dataclass(slots=True)
+class RecordedGraph:
+    """One graph as captured, and how it is planned.
+
+    Attributes:
+        beside_nbytes: bytes of others that have been alive while it ran.
+        compiler: of its segments.
+        also_trained: parameters whose gradients come from elsewhere.
+        scales: whether the plan multiplies its tangents by a loss scale.
+        name: of the graph among others, for messages; empty for a whole forward.
+        log_level: of what is said of its plans.
+    """
+
+    captured: Captured
+    compiler: SegmentCompiler
+    beside_nbytes: int = 0
+    also_trained: Sequence[int] = ()
+    scales: bool = False
+    name: str = ""
+    log_level: int = logging.INFO
+
+
+class GraphSet:
+    """The graphs of one model by their entries; see the module docstring.
+
+    ``request`` gives the request for a plan made now, ``installed`` is told of every plan.
+    """
+
+    def __init__(
+        self,
+        runtime: ModelRuntime,
+        request: Callable[[], PlanRequest],
+        installed: Callable[[CompiledPlan, GraphEntry], None],
+    ) -> None:
+        self.graphs: dict[GraphEntry, RecordedGraph] = {}
+        self._runtime, self._request, self._installed = runtime, request, installed
+
+    def add(self, entry: GraphEntry, graph: RecordedGraph) -> None:
+        """Keep a graph beside what is alive now; it has no plan yet."""
+        self.graphs[entry] = graph
+        graph.beside_nbytes = max(graph.beside_nbytes, self._runtime.live.nbytes())
+
+    def remove(self, entry: GraphEntry) -> None:
+        self.graphs.pop(entry, None)
+
+    def plan(self, entry: GraphEntry) -> None:
+        """Plan a graph of the set in the layout, or make one; BudgetError where no layout suffices."""
+        request, graph = self._request(), self.graphs[entry]
+        try:
+            built = self._build(graph, request)
+        except BudgetError:
+            if request.layout is None:
+                raise
+        else:
+            self._installed(built, entry)
+            return
+        self._plan_in_new_layout(entry)
+
+    def plan_together(self, *, leaves_room: bool) -> None:
+        """Plan all graphs, in the order in which they run, over the layout or a first one made from all of them.
+
+        ``leaves_room``: sizes may be larger in later calls.
+        """
+        request = self._request()
+        layout = request.layout or self._joined_layout(request, list(self.graphs.values()), leaves_room=leaves_room)
+        self._install_all(self._build_all(replace(request, layout=layout), self.graphs))
+
+    def fit(self, entry: GraphEntry, beside_nbytes: int) -> None:
+        """Let a graph run beside ``beside_nbytes`` of others; BudgetError where that does not fit."""
+        graph = self.graphs.get(entry)
+        if graph is None or beside_nbytes <= graph.beside_nbytes:
+            return
+        plan, more_nbytes = entry.plan, beside_nbytes - graph.beside_nbytes
+        before, graph.beside_nbytes = graph.beside_nbytes, beside_nbytes
+        if plan is None:
+            return
+        plan = plan_beside(plan, more_nbytes)
+        fits = plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes
+        if fits and self._runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
+            entry.replace_plan(plan)
+            return
+        logger.info(
+            "%d bytes of other forwards are alive while a graph runs that was planned beside %d: it is planned again",
+            *(beside_nbytes, before),
+        )
+        try:
+            self.plan(entry)
+        except BaseException:
+            graph.beside_nbytes = before
+            raise
+
+    def _build(self, graph: RecordedGraph, request: PlanRequest) -> CompiledPlan:
+        if graph.name:
+            request = replace(request, target=replace(request.target, model=f"{request.target.model} ({graph.name})"))
+        return build(self._as_it_runs(graph, request), request, graph.compiler, graph.log_level)
+
+    def _as_it_runs(self, graph: RecordedGraph, request: PlanRequest) -> Captured:
+        """A graph beside others, with what is decided for its plan."""
+        captured, nbytes = graph.captured, graph.beside_nbytes
+        schedule = with_concurrent(captured.schedule, nbytes, graph.also_trained)
+        beside = replace(captured, schedule=schedule, concurrent_nbytes=captured.concurrent_nbytes + nbytes)
+        return with_decisions(beside, tracks_grad_norm=request.options.tracks_grad_norm, scales=graph.scales)
+
+    def _build_all(
+        self, request: PlanRequest, graphs: Mapping[GraphEntry, RecordedGraph]
+    ) -> dict[GraphEntry, CompiledPlan]:
+        return {entry: self._build(graph, request) for entry, graph in graphs.items()}
+
+    def _install_all(self, built: Mapping[GraphEntry, CompiledPlan]) -> None:
+        for entry, one in built.items():
+            self._installed(one, entry)
+
+    def _plan_in_new_layout(self, entry: GraphEntry) -> None:
+        """Plan all graphs over a layout in which ``entry`` fits; BudgetError changes nothing."""
+        runtime = self._runtime
+        request = self._request().in_new_layout()
+        logger.info("%s does not fit beside the others as they are laid out: making a new layout", request.target.model)
+        planned = {e: graph for e, graph in self.graphs.items() if e.plan is not None or e is entry}
+        graphs = {e: self._trained_as_before(graph) for e, graph in planned.items()}
+        try:
+            built = self._over_layout_of(entry, graphs, request)
+        except ChunkcError as error:
+            logger.debug("no layout of one graph serves all: %s", error)
+            joined = self._joined_layout(request, list(graphs.values()), leaves_room=False)
+            built = self._build_all(replace(request, layout=joined), graphs)
+        runtime.leave_layout()
+        self._install_all(built)
+
+    def _trained_as_before(self, graph: RecordedGraph) -> RecordedGraph:
+        trained = sorted({*graph.also_trained, *self._runtime.parameters.trained})
+        return replace(graph, also_trained=trained)
+
+    def _over_layout_of(
+        self, entry: GraphEntry, graphs: Mapping[GraphEntry, RecordedGraph], request: PlanRequest
+    ) -> dict[GraphEntry, CompiledPlan]:
+        """All plans, over the layout that is best for ``entry``."""
+        own = self._build(graphs[entry], request)
+        others = {e: graph for e, graph in graphs.items() if e is not entry}
+        return {**self._build_all(replace(request, layout=own.plan.layout), others), entry: own}
+
+    def _joined_layout(self, request: PlanRequest, graphs: Sequence[RecordedGraph], *, leaves_room: bool) -> Layout:
+        """A layout for all of ``graphs``; ``leaves_room``: for more activations."""
+        schedules = [self._as_it_runs(graph, request).schedule for graph in graphs]
+        schedule, cuts = join(schedules, graphs[0].also_trained)
+        options = replace(request.options, cuts=cuts)
+        plan = make_plan(schedule, request.target, options, passes=request.passes).plan
+        for part in (1, 2, 4) if leaves_room else ():
+            room_nbytes = plan.memory.nonmodel_nbytes // part
+            try:
+                target = request.target.less({Tier.DEVICE: room_nbytes})
+                plan = make_plan(schedule, target, options, passes=request.passes).plan
+            except BudgetError:
+                continue
+            logger.info("data tell sizes: %d bytes of device memory are left for larger ones", room_nbytes)
+            break
+        return plan.layout
