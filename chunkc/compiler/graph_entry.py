@@ -24,7 +24,7 @@ from chunkc.ir.schedule import GraphKind
 from chunkc.runtime.execution.bound_action import CompiledGraph
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
-from chunkc.runtime.model.live_forwards import Held, LiveForward
+from chunkc.runtime.model.memory_accounting import Held, LiveForward
 from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.storage.parameter_io import static_slots
 
@@ -77,7 +77,7 @@ class GraphEntry(RuntimeReference):
         ``fit`` lets this entry run beside so many bytes of live forwards.
         """
         self.refer_to(runtime)
-        self.unplanned, self._fit = unplanned, fit
+        self.unplanned, self._fit, self._most_beside_nbytes = unplanned, fit, 0
         inputs, params = captured.forward.module.graph.find_nodes(op="placeholder"), captured.forward.params
         self._params = tuple((i, params[n.name]) for i, n in enumerate(inputs) if n.name in params)
         self._held = _held_by(captured)
@@ -91,7 +91,7 @@ class GraphEntry(RuntimeReference):
         """Run by ``plan`` from now on, of the same graphs."""
         self.plan = plan
         if self in self.runtime().executors:
-            self.runtime().release(self)
+            self.runtime().state.release(self)
 
     def ran(self) -> bool:
         """Whether its forward ran in the call under way."""
@@ -179,7 +179,7 @@ class GraphEntry(RuntimeReference):
 
 
 def _held_by(captured: Captured) -> Held:
-    """What the graphs of ``captured``, which stands beside nothing, hold of the device."""
+    """The bytes of the device that ``captured``, which stands beside nothing, holds."""
     outputs, given = captured.forward.outputs(), set(captured.user_outputs)
     saved = tuple(i for i, n in enumerate(outputs) if isinstance(n, Node) and n.name not in given)
     return Held(captured.held_at_start_nbytes, saved_nbytes(captured.schedule, captured.concurrent_nbytes), saved)

@@ -32,6 +32,14 @@ from chunkc.runtime.model.model import ModelRuntime
 logger = logging.getLogger("chunkc")
 
 
+def _of_all(request: PlanRequest, num_graphs: int) -> PlanRequest:
+    """The request by whose name an error is about all graphs."""
+    if num_graphs == 1:
+        return request
+    name = f"{request.target.model}, with the {num_graphs} graphs of all its calls,"
+    return replace(request, target=replace(request.target, model=name))
+
+
 @dataclass(slots=True)
 class RecordedGraph:
     """One graph as captured, and how it is planned.
@@ -91,7 +99,7 @@ class GraphSet:
         self._plan_in_new_layout(entry)
 
     def plan_together(self, *, leaves_room: bool) -> None:
-        """Plan all graphs, in the order in which they run, over the layout or a first one made from all of them.
+        """Plan all graphs, in the order in which they run, over one layout, made from all if there is none.
 
         ``leaves_room``: sizes may be larger in later calls.
         """
@@ -155,7 +163,7 @@ class GraphSet:
             built = self._over_layout_of(entry, graphs, request)
         except ChunkcError as error:
             logger.debug("no layout of one graph serves all: %s", error)
-            joined = self._joined_layout(request, list(graphs.values()), leaves_room=False)
+            joined = self._joined_layout(_of_all(request, len(graphs)), list(graphs.values()), leaves_room=False)
             built = self._build_all(replace(request, layout=joined), graphs)
         runtime.leave_layout()
         self._install_all(built)

@@ -19,8 +19,8 @@ Optimizer = torch.optim.Optimizer
     scope="module", params=[pytest.param({}, marks=pytest.mark.slow, id="host"), pytest.param(MIXED, id="mixed")]
 )
 def captured(request: pytest.FixtureRequest) -> Pair:
-    """Up to three micro-batches a step, at a budget that forces moves."""
-    pair = Pair(wishes=request.param, accumulate=3)
+    """Up to three micro-batches a step, two alive together, at a budget that forces moves."""
+    pair = Pair("emulated-730k-16m", wishes=request.param, accumulate=3)
     pair.train(0)
     assert (min(pair.kinds().values()) > 0) == bool(request.param), pair.kinds()
     assert chunkc.stats(pair.model)["h2d_nbytes"] > 0

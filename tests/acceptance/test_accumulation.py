@@ -36,6 +36,7 @@ from training import (
 from chunkc.ir.actions import Op
 from chunkc.ir.plan import Plan
 from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.model.memory_accounting import LiveForward
 from chunkc.runtime.model.model import ModelRuntime
 
 SLOW = pytest.mark.slow
@@ -145,8 +146,10 @@ class AddsTwice(ModelRuntime):
 
     num_backwards = 0
 
-    def backward(self, executor: Executor, args: list[Any], reached: Set[int]) -> list[Any]:
-        outputs = super().backward(executor, args, reached)
+    def backward(
+        self, executor: Executor, args: list[Any], reached: Set[int], forward: LiveForward | None
+    ) -> list[Any]:
+        outputs = super().backward(executor, args, reached, forward)
         self.num_backwards += 1
         if self.num_backwards == 1:
             param = max(self.gradients.chunk_grads, key=lambda p: self.infos[p].numel)

@@ -90,7 +90,7 @@ def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded(monkey
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_micro_batches_of_several_sizes_are_alive_together(backend: str) -> None:
-    pair = pair_of(MaskedLoss, "emulated-512k-64m", backend=backend, accumulate=3)
+    pair = pair_of(MaskedLoss, "emulated-640k-64m", backend=backend, accumulate=3)
     for seed, counts in enumerate([(9, 5, 9), (5, 9, 4), (4, 4, 5), (9, 4, 5)]):
         train_picking(pair, 10 * seed, *counts)
         pair.check()
@@ -122,7 +122,7 @@ def test_a_budget_without_room_is_refused_by_its_numbers_and_the_model_goes_on()
     pair = pair_of(PickedRows, "emulated-160k-64m")
     for seed, count in enumerate((6, 9, 5)):
         train_picking(pair, seed, count)
-    with pytest.raises(chunkc.BudgetError, match="does not fit beside the arena") as refused:
+    with pytest.raises(chunkc.BudgetError, match=r"with the \d graphs of all its calls, cannot be trained") as refused:
         pair.model(*picking(1, 59))
     assert refused.value.min_device_nbytes > 160 * 1024
     for seed, count in enumerate((4, 6, 9), 3):
@@ -139,7 +139,7 @@ def test_a_graph_is_planned_again_where_those_before_it_hold_more() -> None:
         train_picking(pair, 0, count)
         numbers.append(compiled.session.num_planned)
     pair.check()
-    assert numbers[2] - numbers[1] == 4, "two graphs of the new size, and two that run after them"
+    assert numbers[2] - numbers[1] == 2, "two graphs of the new size; beside them those that run after them have room"
     assert numbers[3] - numbers[2] == 2, "those of the size that comes again are compiled"
     assert numbers[4] == numbers[3]
     stats, executors = chunkc.stats(pair.model), compiled.runtime.executors.values()

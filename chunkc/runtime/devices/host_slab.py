@@ -61,7 +61,7 @@ def return_freed_pages() -> None:
 
 
 def discard_pages(part: torch.Tensor) -> None:
-    """Give the whole pages of ``part``, of a slab, back to the system; they read as zeros. Nothing outside of Linux."""
+    """Give the whole pages of ``part``, of a slab, back to the system (Linux only); they read as zeros."""
     start = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     nbytes = part.data_ptr() + part.nbytes - start
     if _IS_LINUX and nbytes >= mmap.PAGESIZE:

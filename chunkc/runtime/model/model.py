@@ -13,6 +13,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -33,8 +34,7 @@ from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
 from chunkc.runtime.model.grad_clipping import GradClipping
 from chunkc.runtime.model.gradient_values import GradientValues
-from chunkc.runtime.model.live_forwards import Held, LiveForward, LiveForwards
-from chunkc.runtime.model.memory_accounting import Accounting
+from chunkc.runtime.model.memory_accounting import Accounting, Held, LiveForward, LiveForwards
 from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
@@ -87,7 +87,7 @@ class ModelRuntime:
         self.live = LiveForwards()
         self._families: set[object] = set()
         self._accumulators: dict[int, Node] = {}
-        self._watched: set[int] = set()
+        self._watched = WeakSet[Executor | UnplannedGraph]()
 
     @property
     def executor(self) -> Executor | None:
@@ -185,14 +185,6 @@ class ModelRuntime:
         self.ran.append(graph)
         self.num_forwards += 1
 
-    def release(self, key: object) -> None:
-        """Let go of the executor by ``key``, in whose place another will come; the model goes to the cold state."""
-        executor = self.executors[key]
-        if executor is self.executor:
-            self.state.to_cold()
-            self.parameters.join()
-        self._watched.discard(id(self.executors.pop(key)))
-
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
         """The chunks of ``layout``, into which values and gradients move unless they stand there."""
         is_new = self.layout is not layout
@@ -214,7 +206,6 @@ class ModelRuntime:
         self.gradient_values.leave_chunks()
         self.executors.clear()
         self.state.executor = None
-        self._watched.clear()
         self.parameters.leave_layout()
 
     def forget(self, key: object, unplanned: UnplannedGraph | None) -> bool:
@@ -224,22 +215,23 @@ class ModelRuntime:
         if self.executor in graphs or any(graph in self.ran for graph in graphs):
             return False
         self.executors.pop(key, None)
-        self._watched.difference_update(map(id, graphs))
         return True
 
     def watch(self, outputs: Any) -> None:
         """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
         for graph in self.ran:
-            if id(graph) not in self._watched:
-                self._watched.add(id(graph))
+            if graph not in self._watched:
+                self._watched.add(graph)
                 wanted = {i: self.params[i] for i in graph.graded_params if i not in self._accumulators}
                 self._accumulators |= find_accumulators(outputs, wanted)
 
     def backward(
         self, executor: Executor, args: list[Any], reached: Set[int], forward: LiveForward | None
     ) -> list[Any]:
-        """Run the backward program of ``forward``; every trained parameter that the loss has ``reached`` then has its
-        landed gradient as ``grad``. RankError when ranks do other things."""
+        """Run the backward program of ``forward``; RankError when ranks do other things.
+
+        Every trained parameter that the loss has ``reached`` then has its landed gradient as ``grad``.
+        """
         graded = frozenset(executor.graded_params)
         own = self.requested.of_rank(executor.graded_params, reached)
         with self.ranks.agreement_scope():

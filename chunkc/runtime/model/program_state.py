@@ -89,6 +89,12 @@ class ProgramState:
                 self.executor.join()
             self.executor = executor
 
+    def release(self, key: object) -> None:
+        """Let go of the executor by ``key``, in whose place another will come, in the cold state."""
+        if self.executors[key] is self.executor:
+            self.to_cold()
+        del self.executors[key]
+
     def collective(self, place: str) -> AbstractContextManager[None]:
         """Within the block all ranks carry out programs together; see `Ranks.collective_section`."""
         if self.ranks.size == 1:

@@ -102,7 +102,7 @@ def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -
     gradients, memory = runtime.gradients, runtime.gradient_values
     gradients.begin(1, 1)
     gradients.land(range(len(SHAPES)))
-    gradients.publish(memory, memory.averaged, "graph", range(len(SHAPES)))
+    gradients.publish(memory, memory.averaged, range(len(SHAPES)))
     for index, info in enumerate(runtime.infos):
         grad = runtime.params[index].grad
         assert grad is not None and grad.device == FAR
@@ -122,7 +122,7 @@ def test_gradients_show_on_the_device_and_wait_in_host_memory(on_device: bool) -
 def test_handing_out_gradients_allocates_nothing() -> None:
     runtime = runtime_of(layout_of(SHAPES, "bfloat16"))
     runtime.gradients.begin(1, 1)
-    runtime.gradients.publish(runtime.gradient_values, runtime.gradient_values.averaged, "graph", range(len(SHAPES)))
+    runtime.gradients.publish(runtime.gradient_values, runtime.gradient_values.averaged, range(len(SHAPES)))
     for param in runtime.params:
         assert param.grad is not None
         grad, inner = inner_of(param.grad), inner_of(param)

@@ -22,6 +22,7 @@ from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_set import GraphSet
 from chunkc.compiler.validation import unique_params
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware.usable_memory import Budget
@@ -118,7 +119,8 @@ class PlanRunner:
         session.runtime = runtime
         self.compiled.evaluator = Evaluator(session)
         captured, entry = self._captures[-1]
-        entry.attach(runtime, captured)
+        session.graphs = GraphSet(runtime, session.request, session.install)
+        entry.attach(runtime, captured, session.graphs.fit)
         session.plan(captured, entry)
 
     def train(
