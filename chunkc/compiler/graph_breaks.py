@@ -39,6 +39,10 @@ MAX_UNPLANNED_STEPS = 3
 """Steps that a forward may run for without a plan before the log says why there is none."""
 
 
+SHARE_OF_MORE = 1 / 8
+"""Of one program, by which a further one of known inputs counts: Dynamo has graphs of their own for sizes 0 and 1."""
+
+
 class BrokenForwards:
     """The graphs of one model whose forward breaks.
 
@@ -48,7 +52,8 @@ class BrokenForwards:
     """
 
     def __init__(self, session: CaptureSession) -> None:
-        self.shapes = ShapeTable(entry_maker(session.model, self.compile_graph, breaks=True))
+        make_run = entry_maker(session.model, self.compile_graph, breaks=True)
+        self.shapes = ShapeTable(make_run, share_of_more=SHARE_OF_MORE)
         self.reasons: list[str] = []
         self.has_data_sizes = False
         self._session = session

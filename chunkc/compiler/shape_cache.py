@@ -37,6 +37,9 @@ from chunkc.errors import ChunkcError, ShapeLimitError
 MAX_PROGRAMS = 64
 """Programs that one model may have for training, and as many for evaluation: ``ShapeTable.max_programs``."""
 
+MAX_IDLE = 64
+"""Entries without a program of their own that are kept, those used last."""
+
 _NUM_NAMED = 3
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _SCALARS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
@@ -195,19 +198,27 @@ class ShapeTable:
     ``num_programs``: calls that made a program (the graphs of one call count once).
     """
 
-    def __init__(self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS) -> None:
-        """``make_run`` makes the compiled function of one entry, over a code object of its own."""
+    def __init__(
+        self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS, share_of_more: float = 1.0
+    ) -> None:
+        """``make_run`` makes the compiled function of one entry, over a code object of its own.
+
+        ``share_of_more``: of one program, by which a further program of a known signature counts.
+        """
         self.max_programs = max_programs
         self.num_programs = 0
         self._make_run = make_run
+        self._share_of_more = share_of_more
+        self._counted = 0.0
         self._entries: dict[Hashable, Entry] = {}
+        self._idle: OrderedDict[Hashable, Entry] = OrderedDict()
         self._newest: deque[tuple[Shape, ...]] = deque(maxlen=_NUM_NAMED)
         self._calling: tuple[Shape, ...] = ()
         self._num_captured = 0
 
     def __contains__(self, signature: Signature) -> bool:
-        """Whether calls with ``signature`` have led to a program."""
-        return signature.key in self._entries
+        """Whether calls with ``signature`` have run here."""
+        return signature.key in self._entries or signature.key in self._idle
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -215,19 +226,31 @@ class ShapeTable:
     def call(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the entry of ``signature``, a new one if there is none and there is room (`check_room`)."""
         self._calling, self._num_captured = signature.shapes, 0
-        entry = self._entries.get(signature.key)
+        entry = self._entries.get(signature.key) or self._idle.get(signature.key)
         if entry is None:
             self.check_room()
-            entry = self._entries[signature.key] = Entry(self._make_run())
+            entry = Entry(self._make_run())
         try:
-            return self._run(entry, args, kwargs)
+            outputs = self._run(entry, args, kwargs)
+            self._idle[signature.key] = entry
+            return outputs
         finally:
             if self._num_captured:
+                self._counted += self._share_of_more if entry.num_programs else 1
                 entry.num_programs += 1
                 self.num_programs += 1
                 self._newest.append(signature.shapes)
-            if not entry.num_programs:
-                self._entries.pop(signature.key, None)
+            self._keep(signature.key, entry)
+
+    def _keep(self, key: Hashable, entry: Entry) -> None:
+        """Keep entries that have led to programs, and the newest of those that have run by others' programs."""
+        if entry.num_programs:
+            self._entries[key] = entry
+            self._idle.pop(key, None)
+        elif key in self._idle:
+            self._idle.move_to_end(key)
+            if len(self._idle) > MAX_IDLE:
+                self._idle.popitem(last=False)
 
     def _run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``entry``; CaptureFailed in place of the ways in which torch fails where data tell sizes."""
@@ -253,7 +276,7 @@ class ShapeTable:
 
     def check_room(self) -> None:
         """Raise ShapeLimitError when ``max_programs`` are made: no more programs may be."""
-        if self.num_programs >= self.max_programs:
+        if self._counted >= self.max_programs:
             newest = "; ".join(map(_shown, self._newest))
             raise ShapeLimitError(
                 f"this call, with inputs of shapes {_shown(self._calling)}, needs a program of its own, and "

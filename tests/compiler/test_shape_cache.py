@@ -12,6 +12,7 @@ from torch import nn
 
 from chunkc import ShapeLimitError
 from chunkc._torch_compat.core import fresh_code
+from chunkc.compiler import shape_cache
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, Signature, signature_of
 
 MODEL = nn.Linear(2, 2)
@@ -203,3 +204,31 @@ def test_more_guards_fail_than_dynamo_allows_one_code_object() -> None:
     assert num_graphs == table.num_programs == 2 * before + 3
     assert len(table) == 1
     assert torch._dynamo.config.recompile_limit == before
+
+
+def test_entries_that_make_no_program_are_kept_newest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls that run by what others have captured: their entry is not made, nor their frame traced, again."""
+    monkeypatch.setattr(shape_cache, "MAX_IDLE", 2)
+    num_made, numbers = 0, list[int]()
+
+    def make_run() -> Callable[..., Any]:
+        nonlocal num_made
+        num_made += 1
+        return lambda x: x
+
+    table = ShapeTable(make_run)
+    for n in (1, 2, 1, 3, 1, 2):
+        assert table.call(of(torch.ones(n)), (n,), {}) == n
+        numbers.append(num_made)
+    assert numbers == [1, 2, 2, 3, 3, 4], "3 took the place of 2"
+    assert of(torch.ones(3)) not in table and of(torch.ones(1)) in table
+    assert (len(table), table.num_programs) == (0, 0)
+
+
+def test_further_programs_of_a_known_signature_count_by_their_share() -> None:
+    table = ShapeTable(lambda: lambda x: table.captured(), max_programs=2, share_of_more=1 / 4)
+    for _ in range(5):  # 1 + 4 / 4
+        table.call(of(ONES), (1,), {})
+    assert table.num_programs == 5
+    with pytest.raises(ShapeLimitError, match="5 are made"):
+        table.call(of(torch.ones(7)), (1,), {})

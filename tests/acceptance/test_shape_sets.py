@@ -1,0 +1,169 @@
+"""Shapes that are larger than the first: the model moves to a layout that serves all, exactly, or says what would do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from pair import MIXED, Pair, Tower, batch
+from torch import nn
+
+import chunkc
+from chunkc.compiler.compiled_model import compiled_of
+from chunkc.ir.tiers import Tier
+from chunkc.runtime.devices.emulated import EmulatedDevice
+
+SMALLEST, LARGEST = 4, 36
+HW = "emulated-1600k-16m"
+"""Room for the longest batch with few chunks beside it; resident with the shortest."""
+
+
+def moves(pair: Pair) -> bool:
+    return bool(chunkc.stats(pair.model)["h2d_nbytes"])
+
+
+def layout_of(pair: Pair) -> object:
+    return compiled_of(pair.model).runtime.layout
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_growing_lengths_are_exact(backend: str) -> None:
+    pair = Pair({"eager": HW, "inductor": "emulated-1350k-16m"}[backend], backend=backend)
+    layouts = []
+    for seed, length in enumerate((SMALLEST, 16, SMALLEST, LARGEST, 16, LARGEST, SMALLEST, 23)):
+        pair.train(seed, length)
+        pair.check()
+        if not layouts or layout_of(pair) is not layouts[-1]:
+            layouts.append(layout_of(pair))
+    assert 2 <= len(layouts) <= 4, "more than the first one, and none for a length that was known"
+    stats = chunkc.stats(pair.model)
+    assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
+
+
+@pytest.mark.parametrize("wishes", [{}, MIXED], ids=["all on one side", "in all places"])
+def test_optimizer_states_and_gradients_move_with_the_model(wishes: dict[str, object], tmp_path: Path) -> None:
+    pair = Pair(HW, wishes=wishes, accumulate=3)
+    for seed in range(2):
+        pair.train(seed, SMALLEST)
+    first = layout_of(pair)
+    before = copy.deepcopy(pair.optimizer.state_dict())
+    chunkc.save_checkpoint(tmp_path / "before", pair.model, pair.optimizer)
+
+    def add(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        for number, length in enumerate((SMALLEST, SMALLEST, LARGEST)):  # two gradients move, a third is added
+            model(*batch(number, length)).backward()
+
+    pair.both(add)
+    assert layout_of(pair) is not first
+    after = pair.optimizer.state_dict()
+    for number, states in before["state"].items():
+        for name, value in states.items():
+            torch.testing.assert_close(after["state"][number][name], value, rtol=0, atol=0)
+    for (name, ours), plain in zip(pair.model.named_parameters(), pair.plain.parameters(), strict=True):
+        assert ours.grad is not None and plain.grad is not None, name
+        torch.testing.assert_close(ours.grad.clone(), plain.grad, rtol=1e-4, atol=1e-6)
+
+    def finish(_: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    pair.both(finish)
+    pair.train(5, LARGEST)
+    pair.check()
+    chunkc.load_checkpoint(tmp_path / "before", pair.model, pair.optimizer)
+    for number, states in before["state"].items():
+        for name, value in states.items():
+            torch.testing.assert_close(pair.optimizer.state_dict()["state"][number][name], value, rtol=0, atol=0)
+
+
+def test_evaluation_programs_are_made_anew_for_a_new_layout() -> None:
+    pair = Pair(HW)
+
+    def loss_of(model: nn.Module, _: torch.optim.Optimizer) -> float:
+        with torch.no_grad():
+            return float(model(*batch(9, SMALLEST)))
+
+    for length in (SMALLEST, LARGEST):
+        pair.train(length, length)
+        for _ in range(3):
+            ours, plain = pair.both(loss_of)
+            assert ours == pytest.approx(plain, rel=1e-5)
+        evaluator = compiled_of(pair.model).evaluator
+        assert evaluator.planned[-1].plan.layout == layout_of(pair)
+    pair.check()
+
+
+def test_a_number_that_a_refusal_names_serves_all_lengths() -> None:
+    """In whatever order they come."""
+    pair = Pair("emulated-400k-16m")
+    pair.train(0, SMALLEST)
+    with pytest.raises(chunkc.BudgetError) as refusal:
+        pair.model(*batch(1, LARGEST))
+    pair.train(1, SMALLEST)
+    pair.check()
+    enough = -(-refusal.value.min_device_nbytes // 1024)
+    for lengths in ((SMALLEST, LARGEST, 16), (LARGEST, SMALLEST, 16), (16, SMALLEST, LARGEST)):
+        pair = Pair(f"emulated-{enough}k-16m")
+        for seed, length in enumerate((*lengths, *lengths)):
+            pair.train(seed, length)
+        pair.check()
+
+
+def test_host_memory_holds_the_model_once_while_it_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host budget has room for one set of homes."""
+    pair = Pair(HW)
+    pair.train(0, SMALLEST)
+    device = compiled_of(pair.model).runtime.device
+    needed = chunkc.plan_of(pair.model).layout.nbytes_in(Tier.HOST)
+    pair.train(1, LARGEST)
+    assert device.host_budget_nbytes - device.free_host_nbytes() == layout_of(pair).nbytes_in(Tier.HOST)  # type: ignore[attr-defined]
+    assert needed >= 0
+    pair.check()
+
+
+@pytest.mark.parametrize("place", ["allocate_arena", "allocate_home", "discard_home"])
+def test_an_error_while_the_model_moves_loses_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(HW, wishes=MIXED)
+    for seed in range(2):
+        pair.train(seed, SMALLEST)
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, place, _refuse)
+        with pytest.raises(OSError, match="refused"):
+            pair.model(*batch(2, LARGEST))
+    pair.check()
+    for seed, length in enumerate((LARGEST, SMALLEST, LARGEST), 2):
+        pair.train(seed, length)
+        pair.check()
+
+
+def _refuse(*_: object, **__: object) -> None:
+    raise OSError("refused")
+
+
+def test_many_lengths_make_few_layouts() -> None:
+    pair, layouts = Pair(HW), list[object]()
+    lengths: Sequence[int] = [4 + (7 * i) % 33 for i in range(12)]
+    for seed, length in enumerate(lengths):
+        pair.train(seed, length)
+        if not layouts or layout_of(pair) is not layouts[-1]:
+            layouts.append(layout_of(pair))
+    pair.check()
+    assert len(layouts) <= 4
+
+
+def test_a_model_of_two_shapes_and_two_live_forwards() -> None:
+    pair = Pair(HW, accumulate=2)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        (model(*batch(1, 16)) + 2 * model(*batch(2, 9))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        pair.train(0, SMALLEST)
+        pair.both(step)
+        pair.check()
+    assert isinstance(pair.model, Tower)
