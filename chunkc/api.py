@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from chunkc._torch_compat.core import Finalizer
+from chunkc._torch_compat.core import Finalizer, without_weight_references
 from chunkc.compiler.capture_session import Settings
 from chunkc.compiler.compiled_model import CompiledModel
 from chunkc.compiler.compiled_model import compiled_of as _compiled
@@ -167,7 +167,8 @@ def compile(  # the name that torch.compile taught users
     if cores is not None:
         device.use_cores(cores)
     buffers = moved_buffers(model, device.torch_device)
-    runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
+    with without_weight_references(model.modules()):
+        runtime = ModelRuntime(infos, params, device, options.accumulate, ranks)
     runtime.parameters.state_spec = options.state_spec
     if factor is not None:
         runtime.clipping.scale_by(LossScale(device.torch_device, factor, is_dynamic=loss_scale == "dynamic"))

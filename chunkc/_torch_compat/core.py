@@ -10,7 +10,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -92,6 +92,7 @@ __all__ = [
     "tag_must_recompute",
     "tag_must_save",
     "without_modes",
+    "without_weight_references",
     "wrapper_tensor",
 ]
 
@@ -308,6 +309,19 @@ def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def without_weight_references(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block recurrent modules refer to their weights by no weak reference, which bars swapping them."""
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for module in recurrent:
+            module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in module._flat_weights]
+
+
 def swap_tensors(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange what two tensor objects are; whoever holds one of them then sees the other."""
     torch.utils.swap_tensors(first, second)  # type: ignore[no-untyped-call]
@@ -364,12 +378,17 @@ class _IgnoredFunctions(frozenset[Callable[..., Any]]):
 
 @contextmanager
 def capture_settings() -> Iterator[None]:
-    """Apply Dynamo's settings for a capture: logging breaks no graph, later hooks cause a new capture."""
+    """Apply Dynamo's settings for a capture.
+
+    Logging breaks no graph, later hooks cause a new capture, and recurrent modules are captured step by step.
+    """
     levels = {"debug", "info", "warning", "warn", "error", "exception", "critical", "log"}
     names = {n for n in dir(logging.Logger) if n in levels or n.endswith("_once")}
     methods = {getattr(logging.Logger, n) for n in names} | set(torch._dynamo.config.ignore_logging_functions)
     ignored = _IgnoredFunctions(methods)
-    settings = torch._dynamo.config.patch(ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False)
+    settings = torch._dynamo.config.patch(
+        ignore_logging_functions=ignored, skip_nnmodule_hook_guards=False, allow_rnn=True
+    )
     first = sources.next_id
     try:
         with settings:

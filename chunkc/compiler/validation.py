@@ -70,8 +70,6 @@ def _refuse_modules(model: nn.Module) -> None:
         where = f"{name or 'the model'} ({type(module).__name__})"
         if any(isinstance(p, UninitializedParameter) for p in module.parameters(recurse=False)):
             raise ChunkcError(f"{where} is lazy: run one forward in plain PyTorch first, so that its parameters exist")
-        if isinstance(module, nn.RNNBase):
-            raise ChunkcError(f"{where} is not captured by torch.compile; write the recurrence with cells, nn.LSTMCell")
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ChunkcError(f"{where} makes sparse gradients, which do not land in chunks; use sparse=False")
 

@@ -152,10 +152,10 @@ def test_more_than_the_budget_is_said(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     pair, kept = Pair("emulated-520k-64m", nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid())), []
     with caplog.at_level(logging.WARNING, "chunkc"):
-        for _ in range(6):
+        for _ in range(16):
             kept.append(pair.model(torch.randn(ROWS, WIDTH)))
             kept[-1].sum().backward()
             pair.optimizer.step()
             pair.optimizer.zero_grad()
     told = [r.getMessage() for r in caplog.records if "more than the budget of" in r.getMessage()]
-    assert 1 <= len(told) < 5 and "let go of outputs" in told[0]
+    assert 1 <= len(told) < 8 and "let go of outputs" in told[0]

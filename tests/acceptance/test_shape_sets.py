@@ -1,4 +1,4 @@
-"""Shapes that are larger than the first: the model moves to a layout that serves all, exactly, or says what would do."""
+"""Shapes that are larger than the first: the model moves to a layout that serves all, or says what would do."""
 
 from __future__ import annotations
 

@@ -250,7 +250,6 @@ def test_a_float_input_changed_in_place_under_mixed_precision_is_refused() -> No
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.LSTM(4, 4), "LSTM.*cells"),
         (lambda: nn.LazyLinear(4), "is lazy"),
         (lambda: nn.Embedding(8, 4, sparse=True), "sparse gradients"),
     ],

@@ -179,7 +179,6 @@ REFUSED: list[tuple[Callable[[], nn.Module], type[Exception], str]] = [
     (Prints, CaptureError, "breaks into several graphs"),
     (Frozen, CaptureError, "nothing to train"),
     (nn.ReLU, ChunkcError, "has no parameters"),
-    (lambda: nn.Sequential(nn.LSTM(8, 8)), ChunkcError, r"0 \(LSTM\) is not captured"),
     (lambda: nn.Linear(8, 8).double(), ChunkcError, "are not float32"),
     (lambda: "model", TypeError, "takes an nn.Module"),
 ]

@@ -64,6 +64,7 @@ class CudaDevice:
         self._take_budget()
         self.host_budget_nbytes = host_budget_nbytes
         self.leaves_slack, self.kept_host_nbytes = False, 0  # slack and free host memory are measured
+        self.reading_error_nbytes = 0
         self.settings = settings if settings is not None else DebugSettings()
         self._num_arenas = 0
         self._reserved_nbytes = 0

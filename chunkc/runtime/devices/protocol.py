@@ -55,6 +55,7 @@ class Device(Protocol):
         overhead_nbytes: what a device of this size cannot give to a model: the memory named is this more,
         leaves_slack: and, where this is true, the slack of its size (`chunkc.hardware.usable_memory`).
         kept_host_nbytes: of the host memory named, what the system and the process keep.
+        reading_error_nbytes: of others that a reading of non-model bytes may have taken in.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Device(Protocol):
     overhead_nbytes: int
     leaves_slack: bool
     kept_host_nbytes: int
+    reading_error_nbytes: int
 
     def free_device_nbytes(self) -> int: ...
 

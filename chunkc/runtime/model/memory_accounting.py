@@ -50,10 +50,13 @@ class Storage:
     address: int
 
     @staticmethod
-    def all_of(values: Iterable[Any]) -> list[Storage]:
-        """The storages behind the tensors among ``values``, each once."""
-        storages = {v.untyped_storage().data_ptr(): v.untyped_storage() for v in values if isinstance(v, torch.Tensor)}
-        return [Storage(outlives(storage), storage.nbytes(), address) for address, storage in storages.items()]
+    def behind(values: Iterable[Any]) -> list[Storage | None]:
+        """The storage behind each of ``values``, None where that is no tensor."""
+        return [Storage.of(value.untyped_storage()) if isinstance(value, torch.Tensor) else None for value in values]
+
+    @staticmethod
+    def of(storage: torch.UntypedStorage) -> Storage:
+        return Storage(outlives(storage), storage.nbytes(), storage.data_ptr())
 
 
 @dataclass(slots=True, eq=False)
@@ -86,17 +89,15 @@ class LiveForwards:
     def __init__(self) -> None:
         self._forwards: list[LiveForward] = []
 
-    def add(self, family: object, call: int, held: Held, outputs: Sequence[Any], inputs: Collection[int]) -> None:
+    def add(
+        self, family: object, call: int, held: Held, outputs: Sequence[Storage | None], inputs: Collection[int]
+    ) -> None:
         """A graph has run forward in ``call``; memory at the addresses ``inputs`` is its caller's."""
-        saved = [outputs[position] for position in held.saved]
-        given = [value for position, value in enumerate(outputs) if position not in held.saved]
-        of_caller = {*inputs, *(storage.address for storage in Storage.all_of(given))}
-        forward = LiveForward(
-            *(family, call, held.saved_nbytes),
-            saved=[storage for storage in Storage.all_of(saved) if storage.address not in of_caller],
-            given=[storage for storage in Storage.all_of(given) if storage.address not in inputs],
-        )
-        self._forwards.append(forward)
+        is_saved = frozenset(held.saved)
+        given = [s for i, s in enumerate(outputs) if s is not None and i not in is_saved and s.address not in inputs]
+        of_caller = {*inputs, *(storage.address for storage in given)}
+        saved = [s for i in held.saved if (s := outputs[i]) is not None and s.address not in of_caller]
+        self._forwards.append(LiveForward(family, call, held.saved_nbytes, saved, given))
         gone = [f for f in self._forwards if not f.is_alive()]
         left = {id(f) for f in gone if f.backwards} | {id(f) for f in gone[:-MAX_REMEMBERED]}
         self._forwards = [f for f in self._forwards if id(f) not in left]
@@ -108,7 +109,9 @@ class LiveForwards:
     def find(self, family: object, args: Sequence[Any]) -> LiveForward | None:
         """The forward whose backward takes ``args``; where nothing tells, the newest that waits for one."""
         own = [forward for forward in reversed(self._forwards) if forward.family is family]
-        addresses = {storage.address for storage in Storage.all_of(args)}
+        if len(own) == 1:
+            return own[0]
+        addresses = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
         for forward in own:
             if forward.saved_one_of(addresses):
                 return forward
@@ -143,7 +146,7 @@ class Accounting:
     def start(self, held_nbytes: int, inputs: Sequence[Any] = ()) -> None:
         """A forward begins; ``held_nbytes`` are bytes of those of its ``inputs`` that are no parameters."""
         self._is_training = True
-        self._inputs = Storage.all_of(inputs)
+        self._inputs = [storage for storage in Storage.behind(inputs) if storage is not None]
         self._read_from_here(held_nbytes)
 
     def start_evaluation(self, held_nbytes: int) -> None:
@@ -161,7 +164,7 @@ class Accounting:
         """Where inputs of the latest forward stand that are still alive."""
         return {storage.address for storage in self._inputs if storage.is_alive()}
 
-    def end_forward(self, layout: Layout | None, outputs: Sequence[Any], *, is_first: bool) -> None:
+    def end_forward(self, layout: Layout | None, outputs: Sequence[Storage | None], *, is_first: bool) -> None:
         """A forward gave ``outputs``, which may be held when the next ones begin; after the first of a
         graph, host memory that torch takes to make its backward does not count."""
         self.measured_peak_nbytes = self._peak_nbytes(layout)
@@ -174,12 +177,15 @@ class Accounting:
         self.num_evaluations += 1
         if not self._is_training:
             self.evaluation_peak_nbytes = self._peak_nbytes(layout)
-        self._keep(outputs)
+        self._keep(Storage.behind(outputs))
 
-    def _keep(self, outputs: Sequence[Any]) -> None:
+    def _keep(self, outputs: Sequence[Storage | None]) -> None:
         """Count ``outputs`` as held from now on, but for inputs, which come back where backward needs them."""
         known = {*self.input_addresses(), *(storage.address for storage in self._outputs if storage.is_alive())}
-        self._outputs += [storage for storage in Storage.all_of(outputs) if storage.address not in known]
+        for storage in outputs:
+            if storage is not None and storage.address not in known:
+                known.add(storage.address)
+                self._outputs.append(storage)
 
     def begin_backward(self) -> None:
         """A backward begins; what its caller holds counts, also if the first piece of its work lets go of it."""
@@ -200,7 +206,7 @@ class Accounting:
     def _warn_above_budget(self, peak_nbytes: int) -> None:
         """Say that more was taken than the model may take; again when it is more than was said."""
         budget_nbytes = self._device.free_device_nbytes() + self._reserved_nbytes
-        if peak_nbytes > budget_nbytes:
+        if peak_nbytes > budget_nbytes + self._device.reading_error_nbytes:
             self._warned_nbytes = peak_nbytes + peak_nbytes // 8
             logger.warning(
                 "%d bytes of device memory were in use, %d more than the budget of %d. Tensors that the script holds "

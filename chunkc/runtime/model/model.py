@@ -34,7 +34,7 @@ from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
 from chunkc.runtime.model.grad_clipping import GradClipping
 from chunkc.runtime.model.gradient_values import GradientValues
-from chunkc.runtime.model.memory_accounting import Accounting, Held, LiveForward, LiveForwards
+from chunkc.runtime.model.memory_accounting import Accounting, Held, LiveForward, LiveForwards, Storage
 from chunkc.runtime.model.optimizer_steps import OptimizerSteps
 from chunkc.runtime.model.parameters import Parameters
 from chunkc.runtime.model.program_state import AtStake, ModelPhase, ProgramState
@@ -151,10 +151,11 @@ class ModelRuntime:
 
         def run() -> list[Any]:
             outputs = executor.forward(program, args)
-            self.accounting.end_forward(self.layout, outputs, is_first=is_first)
+            storages = Storage.behind(outputs)
+            self.accounting.end_forward(self.layout, storages, is_first=is_first)
             if program.planned.entry.phase == "cold":
                 self.state.enter(ModelPhase.SAVED)
-            self._count_forward(executor, held, outputs)
+            self._count_forward(executor, held, storages)
             return outputs
 
         with self.state.collective("a forward"), self.state.changing(AtStake.DEVICE):
@@ -175,11 +176,12 @@ class ModelRuntime:
                 self.state.discard_overlaid()
             self.accounting.start(held.at_start_nbytes, args)
             outputs = graph.forward(args, self.parameters.read_param)
-            self.accounting.end_forward(self.layout, outputs, is_first=graph.family not in self._families)
-            self._count_forward(graph, held, outputs)
+            storages = Storage.behind(outputs)
+            self.accounting.end_forward(self.layout, storages, is_first=graph.family not in self._families)
+            self._count_forward(graph, held, storages)
             return outputs
 
-    def _count_forward(self, graph: Executor | UnplannedGraph, held: Held, outputs: Sequence[Any]) -> None:
+    def _count_forward(self, graph: Executor | UnplannedGraph, held: Held, outputs: Sequence[Storage | None]) -> None:
         self._families.add(graph.family)
         self.live.add(graph.family, self._num_calls, held, outputs, self.accounting.input_addresses())
         self.ran.append(graph)
