@@ -59,20 +59,26 @@ class Evaluator:
     def __init__(self, session: CaptureSession) -> None:
         self.planned: list[Planned] = []
         self._session = session
-        self._make_table()
+        self.shapes = self._make_table()
+        self._layout = session.runtime.layout
         self._told: set[str] = set()
         self._seen = _Memory()
         self._refused = _Memory()
         self._last: Signature | None = None
 
-    def _make_table(self) -> None:
-        """An empty table of programs for the layout that there is now."""
-        self.shapes = ShapeTable(entry_maker(self._session.model, self.compile_graph))
-        self._layout = self._session.runtime.layout
+    def _make_table(self) -> ShapeTable:
+        return ShapeTable(entry_maker(self._session.model, self.compile_graph))
+
+    def _follow_layout(self) -> None:
+        """Forget programs of a layout that the model has left."""
+        layout = self._session.runtime.layout
+        if layout is not self._layout and self._layout is not None:
+            most, self.shapes = self.shapes.max_programs, self._make_table()
+            self.shapes.max_programs = most
+        self._layout = layout
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._layout is not self._session.runtime.layout:
-            self._make_table()
+        self._follow_layout()
         signature = signature_of(self._session.model, args, kwargs)
         reason = self._why_gathered(signature)
         way = "as planned" if reason is None else "operator by operator"

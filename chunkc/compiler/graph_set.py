@@ -127,8 +127,13 @@ class GraphSet:
         )
         try:
             self.plan(entry)
-        except BaseException:
+        except BaseException as error:
             graph.beside_nbytes = before
+            if isinstance(error, BudgetError):
+                error.args = (
+                    f"{error} Of these, {beside_nbytes} bytes are held by other forwards of the model: those of the "
+                    "same loss, and those whose outputs are kept though no backward has run (`del loss`)",
+                )
             raise
 
     def _build(self, graph: RecordedGraph, request: PlanRequest) -> CompiledPlan:

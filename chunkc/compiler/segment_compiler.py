@@ -35,9 +35,11 @@ def compile_eager(segment: LoweredSegment) -> SegmentCallable:
     interpreter = torch.fx.Interpreter(segment.module)
 
     def run(args: list[Any]) -> Sequence[Any]:
-        outputs: Sequence[Any] = interpreter.boxed_run(args)
-        interpreter.env.clear()
-        return outputs
+        try:
+            outputs: Sequence[Any] = interpreter.boxed_run(args)
+            return outputs
+        finally:
+            interpreter.env.clear()
 
     return run
 

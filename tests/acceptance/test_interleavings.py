@@ -209,9 +209,9 @@ NUM_EXAMPLES, NUM_ADDING_EXAMPLES = (settings().max_examples,) * 2 if settings()
 
 
 def make_pair(request: pytest.FixtureRequest) -> Pair:
-    """The longest sequences come first: they lay out the arena beside which the others must fit."""
+    """The longest sequences come first: they lay out the arena. Two forwards are alive together."""
     wishes, accumulate, options = request.param
-    pair = Pair(wishes=wishes, accumulate=accumulate, **options)
+    pair = Pair("emulated-730k-16m", wishes=wishes, accumulate=accumulate, **options)
     pair.train(0, max(LENGTHS))
     assert (min(pair.kinds().values()) > 0) == bool(wishes), pair.kinds()
     return pair
