@@ -92,6 +92,8 @@ class CompiledModel:
         self.runtime.watch(outputs)
         if self.runtime.layout is None:
             self.breaks.after_call()
+        else:
+            self.runtime.parameters.outside.tell_share(type(self._model).__name__)
         self.runtime.steps.log.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
         return outputs
 

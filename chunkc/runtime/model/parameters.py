@@ -28,6 +28,7 @@ from chunkc.runtime.model.memory_accounting import Accounting
 from chunkc.runtime.model.program_state import ModelPhase, ProgramState
 from chunkc.runtime.params.manage import manage_all
 from chunkc.runtime.params.managed_tensor import inner_of
+from chunkc.runtime.params.outside_reads import OutsideReads
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.storage.parameter_io import ChunkValues, Flats
 from chunkc.runtime.storage.snapshot import SnapshotReader
@@ -48,6 +49,7 @@ class Parameters:
         trained: parameters that have, or before the first plan may get, an optimizer state.
         shells: what stands for each parameter inside compiled graphs.
         foreign: updates by other optimizers than chunkc's.
+        outside: reads outside of every plan.
     """
 
     holds: Final = "params"
@@ -59,6 +61,7 @@ class Parameters:
         self.device, self.ranks = state.device, state.ranks
         self.runtime: Any = None
         self.foreign = ForeignUpdates()
+        self.outside = OutsideReads(self.infos)
         self.has_optimizer = False
         self._state, self._accounting, self._gradients = state, accounting, state.gradients
         self.transactions = state.transactions
@@ -150,6 +153,10 @@ class Parameters:
 
     def is_entered(self) -> bool:
         return threading.get_ident() in self._entered
+
+    def note_differentiable_read(self, index: int) -> None:
+        """An operator that autograd records is about to read a parameter."""
+        self.outside.read(index, is_entered=self.is_entered())
 
     def read_param(self, index: int) -> torch.Tensor:
         """A copy in compute dtype, on the model's device."""

@@ -284,6 +284,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], managed: list
         for tensor in managed:
             _store(tensor).zero_grad(tensor.chunkc_index, tensor._chunkc_stamp)
         return args[0] if func is aten.zero_.default else None
+    if torch.is_grad_enabled():
+        for tensor in managed:
+            if tensor._role == "param" and tensor.requires_grad:
+                _store(tensor).note_differentiable_read(tensor.chunkc_index)
     values: dict[object, torch.Tensor] = {}
     for tensor in managed:
         if _value_key(tensor) not in values:
