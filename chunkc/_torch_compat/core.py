@@ -24,6 +24,7 @@ import torch._prims.rng_prims
 import torch.fx
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -64,6 +65,7 @@ __all__ = [
     "dynamo_example",
     "dynamo_value",
     "engine_runs",
+    "forget_constant_floats",
     "fresh_code",
     "graph_break",
     "hidden_from_dynamo",
@@ -396,6 +398,11 @@ def capture_settings() -> Iterator[None]:
     finally:
         if sources.next_id > first or torch._dynamo.utils.get_metrics_context()._edits:
             forget_compilations(first)
+
+
+def forget_constant_floats() -> None:
+    """Have the next capture try again to make inputs of floats; Dynamo notes by name which it took for constants."""
+    TensorifyState.clear()
 
 
 @contextmanager

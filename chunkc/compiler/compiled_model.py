@@ -5,7 +5,9 @@ Training forwards go through torch.compile into the capture session; those witho
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +18,22 @@ from chunkc._torch_compat.core import (
     CaptureFailed,
     call_plain,
     capture_settings,
+    forget_constant_floats,
     hidden_from_dynamo,
     pytree,
     shared_frames,
 )
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
 from chunkc.compiler.evaluation import Evaluator
+from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
 from chunkc.compiler.graph_breaks import BrokenForwards
 from chunkc.compiler.module_frames import add_frames
-from chunkc.compiler.shape_cache import Signature, is_data_dependent, signature_of
+from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of
 from chunkc.errors import CaptureError, ChunkcError
 from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
+
+logger = logging.getLogger("chunkc")
 
 
 class CompiledModel:
@@ -42,6 +48,7 @@ class CompiledModel:
         self.is_open = False
         self._model = model
         self._warm: dict[str, int] | None = None
+        self._floats = FloatInputs()
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -115,12 +122,39 @@ class CompiledModel:
         self.session.started_s = time.perf_counter()
         try:
             with capture_settings(), self.runtime.parameters.entering():
+                places = self._floats.changed(args, kwargs)
+                if places:
+                    return self._enter_with_floats(FloatCall.of(places, args, kwargs), args, kwargs)
                 return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):
                 raise inner.with_traceback(None) from None
             raise
+
+    def _enter_with_floats(self, call: FloatCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As one graph for any value of the floats that change; where that is not possible, one for each value."""
+        shapes, signature = self.session.shapes, signature_of(self._model, call.args, call.kwargs)
+        signature = replace(signature, numbers=numbers_of(args, kwargs))
+        reason = "it takes them for constants"
+        try:
+            forget_constant_floats()
+            return shapes.call(signature, (call.values, *call.args), call.kwargs, call.places)
+        except CaptureFailed as error:
+            if isinstance(getattr(error, "inner_exception", None), ChunkcError):
+                raise
+            reason = str(error).partition("\n")[0]
+            self._floats.refuse(args, kwargs)
+            return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
+        finally:
+            if shapes.num_programs_of(signature) > MAX_PROGRAMS_OF_FLOATS:
+                self._floats.refuse(args, kwargs)
+            if self._floats.is_refused(args, kwargs):
+                logger.info(
+                    "%s is captured anew for each value of %s, which change from call to call: %s. Keep them in "
+                    "tensors",
+                    *(type(self._model).__name__, ", ".join(signature.numbers), reason),
+                )
 
     def _enter(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As one graph where that is possible; else, unless ``fullgraph`` was asked for, as several."""

@@ -32,6 +32,7 @@ from chunkc._torch_compat.core import (
 )
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import DataDependentSizeError
+from chunkc.compiler.float_inputs import Place, float_call
 from chunkc.errors import ChunkcError, ShapeLimitError
 
 MAX_PROGRAMS = 64
@@ -55,12 +56,14 @@ class Signature:
     """The facts of a call that tell it apart; ``key`` is equal for calls that may share a program.
 
     ``frame`` is the key without shapes and strides; ``is_plain``: arguments are tensors, constants, or nests of these.
+    ``numbers`` are arguments that are numbers, as text.
     """
 
     key: Hashable
     shapes: tuple[Shape, ...]
     frame: Hashable
     is_plain: bool
+    numbers: tuple[str, ...] = ()
 
     def continues(self, earlier: Signature) -> bool:
         """Whether this is the call after ``earlier`` in a loop whose inputs grow by one: token after token."""
@@ -147,7 +150,14 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
     modes = (model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
     frame = (modes, tuple(reader.frame))
-    return Signature((frame, tuple(reader.sizes)), tuple(reader.shapes), frame, reader.is_plain)
+    sizes, shapes = tuple(reader.sizes), tuple(reader.shapes)
+    return Signature((frame, sizes), shapes, frame, reader.is_plain, numbers_of(args, kwargs))
+
+
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Arguments that are numbers, as text."""
+    named = [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]
+    return tuple(f"{name}={value!r}" for name, value in named if type(value) in (int, float))
 
 
 def weakly(method: Callable[P, R]) -> Callable[P, R]:
@@ -163,9 +173,11 @@ def weakly(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def entry_maker(
-    model: nn.Module, compile_graph: Callable[..., Any], *, breaks: bool = False
-) -> Callable[[], Callable[..., Any]]:
+RunMaker = Callable[[tuple[Place, ...]], Callable[..., Any]]
+"""Makes the compiled function of one entry; it takes the values of floats at these places first, if there are any."""
+
+
+def entry_maker(model: nn.Module, compile_graph: Callable[..., Any], *, breaks: bool = False) -> RunMaker:
     """Return a function that makes entries to ``model``'s forward, each over a code object of its own.
 
     What was compiled for them goes when that function does. Dynamo keeps the backend until then, and compiled code
@@ -174,9 +186,10 @@ def entry_maker(
     """
     releasable = ReleasableBackend(weakly(compile_graph))
 
-    def make_run() -> Callable[..., Any]:
+    def make_run(places: tuple[Place, ...]) -> Callable[..., Any]:
+        call = float_call(model, places) if places else plain_call(model)
         compiled: Callable[..., Any] = torch.compile(
-            plain_call(model), backend=releasable, fullgraph=not breaks, dynamic=None if breaks else False
+            call, backend=releasable, fullgraph=not breaks, dynamic=None if breaks else False
         )
         return compiled
 
@@ -189,6 +202,7 @@ class Entry:
     """One signature's way into torch.compile, and how many programs it has led to."""
 
     run: Callable[..., Any]
+    places: tuple[Place, ...] = ()
     num_programs: int = 0
 
 
@@ -198,9 +212,7 @@ class ShapeTable:
     ``num_programs``: calls that made a program (the graphs of one call count once).
     """
 
-    def __init__(
-        self, make_run: Callable[[], Callable[..., Any]], max_programs: int = MAX_PROGRAMS, share_of_more: float = 1.0
-    ) -> None:
+    def __init__(self, make_run: RunMaker, max_programs: int = MAX_PROGRAMS, share_of_more: float = 1.0) -> None:
         """``make_run`` makes the compiled function of one entry, over a code object of its own.
 
         ``share_of_more``: of one program, by which a further program of a known signature counts.
@@ -212,8 +224,8 @@ class ShapeTable:
         self._counted = 0.0
         self._entries: dict[Hashable, Entry] = {}
         self._idle: OrderedDict[Hashable, Entry] = OrderedDict()
-        self._newest: deque[tuple[Shape, ...]] = deque(maxlen=_NUM_NAMED)
-        self._calling: tuple[Shape, ...] = ()
+        self._newest: deque[Signature] = deque(maxlen=_NUM_NAMED)
+        self._calling: Signature | None = None
         self._num_captured = 0
 
     def __contains__(self, signature: Signature) -> bool:
@@ -223,13 +235,18 @@ class ShapeTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def call(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the entry of ``signature``, a new one if there is none and there is room (`check_room`)."""
-        self._calling, self._num_captured = signature.shapes, 0
+    def call(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], places: tuple[Place, ...] = ()
+    ) -> Any:
+        """Run the entry of ``signature``, a new one if there is none and there is room (`check_room`).
+
+        ``places`` of floats that are inputs; then ``args`` begin with their values.
+        """
+        self._calling, self._num_captured = signature, 0
         entry = self._entries.get(signature.key) or self._idle.get(signature.key)
         if entry is None:
             self.check_room()
-            entry = Entry(self._make_run())
+            entry = Entry(self._make_run(places), places)
         try:
             outputs = self._run(entry, args, kwargs)
             self._idle[signature.key] = entry
@@ -239,7 +256,7 @@ class ShapeTable:
                 self._counted += self._share_of_more if entry.num_programs else 1
                 entry.num_programs += 1
                 self.num_programs += 1
-                self._newest.append(signature.shapes)
+                self._newest.append(signature)
             self._keep(signature.key, entry)
 
     def _keep(self, key: Hashable, entry: Entry) -> None:
@@ -259,7 +276,7 @@ class ShapeTable:
         except DataDependentGuard as error:
             raise graph_break(str(error)) from error
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, DataDependentSizeError):
+            if isinstance(error.inner_exception, (DataDependentSizeError, DataDependentGuard)):
                 raise graph_break(str(error.inner_exception)) from error
             raise
 
@@ -267,8 +284,13 @@ class ShapeTable:
         try:
             return entry.run(*args, **kwargs)
         except RecompileLimitHit:  # raised in place of running, for what the signature does not know of
-            entry.run = self._make_run()
+            entry.run = self._make_run(entry.places)
             return entry.run(*args, **kwargs)
+
+    def num_programs_of(self, signature: Signature) -> int:
+        """Programs that calls with ``signature`` have led to."""
+        entry = self._entries.get(signature.key)
+        return 0 if entry is None else entry.num_programs
 
     def captured(self) -> None:
         """The backend has made a program for the call under way."""
@@ -290,6 +312,8 @@ def is_data_dependent(error: CaptureFailed) -> bool:
     return isinstance(error.__cause__, (DataDependentGuard, BackendCompilerFailed))
 
 
-def _shown(shapes: tuple[Shape, ...]) -> str:
-    shown = ", ".join(str(list(shape)) for shape in shapes[:4])
-    return (shown or "no tensor") + (", ..." if len(shapes) > 4 else "")
+def _shown(signature: Signature | None) -> str:
+    """The shapes and numbers of a call."""
+    shapes, numbers = ((), ()) if signature is None else (signature.shapes, signature.numbers)
+    shown = (", ".join(str(list(shape)) for shape in shapes[:4]) or "no tensor") + (", ..." if len(shapes) > 4 else "")
+    return f"{shown} and {', '.join(numbers[:4])}" if numbers else shown
