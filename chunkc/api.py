@@ -21,9 +21,11 @@ from chunkc.compiler.keep_fp32 import fp32_modules
 from chunkc.compiler.plan_ahead import plan_ahead
 from chunkc.compiler.segment_compiler import Backend, SegmentCompiler
 from chunkc.compiler.validation import (
+    Examples,
     check_model,
     check_plannable,
     compute_dtype,
+    examples_of,
     is_mixed,
     needs_scaling,
     param_infos,
@@ -68,7 +70,7 @@ def compile(  # the name that torch.compile taught users
     shard: str = "all",
     reduce_dtype: torch.dtype | None = None,
     fullgraph: bool = False,
-    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
+    example_inputs: Examples | None = None,
     passes: Sequence[Pass] | None = None,
     keep_fp32: Sequence[str] = (),
     reserve: int = 0,
@@ -97,6 +99,9 @@ def compile(  # the name that torch.compile taught users
         reduce_dtype: in which gradients of the ranks are added up. None: as the backend does it, NCCL in their own
             dtype, gloo in float32; ``torch.float32``: in that by NCCL, too, through 32 MiB of the device's memory.
         fullgraph: refuse forwards that break into several graphs.
+        example_inputs: shapes that are to come, as a list with the inputs of one training forward for each: a tuple by
+            position, or a dict by keyword. Their plans are made before the first forward, over one layout; BudgetError
+            is raised there when no layout serves all. Their contents are not used. One tuple or dict is one shape.
         passes: the pipeline to use instead of ``chunkc.passes.PIPELINE``.
         keep_fp32: patterns of parameter names (``"*norm*"``, ``"*.gate.weight"``) whose modules compute in fp32: their
             inputs are cast to it, their outputs back. For normalisations and routers of a model in 16 bits.
@@ -112,8 +117,7 @@ def compile(  # the name that torch.compile taught users
         ChunkcError: for a model or an option that cannot be honoured; the model is unchanged then.
         HardwareError: for an ``hw`` that cannot be used.
     """
-    if example_inputs is not None and example_inputs != ():
-        raise ChunkcError(f"example_inputs={example_inputs!r} is not built yet; leave it at its default None")
+    examples = examples_of(example_inputs)
     options = PlanOptions(
         chunk_numel=_chunk_numel(chunk_size), accumulate=_micro_batches(accumulate), state_spec=states_of(optimizer)
     )
@@ -158,6 +162,7 @@ def compile(  # the name that torch.compile taught users
         fullgraph=fullgraph,
         ranks_per_node=machine.gpus_per_node,
         in_fp32=in_fp32,
+        examples=examples,
     )
     alike = [str(target.rates)] if num_replicas > 1 else []  # they decide where updates run, which rounds differently
     ranks.agree(

@@ -28,6 +28,7 @@ from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
+from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
 from chunkc.passes import Pass, Planned, PlanOptions, Target
@@ -38,7 +39,10 @@ logger = logging.getLogger("chunkc")
 
 @dataclass(slots=True)
 class Settings:
-    """The resolved settings of one ``compile``; ``in_fp32`` modules cast the inputs that they take."""
+    """The resolved settings of one ``compile``; ``in_fp32`` modules cast the inputs that they take.
+
+    ``examples`` are inputs whose plans are still to be made before the first forward.
+    """
 
     target: Target
     options: PlanOptions
@@ -48,6 +52,7 @@ class Settings:
     fullgraph: bool = False
     ranks_per_node: int = 1
     in_fp32: Fp32Modules = field(default_factory=Fp32Modules)
+    examples: tuple[Example, ...] = ()
 
 
 class CaptureSession:
@@ -59,6 +64,7 @@ class CaptureSession:
         graphs: what was captured, and how it is planned.
         planned: the newest plans; ``num_planned`` counts all that were made.
         started_s: when the call under way began to be captured.
+        is_declaring: whether graphs are captured only, to be planned together.
     """
 
     def __init__(self, model: nn.Module, runtime: ModelRuntime, settings: Settings, planner: Planner) -> None:
@@ -72,6 +78,7 @@ class CaptureSession:
         self.planned: list[Planned] = []
         self.num_planned = 0
         self.started_s = 0.0
+        self.is_declaring = False
         self._planner = planner
         self._least: dict[Tier, int] = {}
 
@@ -87,19 +94,24 @@ class CaptureSession:
         self.shapes.check_room()
         self.log(captured)
         entry.attach(self.runtime, captured, weakly(self.graphs.fit))
-        self._planner(self, captured, entry)
+        if self.is_declaring:
+            self.graphs.add(entry, self._recorded(captured))
+        else:
+            self._planner(self, captured, entry)
         self.shapes.captured()
         return code
 
     def plan(self, captured: Captured, entry: GraphEntry) -> None:
         """Plan and compile a whole iteration, and let ``entry`` run it; errors as `GraphSet.plan`."""
-        compiler, scales = self.settings.compiler, self.settings.options.scales
-        self.graphs.add(entry, RecordedGraph(captured, compiler, scales=scales))
+        self.graphs.add(entry, self._recorded(captured))
         try:
             self.graphs.plan(entry)
         except BaseException:
             self.graphs.remove(entry)
             raise
+
+    def _recorded(self, captured: Captured) -> RecordedGraph:
+        return RecordedGraph(captured, self.settings.compiler, scales=self.settings.options.scales)
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
         entry.plan_by(built)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
 from chunkc.compiler.graph_breaks import BrokenForwards
+from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
 from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of
 from chunkc.errors import CaptureError, ChunkcError
@@ -85,6 +87,8 @@ class CompiledModel:
         self.runtime.before_forward()
         if self.runtime.layout is None and self.runtime.ranks.size > 1:
             self.session.agree_on_budgets()
+        if self.settings.examples:
+            self._declare()
         before = self.runtime.num_forwards
         if before == 1 and self._warm is None:
             self._warm = self._counts()
@@ -104,6 +108,24 @@ class CompiledModel:
         self.runtime.steps.log.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
         return outputs
 
+    def _declare(self) -> None:
+        """Capture the examples without running anything, and plan all over one layout."""
+        session, examples = self.session, self.settings.examples
+        session.is_declaring = True
+        try:
+            for args, kwargs in examples:
+                with suppress(NotPlannedYet):
+                    self._captured(*self._cast(args, kwargs), may_break=False)
+            session.is_declaring = False
+            session.graphs.plan_declared()
+        except BaseException:
+            session.graphs.graphs.clear()
+            session.shapes.clear()
+            raise
+        finally:
+            session.is_declaring = False
+        self.settings.examples = ()
+
     def counts_since_warm_up(self) -> dict[str, int]:
         """Count work that a steady state no longer does, since the second training forward began."""
         now = self._counts()
@@ -118,10 +140,12 @@ class CompiledModel:
             "num_unasked_syncs": self.runtime.accounting.num_unasked_syncs(),
         }
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, may_break: bool = True) -> Any:
         self.session.started_s = time.perf_counter()
         try:
             with capture_settings(), self.runtime.parameters.entering():
+                if not may_break:
+                    return self._enter_whole(signature_of(self._model, args, kwargs), args, kwargs)
                 places = self._floats.changed(args, kwargs)
                 if places:
                     return self._enter_with_floats(FloatCall.of(places, args, kwargs), args, kwargs)
@@ -168,14 +192,25 @@ class CompiledModel:
                 self._check_placed(args, kwargs, error)
                 self.breaks.has_data_sizes |= is_data_dependent(error)
                 if self.settings.fullgraph:
-                    raise CaptureError(
-                        f"the forward of {type(self._model).__name__} breaks into several graphs, and fullgraph=True "
-                        f"refuses that; the first break:\n{error}"
-                    ) from error
+                    raise self._breaks("fullgraph=True refuses that", error) from error
         broken_shapes.max_programs = shapes.max_programs
         add_frames(self._model)
         with shared_frames():
             return broken_shapes.call(signature, args, kwargs)
+
+    def _enter_whole(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As one graph, or CaptureError."""
+        try:
+            return self.session.shapes.call(signature, args, kwargs)
+        except BackendCompilerFailed:
+            raise
+        except CaptureFailed as error:
+            self._check_placed(args, kwargs, error)
+            raise self._breaks("its shapes cannot be declared by example_inputs", error) from error
+
+    def _breaks(self, rule: str, error: Exception) -> CaptureError:
+        name = type(self._model).__name__
+        return CaptureError(f"the forward of {name} breaks into several graphs, and {rule}; the first break:\n{error}")
 
     def _cast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in compute dtype, noting which of them are copies."""

@@ -29,6 +29,10 @@ from chunkc.runtime.model.model import ModelRuntime
 from chunkc.runtime.storage.parameter_io import static_slots
 
 
+class NotPlannedYet(ChunkcError):
+    """A graph was called whose plan is made later, with those of others."""
+
+
 class RuntimeReference:
     """A weak reference from compiled code to the runtime of its model."""
 
@@ -123,6 +127,8 @@ class GraphEntry(RuntimeReference):
         if self._tangents is None and self.unplanned is not None:
             return self.unplanned.forward(args, runtime.parameters.read_param)  # nothing of it is trained
         self._check_own(runtime, args)
+        if self.plan is None and self.unplanned is None:
+            raise NotPlannedYet("a graph was to run that is captured only")
         self._make_fit(runtime)
         if self.plan is None and self.unplanned is not None:
             return runtime.forward_unplanned(self.unplanned, args, self._held)

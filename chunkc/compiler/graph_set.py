@@ -32,6 +32,11 @@ from chunkc.runtime.model.model import ModelRuntime
 logger = logging.getLogger("chunkc")
 
 
+def _peak_nbytes(captured: Captured) -> int:
+    operators = (op for graph in captured.schedule.graphs for op in graph.operators)
+    return max((op.live_nbytes + op.workspace_nbytes for op in operators), default=0)
+
+
 def _of_all(request: PlanRequest, num_graphs: int) -> PlanRequest:
     """The request by whose name an error is about all graphs."""
     if num_graphs == 1:
@@ -107,6 +112,14 @@ class GraphSet:
         layout = request.layout or self._joined_layout(request, list(self.graphs.values()), leaves_room=leaves_room)
         self._install_all(self._build_all(replace(request, layout=layout), self.graphs))
 
+    def plan_declared(self) -> None:
+        """Plan graphs that were captured only, over one layout; BudgetError plans none."""
+        request = self._request()
+        trained = sorted(set().union(*(graph.captured.schedule.trained_params() for graph in self.graphs.values())))
+        graphs = {entry: replace(graph, also_trained=trained) for entry, graph in self.graphs.items()}
+        largest = max(graphs, key=lambda entry: _peak_nbytes(graphs[entry].captured))
+        self._install_all(self._built_together(largest, graphs, request))
+
     def fit(self, entry: GraphEntry, beside_nbytes: int) -> None:
         """Let a graph run beside ``beside_nbytes`` of others; BudgetError where that does not fit."""
         graph = self.graphs.get(entry)
@@ -164,14 +177,20 @@ class GraphSet:
         logger.info("%s does not fit beside the others as they are laid out: making a new layout", request.target.model)
         planned = {e: graph for e, graph in self.graphs.items() if e.plan is not None or e is entry}
         graphs = {e: self._trained_as_before(graph) for e, graph in planned.items()}
-        try:
-            built = self._over_layout_of(entry, graphs, request)
-        except ChunkcError as error:
-            logger.debug("no layout of one graph serves all: %s", error)
-            joined = self._joined_layout(_of_all(request, len(graphs)), list(graphs.values()), leaves_room=False)
-            built = self._build_all(replace(request, layout=joined), graphs)
+        built = self._built_together(entry, graphs, request)
         runtime.leave_layout()
         self._install_all(built)
+
+    def _built_together(
+        self, entry: GraphEntry, graphs: Mapping[GraphEntry, RecordedGraph], request: PlanRequest
+    ) -> dict[GraphEntry, CompiledPlan]:
+        """Plans over a new layout, that of ``entry`` if it serves all."""
+        try:
+            return self._over_layout_of(entry, graphs, request)
+        except ChunkcError as error:
+            logger.debug("no layout of one graph serves all: %s", error)
+        joined = self._joined_layout(_of_all(request, len(graphs)), list(graphs.values()), leaves_room=False)
+        return self._build_all(replace(request, layout=joined), graphs)
 
     def _trained_as_before(self, graph: RecordedGraph) -> RecordedGraph:
         trained = sorted({*graph.also_trained, *self._runtime.parameters.trained})

@@ -296,6 +296,12 @@ class ShapeTable:
         """The backend has made a program for the call under way."""
         self._num_captured += 1
 
+    def clear(self) -> None:
+        """Forget all entries and programs."""
+        self._entries.clear()
+        self._idle.clear()
+        self.num_programs, self._counted = 0, 0.0
+
     def check_room(self) -> None:
         """Raise ShapeLimitError when ``max_programs`` are made: no more programs may be."""
         if self._counted >= self.max_programs:

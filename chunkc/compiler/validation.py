@@ -5,7 +5,7 @@ Everything here is checked before anything changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,25 @@ def unique_params(model: nn.Module) -> dict[nn.Parameter, list[str]]:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
     return names
+
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+Examples = Mapping[str, Any] | Sequence[Any]
+"""Inputs of one forward, a tuple or a dict, or a list of such."""
+
+
+def examples_of(example_inputs: Examples | None) -> tuple[Example, ...]:
+    """The arguments of each example; ChunkcError for what is no tuple, dict, or list of these."""
+    if example_inputs is None:
+        return ()
+    examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    wrong = [type(e).__name__ for e in examples if not isinstance(e, tuple | Mapping)]
+    if wrong:
+        raise ChunkcError(
+            f"example_inputs are a list with a tuple (by position) or a dict (by keyword) for each shape, found "
+            f"{wrong[0]}: write example_inputs=[(x,), (longer_x,)]"
+        )
+    return tuple(((), dict(e)) if isinstance(e, Mapping) else (tuple(e), {}) for e in examples)
 
 
 def check_plannable(model: nn.Module) -> None:

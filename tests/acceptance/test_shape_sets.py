@@ -167,3 +167,55 @@ def test_a_model_of_two_shapes_and_two_live_forwards() -> None:
         pair.both(step)
         pair.check()
     assert isinstance(pair.model, Tower)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_declared_shapes_have_one_layout_from_the_start(backend: str) -> None:
+    model = Tower()
+    pair = Pair(HW, model, backend=backend, example_inputs=[batch(0, SMALLEST), batch(0, LARGEST), batch(0, 16)])
+    pair.train(0, SMALLEST)
+    first, num_planned = layout_of(pair), compiled_of(pair.model).session.num_planned
+    assert num_planned == 3
+    for seed, length in enumerate((16, LARGEST, SMALLEST, LARGEST), 1):
+        pair.train(seed, length)
+        pair.check()
+    assert layout_of(pair) is first and compiled_of(pair.model).session.num_planned == num_planned
+
+
+def test_declared_shapes_that_do_not_fit_are_refused_before_anything_runs() -> None:
+    """Again at each call; the number that is named is enough."""
+    pair = Pair("emulated-400k-16m", example_inputs=[batch(0, SMALLEST), batch(0, LARGEST)])
+    for _ in range(2):
+        with pytest.raises(chunkc.BudgetError) as refusal:
+            pair.model(*batch(0, SMALLEST))
+    assert compiled_of(pair.model).runtime.num_forwards == 0
+    pair.check()
+    enough = -(-refusal.value.min_device_nbytes // 1024)
+    pair = Pair(f"emulated-{enough}k-16m", example_inputs=[batch(0, SMALLEST), batch(0, LARGEST)])
+    for seed, length in enumerate((SMALLEST, LARGEST)):
+        pair.train(seed, length)
+    pair.check()
+
+
+def test_one_example_by_keyword_and_what_is_no_example() -> None:
+    tokens, targets = batch(0, 8)
+    pair = Pair(HW, example_inputs={"tokens": tokens, "targets": targets})
+    pair.train(0, 8)  # by position: another signature, planned when it comes
+    pair.check()
+    assert compiled_of(pair.model).session.num_planned == 2
+    for wrong in ([tokens], [(tokens, targets), 8], "inputs"):
+        with pytest.raises(chunkc.ChunkcError, match="a tuple \\(by position\\) or a dict"):
+            Pair(HW, example_inputs=wrong)
+
+
+class Breaks(Tower):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(tokens, targets)
+
+
+def test_a_forward_that_breaks_cannot_be_declared() -> None:
+    pair = Pair(HW, Breaks(), example_inputs=[batch(0, 8)])
+    with pytest.raises(chunkc.CaptureError, match="cannot be declared by example_inputs"):
+        pair.model(*batch(0, 8))
+    pair.check()
