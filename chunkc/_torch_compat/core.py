@@ -7,7 +7,6 @@ Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free mem
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -56,7 +55,6 @@ __all__ = [
     "aot_backend",
     "as_plain_subclass",
     "break_reason",
-    "call_plain",
     "capture_settings",
     "compiles_here",
     "current_backward",
@@ -66,7 +64,6 @@ __all__ = [
     "dynamo_value",
     "engine_runs",
     "forget_constant_floats",
-    "fresh_code",
     "graph_break",
     "hidden_from_dynamo",
     "is_capturing",
@@ -79,7 +76,6 @@ __all__ = [
     "num_forward_outputs",
     "outlives",
     "outputs_aliasing_inputs",
-    "plain_call",
     "profiler_range",
     "pytree",
     "recomputed_region",
@@ -306,14 +302,9 @@ def num_forward_outputs() -> int:
     return int(_forward_metadata().num_forward)
 
 
-def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The module's forward with its hooks, without any compiled implementation. Dynamo inlines it."""
-    return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-
 @contextmanager
 def without_weight_references(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the block recurrent modules refer to their weights by no weak reference, which bars swapping them."""
+    """Within the block recurrent modules hold no weak references to weights, which bar swapping those."""
     recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []
@@ -342,29 +333,6 @@ class Finalizer(weakref.finalize):  # type: ignore[type-arg]
     @hidden_from_dynamo
     def __call__(self, _: Any = None) -> Any:
         return super().__call__(_)
-
-
-def fresh_code(function: Any) -> Any:
-    """The same function over a code object of its own, with a name of its own.
-
-    Dynamo keeps frames and limits per code object, and notes by file, line and name which inputs change in size.
-    """
-    code = function.__code__
-    function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
-    return function
-
-
-def plain_call(model: nn.Module) -> Callable[..., Any]:
-    """`call_plain` of ``model``, as a function with `fresh_code`."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-    framed: Callable[..., Any] = fresh_code(call)
-    return framed
-
-
-_numbers = itertools.count()
 
 
 class _IgnoredFunctions(frozenset[Callable[..., Any]]):
@@ -401,7 +369,7 @@ def capture_settings() -> Iterator[None]:
 
 
 def forget_constant_floats() -> None:
-    """Have the next capture try again to make inputs of floats; Dynamo notes by name which it took for constants."""
+    """Have the next capture try again to make inputs of floats that Dynamo has taken for constants."""
     TensorifyState.clear()
 
 

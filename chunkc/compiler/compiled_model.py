@@ -17,13 +17,13 @@ from torch import nn
 from chunkc._torch_compat.core import (
     BackendCompilerFailed,
     CaptureFailed,
-    call_plain,
     capture_settings,
     forget_constant_floats,
     hidden_from_dynamo,
     pytree,
     shared_frames,
 )
+from chunkc._torch_compat.frames import call_plain
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
@@ -157,7 +157,7 @@ class CompiledModel:
             raise
 
     def _enter_with_floats(self, call: FloatCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As one graph for any value of the floats that change; where that is not possible, one for each value."""
+        """As one graph for any value of the floats that change, or else one for each value."""
         shapes, signature = self.session.shapes, signature_of(self._model, call.args, call.kwargs)
         signature = replace(signature, numbers=numbers_of(args, kwargs))
         reason = "it takes them for constants"

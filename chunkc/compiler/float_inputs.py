@@ -1,4 +1,4 @@
-"""Python floats among the arguments of a forward that change from call to call: an annealed weight, a temperature.
+"""Floats among the arguments of a forward that change from call to call: an annealed weight.
 
 Capture takes the value of a float for a constant, so each value would need a program of its own. From the second value
 on, the float is an input of the graph: it is handed over as a tensor, which the captured forward reads back.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat.core import fresh_code
+from chunkc._torch_compat.frames import fresh_code
 
 Place = int | str
 """Of an argument: its position, or its keyword."""
@@ -32,7 +32,7 @@ _INPUT = "\0a float that is an input"
 
 @dataclass(frozen=True, slots=True)
 class FloatCall:
-    """One call with floats at ``places`` handed over as ``values``; ``args`` and ``kwargs`` have a mark there."""
+    """One call whose floats at ``places`` are ``values``; ``args`` and ``kwargs`` have a mark there."""
 
     places: tuple[Place, ...]
     values: tuple[torch.Tensor, ...]
@@ -83,7 +83,7 @@ def _form(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Place, ...]:
 
 
 def float_call(model: nn.Module, places: tuple[Place, ...]) -> Callable[..., Any]:
-    """``model``'s plain forward on the values of floats at ``places``, then its arguments; over code of its own."""
+    """``model``'s plain forward, over code of its own: on floats at ``places``, then its arguments."""
 
     def call(values: tuple[torch.Tensor, ...], *args: Any, **kwargs: Any) -> Any:
         given, keywords = list(args), dict(kwargs)  # Dynamo gives back what changes in its inputs

@@ -18,7 +18,7 @@ logger = logging.getLogger("chunkc")
 
 
 class OutsideReads:
-    """Reads of one model's parameters by operators that autograd records; ``between`` graphs of a call, by index."""
+    """Reads of parameters by operators that autograd records; ``between`` graphs of a call, by index."""
 
     def __init__(self, infos: Sequence[ParamInfo]) -> None:
         self.between: set[int] = set()
@@ -42,7 +42,7 @@ class OutsideReads:
             )
 
     def tell_share(self, name: str) -> None:
-        """Say which share of the parameters' bytes is read between the graphs of a call, if it has grown by a tenth."""
+        """Say which share of the parameters' bytes is read between graphs, if it has grown by a tenth."""
         if not self.between:
             return
         outside_nbytes = sum(self._infos[i].nbytes for i in self.between)

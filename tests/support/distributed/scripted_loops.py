@@ -29,7 +29,7 @@ import chunkc
 LR = 1e-2
 EPS = 1e-4
 MAX_NORM = 0.815
-TIGHT = "emulated-400k-64m"
+TIGHT = "emulated-480k-64m"
 Inputs = tuple[torch.Tensor, ...]
 Clip = Callable[[nn.Module, float], torch.Tensor]
 TOLERANCES = {"gradients": 1e-5, "params": 1e-3 * LR, "states": 1e-3, "norm": 1e-5}
