@@ -136,4 +136,3 @@ ALL: tuple[Architecture, ...] = (
         images=True,
     ),
 )  # fmt: skip
-BY_NAME = {architecture.name: architecture for architecture in ALL}

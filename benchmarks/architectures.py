@@ -1,9 +1,9 @@
 """The matrix: every architecture trains as plain PyTorch does, in little more than its least memory.
 
-For each model of ``architecture_models.py``: eager PyTorch with ``torch.optim.AdamW`` trains five steps in fp32, then
-chunkc does on an emulated device of 1.05 times the smallest budget that ``BudgetError`` names. Compared are all
-elements of the first gradients, of the final parameters and both moments, and the losses. The script prints a table,
-writes it to docs/architectures.md, and ends with exit code 1 when a model fails.
+For each model of ``architecture_models.py`` and ``handwritten_models.py``: eager PyTorch with ``torch.optim.AdamW``
+trains five steps in fp32, then chunkc does on an emulated device of 1.05 times the smallest budget that ``BudgetError``
+names. Compared are all elements of the first gradients, of the final parameters and both moments, and the losses. The
+script prints a table, writes it to docs/architectures.md, and ends with exit code 1 when a model fails.
 
     OMP_WAIT_POLICY=passive python benchmarks/architectures.py
 """
@@ -19,7 +19,11 @@ from pathlib import Path
 
 import torch
 import transformers
-from architecture_models import ALL, BY_NAME, Architecture, Batch
+from architecture_models import ALL as OF_TRANSFORMERS
+from architecture_models import Architecture as OfTransformers
+from architecture_models import Batch
+from handwritten_models import ALL as HANDWRITTEN
+from handwritten_models import Handwritten
 from torch import nn
 
 import chunkc
@@ -29,6 +33,9 @@ NUM_STEPS, SPARE = 5, 1.05
 OPTIMIZER = {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.1}
 TOLERANCES = {"gradients": 1e-6, "parameters": 1e-3, "m": 1e-3, "v": 1e-3, "loss": 1e-5}
 Values = dict[str, torch.Tensor]
+Architecture = OfTransformers | Handwritten
+ALL: tuple[Architecture, ...] = (*OF_TRANSFORMERS, *HANDWRITTEN)
+BY_NAME = {architecture.name: architecture for architecture in ALL}
 
 
 @dataclass(slots=True)

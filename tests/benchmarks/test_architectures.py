@@ -15,8 +15,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "opt", "bloom", "gpt_neox", "phi", "falcon", "bert", "roberta",
     "deberta-v2", "t5", "bart", "mixtral", "vit", "mamba", "gpt2", "resnet",
+    "gcn", "gat", "experts by masks", "lstm", "gru", "two towers", "unet", "dit", "mixer", "vae",
 )  # fmt: skip
-OFTEN = ("gpt2",)
+OFTEN = ("gpt2", "gat")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     import architectures
 
     yield architectures
-    for name in ("architectures", "architecture_models"):
+    for name in ("architectures", "architecture_models", "handwritten_models"):
         sys.modules.pop(name, None)
 
 
