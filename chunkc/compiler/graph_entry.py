@@ -128,7 +128,7 @@ class GraphEntry(RuntimeReference):
             return self.unplanned.forward(args, runtime.parameters.read_param)  # nothing of it is trained
         self._check_own(runtime, args)
         if self.plan is None and self.unplanned is None:
-            raise NotPlannedYet("a graph was to run that is captured only")
+            raise NotPlannedYet("a captured graph was to run by its plan before it had one")
         self._make_fit(runtime)
         if self.plan is None and self.unplanned is not None:
             return runtime.forward_unplanned(self.unplanned, args, self._held)

@@ -49,7 +49,7 @@ def refuse_more(
     if stale:
         return Undeclared(
             f"{parameters.names(stale)} still hold gradients that step() has consumed; the next ones cannot be added "
-            "to them. Call zero_grad() after each step(), before any further backward: also before one that only passes "
+            "to them. Call zero_grad() after each step(), before any further backward, also one that only passes "
             "through this model, as a generator's does through its discriminator"
         )
     if gradients.num_micro_batches < gradients.accumulate:
