@@ -20,7 +20,7 @@ from chunkc.capture.graphs import Captured
 from chunkc.compiler.debug import explain
 from chunkc.compiler.device_selection import check_free_memory
 from chunkc.compiler.memory.correct import corrected, stated
-from chunkc.compiler.memory.decisions import plan_with_norms, with_norms
+from chunkc.compiler.memory.decisions import plan_beside, plan_with_norms, with_norms
 from chunkc.compiler.memory.iteration import SegmentBytes, iteration_bytes
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError
@@ -109,14 +109,16 @@ class CompiledPlan:
         code = {s.name: s.module.code.strip() for low in self.lowered.values() for s in low.segments}
         explain(ReportedPlan.of(self.plan), self.plan.stages, code)
 
-    def measuring(self) -> Plan | None:
+    def measuring(self, more_nbytes: int = 0) -> Plan | None:
         """The same with programs that measure gradients as they land, verified; the graphs serve it as well.
+
+        ``more_nbytes`` of others are alive than when this was made.
 
         None where the plan measures them already, or the budget leaves no room for what norms take.
         """
         if self.plan.tracks_grad_norm:
             return None
-        plan = plan_with_norms(measuring_plan(self.planned, self.passes))
+        plan = plan_beside(plan_with_norms(measuring_plan(self.planned, self.passes)), more_nbytes)
         missing_nbytes = plan.memory.device_peak_nbytes - plan.memory.device_budget_nbytes
         if missing_nbytes > 0:
             logger.warning(

@@ -127,7 +127,7 @@ class CaptureSession:
     def request(self) -> PlanRequest:
         """Return the request for a plan made now, with the budgets that other models leave."""
         settings, runtime = self.settings, self.runtime
-        accounting, layout = runtime.accounting, runtime.layout
+        accounting, layout = runtime.accounting, runtime.parameters.next_layout
         if any(accounting.others_nbytes(layout).values()):
             gc.collect()  # a model that nobody holds any more, such as that of a notebook cell run again, still has it
         target = settings.target.less(accounting.others_nbytes(layout))

@@ -32,7 +32,6 @@ from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
 from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of
 from chunkc.errors import CaptureError, ChunkcError
-from chunkc.runtime.execution.executor import Executor
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -105,7 +104,7 @@ class CompiledModel:
             self.breaks.after_call()
         else:
             self.runtime.parameters.outside.tell_share(type(self._model).__name__)
-        self.runtime.steps.log.forward([graph.plan for graph in self.runtime.ran if isinstance(graph, Executor)])
+        self.runtime.steps.log.forward([ran.plan for ran in self.runtime.ran if ran.plan is not None])
         return outputs
 
     def _declare(self) -> None:

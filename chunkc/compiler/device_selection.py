@@ -33,7 +33,9 @@ from chunkc.hardware import Hardware, PresentGpu, free_host_nbytes, present_gpu
 from chunkc.hardware.assumptions import assumed
 from chunkc.hardware.host_memory import HOST_MEMORY
 from chunkc.hardware.usable_memory import UsableMemory
+from chunkc.ir.layout import Layout
 from chunkc.ir.plan import Plan
+from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.cpu_affinity import HostCores, usable_cores
 from chunkc.runtime.devices.cuda import CudaDevice
 from chunkc.runtime.devices.cuda_api import CudaApi
@@ -167,6 +169,17 @@ def count_libraries(device: SharedDevice) -> None:
     """Subtract from the budget of a GPU what libraries have taken of it since the device was made."""
     if isinstance(device, SharedCuda):
         device.count_libraries()
+
+
+def check_room_aside(layout: Layout, ranks_per_node: int) -> None:
+    """Refuse, by HardwareError, to copy what ``layout`` keeps on a GPU into host memory that is not free."""
+    nbytes, free = layout.nbytes_in(Tier.DEVICE) * ranks_per_node, free_host_nbytes()
+    if nbytes > free:
+        raise HardwareError(
+            f"to move the model to another layout, {nbytes} bytes that stand on the device are copied to host memory, "
+            f"where {free} are free: call the largest shape first, or declare shapes by example_inputs, so that "
+            "one layout serves all"
+        )
 
 
 def check_free_memory(plan: Plan, already_held_nbytes: int, *, is_host: bool = True, ranks_per_node: int = 1) -> None:

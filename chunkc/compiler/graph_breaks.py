@@ -115,8 +115,12 @@ class BrokenForwards:
         entry.attach(session.runtime, captured, fit, UnplannedGraph(unplanned(captured), entries.family))
         if captured.tangents is not None:
             graphs.add(entry, self._recorded(captured, compiles=compiles))
-            if session.runtime.layout is not None:
-                graphs.plan(entry)
+            try:
+                if session.runtime.layout is not None:
+                    graphs.plan(entry)
+            except BaseException:
+                graphs.remove(entry)
+                raise
         for left in entries.put(sizes, entry, is_compiled=compiles):
             if left.uninstall():
                 graphs.remove(left)

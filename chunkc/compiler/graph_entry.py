@@ -65,7 +65,7 @@ class GraphEntry(RuntimeReference):
         self._graphs: Mapping[GraphKind, CompiledGraph] = {}
         self._held = Held()
         self._fit: Callable[[GraphEntry, int], None] | None = None
-        self._most_beside_nbytes = 0
+        self._most_beside_nbytes = self._more_nbytes = 0
         self._params: tuple[tuple[int, int], ...] = ()
         self._tangents: Tangents | None = None
 
@@ -88,19 +88,18 @@ class GraphEntry(RuntimeReference):
         self._tangents = captured.tangents
 
     def plan_by(self, built: CompiledPlan) -> None:
-        self.replace_plan(built.plan)
-        self._built, self._graphs = built, built.graphs
+        self._replace_plan(built.plan)
+        self._built, self._graphs, self._more_nbytes = built, built.graphs, 0
 
-    def replace_plan(self, plan: Plan) -> None:
-        """Run by ``plan`` from now on, of the same graphs."""
+    def count_more(self, plan: Plan, nbytes: int) -> None:
+        """Run by ``plan``, which counts ``nbytes`` more of other forwards than the one before."""
+        self._replace_plan(plan)
+        self._more_nbytes += nbytes
+
+    def _replace_plan(self, plan: Plan) -> None:
         self.plan = plan
         if self in self.runtime().executors:
             self.runtime().state.release(self)
-
-    def ran(self) -> bool:
-        """Whether its forward ran in the call under way."""
-        runtime = self.runtime()
-        return self.unplanned in runtime.ran or runtime.executors.get(self) in runtime.ran
 
     def install(self) -> Executor:
         """The executor of the plan; made, with the memory that it takes, unless there is one."""
@@ -151,11 +150,12 @@ class GraphEntry(RuntimeReference):
     def _make_fit(self, runtime: ModelRuntime, own: LiveForward | None = None) -> None:
         """Plan for the forwards that are alive but for ``own``, where there are more of them than ever."""
         beside_nbytes = runtime.live.nbytes(other_than=own)
-        if self._fit is None or beside_nbytes <= self._most_beside_nbytes:
+        is_left = self.plan is not None and not runtime.parameters.accepts(self.plan.layout)
+        if self._fit is None or (beside_nbytes <= self._most_beside_nbytes and not is_left):
             return
         gc.collect()  # graphs that nobody holds any more, such as those of an exception, are not alive
         beside_nbytes = runtime.live.nbytes(other_than=own)
-        if beside_nbytes > self._most_beside_nbytes:
+        if beside_nbytes > self._most_beside_nbytes or is_left:
             runtime.settle()
             with without_modes():
                 self._fit(self, beside_nbytes)
@@ -179,9 +179,9 @@ class GraphEntry(RuntimeReference):
     def _measure(self, runtime: ModelRuntime) -> None:
         """Go over to a plan that measures gradients where somebody asks for norms and there is room."""
         if runtime.tracks_grad_norm and self._built is not None:
-            plan, self._built = self._built.measuring(), None
+            plan, self._built = self._built.measuring(self._more_nbytes), None
             if plan is not None and runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
-                self.replace_plan(plan)
+                self._replace_plan(plan)
 
 
 def _held_by(captured: Captured) -> Held:

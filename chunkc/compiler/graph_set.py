@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
 from chunkc.capture.graphs import Captured
 from chunkc.capture.joined import join, with_concurrent
 from chunkc.compiler.build import CompiledPlan, PlanRequest, build
+from chunkc.compiler.device_selection import check_room_aside
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.memory.decisions import plan_beside, with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
@@ -119,10 +121,15 @@ class GraphSet:
         graphs = {entry: replace(graph, also_trained=trained) for entry, graph in self.graphs.items()}
         largest = max(graphs, key=lambda entry: _peak_nbytes(graphs[entry].captured))
         self._install_all(self._built_together(largest, graphs, request))
+        largest.install()  # the layout is theirs from now on, also if the next shape is none of them
 
     def fit(self, entry: GraphEntry, beside_nbytes: int) -> None:
         """Let a graph run beside ``beside_nbytes`` of others; BudgetError where that does not fit."""
         graph = self.graphs.get(entry)
+        if graph is not None and entry.plan is not None and not self._runtime.parameters.accepts(entry.plan.layout):
+            graph.beside_nbytes = max(graph.beside_nbytes, beside_nbytes)
+            self.plan(entry)  # an exception came between a layout and its first executor
+            return
         if graph is None or beside_nbytes <= graph.beside_nbytes:
             return
         plan, more_nbytes = entry.plan, beside_nbytes - graph.beside_nbytes
@@ -132,7 +139,7 @@ class GraphSet:
         plan = plan_beside(plan, more_nbytes)
         fits = plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes
         if fits and self._runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
-            entry.replace_plan(plan)
+            entry.count_more(plan, more_nbytes)
             return
         logger.info(
             "%d bytes of other forwards are alive while a graph runs that was planned beside %d: it is planned again",
@@ -178,8 +185,18 @@ class GraphSet:
         planned = {e: graph for e, graph in self.graphs.items() if e.plan is not None or e is entry}
         graphs = {e: self._trained_as_before(graph) for e, graph in planned.items()}
         built = self._built_together(entry, graphs, request)
-        runtime.leave_layout()
-        self._install_all(built)
+        if runtime.layout is not None and not request.is_host:
+            check_room_aside(runtime.layout, request.ranks_per_node)
+
+        runtime.settle()
+        if runtime.saving is not None:
+            wait([runtime.saving])  # it reads the chunks
+
+        def change() -> None:
+            runtime.leave_layout(built[entry].plan.layout)
+            self._install_all(built)
+
+        runtime.transactions.run(change)
 
     def _built_together(
         self, entry: GraphEntry, graphs: Mapping[GraphEntry, RecordedGraph], request: PlanRequest

@@ -159,3 +159,60 @@ def test_more_than_the_budget_is_said(caplog: pytest.LogCaptureFixture) -> None:
             pair.optimizer.zero_grad()
     told = [r.getMessage() for r in caplog.records if "more than the budget of" in r.getMessage()]
     assert 1 <= len(told) < 8 and "let go of outputs" in told[0]
+
+
+def test_detached_outputs_hold_no_forward() -> None:
+    """Stop-gradients, and predictions that are collected in grad mode: what was saved is gone."""
+    pair, kept = pair_of(HW[1], 1), []
+    train(pair, [ROWS], 0)
+    for seed in range(6):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+        kept.append(pair.model(x).detach())
+        torch.testing.assert_close(kept[-1], pair.plain(x).detach())
+        train(pair, [ROWS], seed)
+    pair.check()
+
+
+class Head(nn.Module):
+    """A trunk, a break, and a linear head, whose graph saves nothing but its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.trunk(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_graph_that_saves_only_its_input_is_told_apart(accumulate: int) -> None:
+    torch.manual_seed(0)
+    pair = Pair("emulated-2m-64m", Head(), accumulate=accumulate)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        first, second = (torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+        losses = [model(first).square().sum(), model(second).square().sum()]
+        del losses[accumulate:]  # a second forward in grad mode whose output goes
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):
+        pair.both(step)
+        pair.check()
+
+
+def test_measured_gradients_keep_the_bytes_of_live_forwards_in_the_plan() -> None:
+    pair = pair_of("emulated-7m-64m", 3)
+    for seed in range(3):
+        outputs = [pair.model(torch.randn(ROWS, WIDTH)) for _ in range(3)]
+        spread(outputs).backward()
+        if seed:
+            chunkc.clip_grad_norm_(pair.model, 1.0)
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+        del outputs
+    check_measured(pair)

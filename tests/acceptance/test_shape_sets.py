@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +18,7 @@ import chunkc
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.ir.tiers import Tier
 from chunkc.runtime.devices.emulated import EmulatedDevice
+from chunkc.runtime.storage.parameter_io import ChunkValues
 
 SMALLEST, LARGEST = 4, 36
 HW = "emulated-1600k-16m"
@@ -218,4 +222,89 @@ def test_a_forward_that_breaks_cannot_be_declared() -> None:
     pair = Pair(HW, Breaks(), example_inputs=[batch(0, 8)])
     with pytest.raises(chunkc.CaptureError, match="cannot be declared by example_inputs"):
         pair.model(*batch(0, 8))
+    pair.check()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_an_interrupt_in_the_middle_of_a_move_comes_when_it_is_done(
+    accumulate: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair, take = Pair(HW, wishes=MIXED, accumulate=accumulate), ChunkValues.take
+    for seed in range(2):
+        pair.train(seed, SMALLEST)
+
+    def interrupted(self: ChunkValues, left: ChunkValues) -> None:
+        take(self, left)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)  # the main thread takes the signal while this goes on
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ChunkValues, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.model(*batch(2, LARGEST))
+    pair.check()
+    for seed, length in enumerate((LARGEST, SMALLEST), 2):
+        pair.train(seed, length)
+    pair.check()
+    device, layout = compiled_of(pair.model).runtime.device, compiled_of(pair.model).runtime.layout
+    assert layout is not None
+    assert device.host_budget_nbytes - device.free_host_nbytes() == layout.nbytes_in(Tier.HOST), "old homes are free"
+
+
+def test_a_refused_pin_leaves_values_in_their_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(HW, wishes=MIXED)
+    pair.train(0, SMALLEST)
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, "pin_home", _refuse)
+        with pytest.raises(OSError, match="refused"):
+            pair.model(*batch(1, LARGEST))
+        pair.check()
+    pair.train(1, LARGEST)
+    pair.check()
+
+
+def test_between_layouts_values_are_read_written_and_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(HW, wishes=MIXED)
+
+    def evaluate(model: nn.Module, _: torch.optim.Optimizer) -> float:
+        with torch.no_grad():
+            return float(model(*batch(9, SMALLEST)))
+
+    pair.train(0, SMALLEST)
+    for _ in range(3):
+        pair.both(evaluate)
+    with monkeypatch.context() as patched:
+        patched.setattr(EmulatedDevice, "allocate_arena", _refuse)
+        with pytest.raises(OSError, match="refused"):
+            pair.model(*batch(1, LARGEST))
+    ours, plain = pair.both(evaluate)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    values = {name: value * 1.01 for name, value in pair.plain.state_dict().items()}
+    pair.both(lambda model, _: model.load_state_dict(values))
+    pair.check()
+    for seed, length in enumerate((LARGEST, SMALLEST), 1):
+        pair.train(seed, length)
+        pair.check()
+    ours, plain = pair.both(evaluate)
+    assert ours == pytest.approx(plain, rel=1e-5)
+
+
+def test_declared_shapes_keep_their_layout_when_another_comes_first() -> None:
+    pair = Pair(HW, example_inputs=[batch(0, SMALLEST), batch(0, LARGEST)])
+    for seed, length in enumerate((16, LARGEST, SMALLEST)):
+        pair.train(seed, length)
+        pair.check()
+
+
+def test_refused_sizes_are_not_remembered() -> None:
+    pair = Pair("emulated-500k-16m", Breaks())
+    for seed in range(2):
+        pair.train(seed, SMALLEST)
+    graphs = compiled_of(pair.model).session.graphs.graphs
+    num_graphs = len(graphs)
+    for length in (60, 61, 62, 60):
+        with pytest.raises(chunkc.BudgetError):
+            pair.model(*batch(0, length))
+    assert len(graphs) <= num_graphs + 1
+    pair.train(2, SMALLEST)
     pair.check()

@@ -6,9 +6,10 @@ Values of the graphs live in an environment by name and leave it at their last u
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from chunkc.runtime.execution.binder import Binder
 from chunkc.runtime.execution.bound_action import BoundProgram, CompiledGraph, RunEnvironment
 from chunkc.runtime.execution.grad_norm import GradNormTable, StepDecision
 from chunkc.runtime.execution.moment_text import moment_text
+from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.storage.chunk_store import ChunkStore
 from chunkc.runtime.update.loss_scale import LossScale, scale_tangents, times
 from chunkc.runtime.update.rules import Hyper
@@ -256,6 +258,24 @@ class Executor:
             f"expandable_segments:True helps), or by kernels that take more than was planned: pass reserve=<bytes> to "
             f"chunkc.compile. torch says: {error}"
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RanGraph:
+    """A graph that has run forward, without holding on to the executor, which has views of the arena.
+
+    ``plan`` is None for an `UnplannedGraph`; ``graph`` gives the object while it lives.
+    """
+
+    family: object
+    graded_params: tuple[int, ...]
+    plan: Plan | None
+    graph: weakref.ref[Executor | UnplannedGraph]
+
+    @staticmethod
+    def of(graph: Executor | UnplannedGraph) -> RanGraph:
+        plan = graph.plan if isinstance(graph, Executor) else None
+        return RanGraph(graph.family, graph.graded_params, plan, weakref.ref(graph))
 
 
 def _used_values(compiled: CompiledGraph) -> frozenset[str]:

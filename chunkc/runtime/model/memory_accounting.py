@@ -64,6 +64,8 @@ class LiveForward:
     """One run of a forward graph.
 
     ``family`` as of its `Executor`; ``call`` numbers the calls of the model; ``backwards`` are those that have run it.
+    ``saved`` is what it made for backward only, ``given`` what it gave out, ``handed`` all that backward takes of both
+    and of its inputs.
     """
 
     family: object
@@ -71,16 +73,18 @@ class LiveForward:
     nbytes: int
     saved: list[Storage]
     given: list[Storage]
+    handed: list[Storage]
     backwards: set[int] = field(default_factory=set)
 
     def is_alive(self) -> bool:
         """Whether it holds device memory for a backward."""
-        if any(storage.nbytes and storage.is_alive() for storage in self.saved):
-            return True
-        return not self.backwards and any(storage.nbytes and storage.is_alive() for storage in self.given)
+        if self.saved:
+            return any(storage.is_alive() for storage in self.saved)
+        return not self.backwards and any(storage.is_alive() for storage in self.given)
 
-    def saved_one_of(self, addresses: Collection[int]) -> bool:
-        return any(s.address in addresses and s.nbytes and s.is_alive() for s in self.saved)
+    def is_of(self, addresses: Collection[int]) -> bool:
+        """Whether a backward that takes memory at ``addresses`` takes all that this forward has handed to it."""
+        return bool(self.handed) and all(s.address in addresses and s.is_alive() for s in self.handed)
 
 
 class LiveForwards:
@@ -94,10 +98,12 @@ class LiveForwards:
     ) -> None:
         """A graph has run forward in ``call``; memory at the addresses ``inputs`` is its caller's."""
         is_saved = frozenset(held.saved)
-        given = [s for i, s in enumerate(outputs) if s is not None and i not in is_saved and s.address not in inputs]
+        sized = [(i, s) for i, s in enumerate(outputs) if s is not None and s.nbytes and s.address]
+        given = [storage for i, storage in sized if i not in is_saved and storage.address not in inputs]
+        handed = [storage for i, storage in sized if i in is_saved]
         of_caller = {*inputs, *(storage.address for storage in given)}
-        saved = [s for i in held.saved if (s := outputs[i]) is not None and s.address not in of_caller]
-        self._forwards.append(LiveForward(family, call, held.saved_nbytes, saved, given))
+        saved = [storage for storage in handed if storage.address not in of_caller]
+        self._forwards.append(LiveForward(family, call, held.saved_nbytes, saved, given, handed))
         gone = [f for f in self._forwards if not f.is_alive()]
         left = {id(f) for f in gone if f.backwards} | {id(f) for f in gone[:-MAX_REMEMBERED]}
         self._forwards = [f for f in self._forwards if id(f) not in left]
@@ -107,15 +113,14 @@ class LiveForwards:
         return sum(f.nbytes for f in self._forwards if f is not other_than and f.is_alive())
 
     def find(self, family: object, args: Sequence[Any]) -> LiveForward | None:
-        """The forward whose backward takes ``args``; where nothing tells, the newest that waits for one."""
+        """The forward whose backward takes ``args``; where nothing tells, the newest that is alive and waits."""
         own = [forward for forward in reversed(self._forwards) if forward.family is family]
-        if len(own) == 1:
-            return own[0]
+        if len(own) <= 1:
+            return own[0] if own else None
         addresses = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
-        for forward in own:
-            if forward.saved_one_of(addresses):
-                return forward
-        return next((forward for forward in own if not forward.backwards), own[0] if own else None)
+        fitting = [forward for forward in own if forward.is_of(addresses)] or own
+        waiting = [forward for forward in fitting if not forward.backwards]
+        return next((forward for forward in waiting if forward.is_alive()), (waiting or fitting)[0])
 
     def clear(self) -> None:
         self._forwards.clear()

@@ -9,7 +9,7 @@ model to the cold state with the parameters of the last step; inside a backward,
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from chunkc.ir.schedule import ParamInfo
 from chunkc.runtime.devices.protocol import Device
 from chunkc.runtime.devices.requested import RequestedGradients
 from chunkc.runtime.execution.bound_action import BoundProgram
-from chunkc.runtime.execution.executor import Executor
+from chunkc.runtime.execution.executor import Executor, RanGraph
 from chunkc.runtime.execution.warmup_graph import UnplannedGraph
 from chunkc.runtime.model import backward_rules
 from chunkc.runtime.model.grad_clipping import GradClipping
@@ -81,7 +81,7 @@ class ModelRuntime:
         self.transactions, self.executors = self.state.transactions, self.state.executors
         self.saving: Future[Path] | None = None
         self.num_forwards = 0
-        self.ran: list[Executor | UnplannedGraph] = []
+        self.ran: list[RanGraph] = []
         self.tracks_grad_norm = False
         self._num_calls = 0
         self.live = LiveForwards()
@@ -112,6 +112,7 @@ class ModelRuntime:
         """Whether an evaluation may run from cold: chunks hold every parameter, and no gradient lies over one."""
         self.settle()
         is_ready = self.layout is not None and self.state.phase is not ModelPhase.BROKEN
+        is_ready = is_ready and not self.parameters.is_between_layouts
         return is_ready and not self.gradients.overlaid and not self.parameters.staging.nbytes()
 
     def before_forward(self) -> None:
@@ -184,7 +185,7 @@ class ModelRuntime:
     def _count_forward(self, graph: Executor | UnplannedGraph, held: Held, outputs: Sequence[Storage | None]) -> None:
         self._families.add(graph.family)
         self.live.add(graph.family, self._num_calls, held, outputs, self.accounting.input_addresses())
-        self.ran.append(graph)
+        self.ran.append(RanGraph.of(graph))
         self.num_forwards += 1
 
     def adopt(self, layout: Layout, static: dict[str, int]) -> ChunkStore:
@@ -192,39 +193,39 @@ class ModelRuntime:
         is_new = self.layout is not layout
         store = self.parameters.adopt(layout, static)
         if is_new and self.accumulate > 1:
-            self.gradient_values.move_into_chunks()
+            with self.state.changing(AtStake.GRADIENTS):
+                self.transactions.run(self.gradient_values.move_into_chunks)
         return store
 
-    def leave_layout(self) -> None:
-        """Get ready for another layout: cold, without executors, gradients in host memory.
+    def leave_layout(self, target: Layout) -> None:
+        """Get ready for ``target``: cold, without executors, gradients in host memory; part of a transaction.
 
         Values move when the first plan of that layout is installed.
         """
-        self.settle()
-        if self.saving is not None:
-            wait([self.saving])  # it reads the chunks
         self.state.to_cold()
         self.parameters.join()
-        self.gradient_values.leave_chunks()
+        with self.state.changing(AtStake.GRADIENTS):
+            self.gradient_values.leave_chunks()
         self.executors.clear()
         self.state.executor = None
-        self.parameters.leave_layout()
+        self.parameters.leave_layout(target)
 
     def forget(self, key: object, unplanned: UnplannedGraph | None) -> bool:
         """Let go of the executor by ``key`` and of ``unplanned``; False where one of them runs now."""
         executor = self.executors.get(key)
         graphs = [graph for graph in (executor, unplanned) if graph is not None]
-        if self.executor in graphs or any(graph in self.ran for graph in graphs):
+        if self.executor in graphs or any(ran.graph() in graphs for ran in self.ran):
             return False
         self.executors.pop(key, None)
         return True
 
     def watch(self, outputs: Any) -> None:
         """Learn from the outputs of a forward how to tell that a backward asks for all gradients."""
-        for graph in self.ran:
-            if graph not in self._watched:
+        for ran in self.ran:
+            graph = ran.graph()
+            if graph is not None and graph not in self._watched:
                 self._watched.add(graph)
-                wanted = {i: self.params[i] for i in graph.graded_params if i not in self._accumulators}
+                wanted = {i: self.params[i] for i in ran.graded_params if i not in self._accumulators}
                 self._accumulators |= find_accumulators(outputs, wanted)
 
     def backward(

@@ -65,7 +65,7 @@ class Parameters:
         self.has_optimizer = False
         self._state, self._accounting, self._gradients = state, accounting, state.gradients
         self.transactions = state.transactions
-        self._is_left = False
+        self._target: Layout | None = None
         self._entered: set[int] = set()
         self.store: ChunkStore | None = None
         self._values: ChunkValues | None = None
@@ -92,26 +92,52 @@ class Parameters:
 
         The first call consumes the staging store, the first one after `leave_layout` the chunks that were left.
         """
-        if self.store is None or self._values is None or self._is_left:
-            self.ranks.agree(Kind.LAYOUT, layout.lines)
-            left = self._values
-            if left is not None:
-                self.transactions.run(left.leave)
-            store = ChunkStore(layout, self.device)
-            values = ChunkValues(store, static, self.ranks)
-            if left is not None:
-                self.transactions.run(partial(values.take, left))
-            self.store, self._values, self._is_left = store, values, False
-            self.state_spec = layout.state_spec
-            self.trained = frozenset(filter(values.is_trained, range(len(self.infos))))
-        elif layout is not self.layout and layout != self.layout:
+        if not self.accepts(layout):
             raise ChunkcError("a plan of a layout was to run that the model has left; please report this")
-        self._values.load(self.staging)
-        return self.store
+        if self.store is None or self._values is None or self._target is not None:
+            self.ranks.agree(Kind.LAYOUT, layout.lines)
+            self.transactions.run(partial(self._enter, layout, static))
+        store, values = self.store, self.values
+        values.load(self.staging)
+        if store is None:
+            raise ChunkcError("a layout was adopted without a chunk store; please report this")
+        return store
 
-    def leave_layout(self) -> None:
-        """Let the next call of `adopt` move all values into chunks of another layout."""
-        self._is_left = self._values is not None
+    def _enter(self, layout: Layout, static: dict[str, int]) -> None:
+        """Move what stands in chunks of another layout into new ones; until then it is kept as it is."""
+        left = self._values
+        if left is not None:
+            left.leave()
+        store = ChunkStore(layout, self.device)
+        values = ChunkValues(store, static, self.ranks)
+        if left is not None:
+            try:
+                values.take(left)
+            except BaseException:
+                self._state.enter(ModelPhase.BROKEN)
+                raise
+        self.store, self._values, self._target = store, values, None
+        self.state_spec = layout.state_spec
+        self.trained = frozenset(filter(values.is_trained, range(len(self.infos))))
+
+    def accepts(self, layout: Layout) -> bool:
+        """Whether a plan of ``layout`` may run: that of the chunks, or the one that they are to move to."""
+        current = self.next_layout
+        return current is None or layout is current or layout == current
+
+    @property
+    def next_layout(self) -> Layout | None:
+        """The layout that plans are to be made for: that of the chunks, unless they are to move to another."""
+        return self.layout if self._target is None else self._target
+
+    def leave_layout(self, target: Layout) -> None:
+        """Let the next call of `adopt` move all values into chunks of ``target``."""
+        self._target = target
+
+    @property
+    def is_between_layouts(self) -> bool:
+        """Whether values are to move, since the model has left its layout and not entered the next one."""
+        return self._target is not None
 
     def drain(self) -> None:
         """Undo what an exception has interrupted, then `join`."""

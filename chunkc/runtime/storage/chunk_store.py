@@ -86,6 +86,11 @@ class ChunkStore:
         if chunk.has_os_below:
             self._device.discard_home(self.states_home_bytes(chunk))
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether chunks were set aside; payloads of those with masters are gone then."""
+        return bool(self._aside_payloads or self._aside_states)
+
     def let_go(self, chunk: int) -> int:
         """Free what was set aside of a chunk; return its bytes."""
         payload, states = self._aside_payloads.pop(chunk, None), self._aside_states.pop(chunk, {})

@@ -71,7 +71,7 @@ class ChunkValues:
     def take(self, left: ChunkValues) -> None:
         """Move the values that `leave` has set aside into these chunks; all ranks together.
 
-        Parameters move in the order of the new chunks. HardwareError as `load`.
+        Parameters move in the order of the new chunks.
         """
         freed, num_left = FreedPages(), Counter(c for p in left._layout.placements for c in p.chunks)
         for index in sorted(range(len(self._layout.params)), key=self._first_element):
@@ -84,7 +84,6 @@ class ChunkValues:
                 num_left[chunk] -= 1
                 if not num_left[chunk]:
                     freed.add(left.store.let_go(chunk))
-        self.store.pin()
 
     def _first_element(self, index: int) -> tuple[int, int]:
         placement = self._layout.placements[index]
@@ -104,7 +103,7 @@ class ChunkValues:
         self._before_write(index)
         if self.is_trained(index):
             self._scatter(index, partial(self._state, MASTER), value)
-        if payload or not self.is_trained(index):
+        if (payload and not self.store.is_aside) or not self.is_trained(index):
             self._scatter(index, self._payload, value)
 
     def restore_payload(self, index: int) -> None:
@@ -162,6 +161,7 @@ class ChunkValues:
         """
         self._before_write(index)
         is_trained = self.is_trained(index)
+        payload = payload and not self.store.is_aside
         replaced: dict[str, Flats | None] = {MASTER: value}
         if states is not None:
             replaced |= {name: states.get(name) for name in self._layout.state_spec.names}
