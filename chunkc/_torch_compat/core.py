@@ -7,9 +7,10 @@ Others stand in ``inductor``, ``cuda``, ``distributed`` and (those that free mem
 from __future__ import annotations
 
 import inspect
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -24,13 +25,11 @@ import torch.fx
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc._torch_compat.release import forget_compilations, sources
 
@@ -55,44 +54,40 @@ __all__ = [
     "aot_backend",
     "as_plain_subclass",
     "break_reason",
+    "call_plain",
     "capture_settings",
     "compiles_here",
     "current_backward",
-    "decides_recomputation",
-    "draws",
     "dynamo_example",
     "dynamo_value",
     "engine_runs",
     "forget_constant_floats",
+    "fresh_code",
     "graph_break",
     "hidden_from_dynamo",
     "is_capturing",
     "is_compiled_node",
     "is_profiling",
-    "is_random",
     "keep_undefined",
-    "min_cut_partition",
     "mutated_inputs",
     "num_forward_outputs",
     "outlives",
     "outputs_aliasing_inputs",
+    "plain_call",
     "profiler_range",
     "pytree",
-    "recomputed_region",
     "refuses_shared_inputs",
     "refuses_shared_outputs",
-    "replays_random_state",
-    "saves_random_state",
     "shared_frames",
     "storage_address",
     "storage_key",
     "swap_tensors",
-    "tag_must_recompute",
-    "tag_must_save",
     "without_modes",
     "without_weight_references",
     "wrapper_tensor",
 ]
+
+_numbers = itertools.count()
 
 
 def is_capturing() -> bool:
@@ -183,67 +178,6 @@ def profiler_range(name: str) -> AbstractContextManager[Any]:
 def aot_backend(**options: Any) -> Callable[..., Any]:
     backend: Callable[..., Any] = aot_autograd(**options)
     return backend
-
-
-def min_cut_partition(
-    joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
-) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-    """PyTorch's min-cut rematerialisation partitioner.
-
-    Random operators that backward computes again replay the forward state of their device's generator, which seeds and
-    checkpoints reach, where torch would give those of a GPU generators of their own.
-    """
-    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
-        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
-    return forward, backward
-
-
-def saves_random_state(node: torch.fx.Node) -> bool:
-    """Whether ``node`` runs the operator ``args[0]``, and returns the generator's state before it too."""
-    return node.target is torch._prims.rng_prims.run_and_save_rng_state
-
-
-def replays_random_state(node: torch.fx.Node) -> bool:
-    """Whether ``node`` runs the operator ``args[1]`` with the generator in the state ``args[0]``."""
-    return node.target is torch._prims.rng_prims.run_with_rng_state
-
-
-def decides_recomputation(node: torch.fx.Node) -> bool:
-    """Whether the model itself says if ``node`` is kept or computed again (activation checkpointing)."""
-    return isinstance(node.meta.get("recompute"), CheckpointPolicy)
-
-
-def _default(op: torch._ops.OpOverload, name: str) -> Any:
-    return next((a.default_value for a in op._schema.arguments if a.name == name), None)
-
-
-def is_random(node: torch.fx.Node) -> bool:
-    """Whether ``node`` draws random numbers. Attention may, but without dropout it does not."""
-    return draws(node.target, node.args, node.kwargs)
-
-
-def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
-        return False
-    values = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
-    return bool({**values, **kwargs}.get("dropout_p", _default(op, "dropout_p")) != 0.0)
-
-
-def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
-    """Tell the partitioner never to save ``node``; without ``region`` not at a region's border either."""
-    node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
-    if region is None:
-        del node.meta["ac_graph_id"]
-
-
-def recomputed_region(node: torch.fx.Node) -> int | None:
-    """Return the region that recomputes ``node`` in backward, -1 without a number; None if there is none."""
-    is_again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
-    return int(node.meta.get("ac_graph_id", -1)) if is_again else None
-
-
-def tag_must_save(node: torch.fx.Node) -> None:
-    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def dynamo_example(placeholder: torch.fx.Node) -> Any:
@@ -380,3 +314,28 @@ def shared_frames() -> Iterator[None]:
     breaks: dict[str, Any] = {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
     with torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many, **breaks):
         yield
+
+
+def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The module's forward with its hooks, without any compiled implementation. Dynamo inlines it."""
+    return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def fresh_code(function: Any) -> Any:
+    """The same function over a code object of its own, with a name of its own.
+
+    Dynamo keeps frames and limits per code object, and notes by file, line and name which inputs change in size.
+    """
+    code = function.__code__
+    function.__code__ = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
+    return function
+
+
+def plain_call(model: nn.Module) -> Callable[..., Any]:
+    """`call_plain` of ``model``, as a function with `fresh_code`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    framed: Callable[..., Any] = fresh_code(call)
+    return framed

@@ -20,8 +20,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkc._torch_compat.core import (
-    OpOverload,
+from chunkc._torch_compat.core import OpOverload
+from chunkc._torch_compat.partitioning import (
     decides_recomputation,
     is_random,
     min_cut_partition,

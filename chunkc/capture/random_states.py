@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
-from chunkc._torch_compat.core import draws, replays_random_state, saves_random_state
+from chunkc._torch_compat.partitioning import draws, replays_random_state, saves_random_state
 
 
 def drop_idle_states(forward: GraphModule, backward: GraphModule) -> None:

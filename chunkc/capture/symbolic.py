@@ -19,7 +19,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from chunkc._torch_compat.core import pytree, saves_random_state
+from chunkc._torch_compat.core import pytree
+from chunkc._torch_compat.partitioning import saves_random_state
 from chunkc._torch_compat.symbolic import (
     SYMBOLIC,
     Symbol,

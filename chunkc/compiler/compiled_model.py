@@ -17,13 +17,13 @@ from torch import nn
 from chunkc._torch_compat.core import (
     BackendCompilerFailed,
     CaptureFailed,
+    call_plain,
     capture_settings,
     forget_constant_floats,
     hidden_from_dynamo,
     pytree,
     shared_frames,
 )
-from chunkc._torch_compat.frames import call_plain
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
@@ -102,7 +102,7 @@ class CompiledModel:
         self.runtime.watch(outputs)
         if self.runtime.layout is None:
             self.breaks.after_call()
-        else:
+        elif self.runtime.parameters.outside.between:
             self.runtime.parameters.outside.tell_share(type(self._model).__name__)
         self.runtime.steps.log.forward([ran.plan for ran in self.runtime.ran if ran.plan is not None])
         return outputs
@@ -143,12 +143,13 @@ class CompiledModel:
         self.session.started_s = time.perf_counter()
         try:
             with capture_settings(), self.runtime.parameters.entering():
+                signature = signature_of(self._model, args, kwargs)
                 if not may_break:
-                    return self._enter_whole(signature_of(self._model, args, kwargs), args, kwargs)
-                places = self._floats.changed(args, kwargs)
+                    return self._enter_whole(signature, args, kwargs)
+                places = self._floats.changed(args, kwargs) if signature.numbers else ()
                 if places:
                     return self._enter_with_floats(FloatCall.of(places, args, kwargs), args, kwargs)
-                return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
+                return self._enter(signature, args, kwargs)
         except BackendCompilerFailed as error:
             inner = error.inner_exception
             if isinstance(inner, ChunkcError):

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from chunkc._torch_compat.core import CaptureFailed, capture_settings, compiles_here
-from chunkc._torch_compat.frames import call_plain
+from chunkc._torch_compat.core import CaptureFailed, call_plain, capture_settings, compiles_here
 from chunkc.capture.backend import capture_graph
 from chunkc.compiler.build import CompiledPlan, build
 from chunkc.compiler.capture_session import CaptureSession

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc._torch_compat.frames import fresh_code
+from chunkc._torch_compat.core import fresh_code
 
 Place = int | str
 """Of an argument: its position, or its keyword."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from chunkc._torch_compat.frames import plain_call
+from chunkc._torch_compat.core import plain_call
 
 
 def add_frames(model: nn.Module) -> None:

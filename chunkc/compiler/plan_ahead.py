@@ -24,10 +24,11 @@ from chunkc._torch_compat.core import (
     BackendCompilerFailed,
     CaptureFailed,
     FakeTensorMode,
+    call_plain,
     capture_settings,
+    fresh_code,
     pytree,
 )
-from chunkc._torch_compat.frames import call_plain, fresh_code
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.attention import drop_attention_dropout
 from chunkc.capture.backend import BudgetChooser, ModelTensors, capture_graph

@@ -27,9 +27,9 @@ from chunkc._torch_compat.core import (
     Finalizer,
     RecompileLimitHit,
     graph_break,
+    plain_call,
     storage_address,
 )
-from chunkc._torch_compat.frames import plain_call
 from chunkc._torch_compat.release import ReleasableBackend
 from chunkc.capture.backend import DataDependentSizeError
 from chunkc.compiler.float_inputs import Place, float_call

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc._torch_compat.core import replays_random_state
+from chunkc._torch_compat.partitioning import replays_random_state
 from chunkc.capture.graphs import Captured
 
 BATCH, HEADS, TOKENS, WIDTH = 2, 2, 32, 16

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from chunkc._torch_compat.core import aot_backend, min_cut_partition
+from chunkc._torch_compat.core import aot_backend
+from chunkc._torch_compat.partitioning import min_cut_partition
 from chunkc._torch_compat.symbolic import SYMBOLIC, size_symbol, symbols_of
 from chunkc.capture.backend import boxed
 from chunkc.capture.symbolic import Specialisation, save_sizes, size_inputs

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from chunkc import ShapeLimitError
-from chunkc._torch_compat.frames import fresh_code
+from chunkc._torch_compat.core import fresh_code
 from chunkc.compiler import shape_cache
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, Signature, signature_of
 

@@ -198,10 +198,7 @@ class ModelRuntime:
         return store
 
     def leave_layout(self, target: Layout) -> None:
-        """Get ready for ``target``: cold, without executors, gradients in host memory; part of a transaction.
-
-        Values move when the first plan of that layout is installed.
-        """
+        """Get ready for ``target``, in a transaction; values move when its first plan is installed."""
         self.state.to_cold()
         self.parameters.join()
         with self.state.changing(AtStake.GRADIENTS):

@@ -1,0 +1,75 @@
+"""Torch's partitioner of joint graphs, tags of what it must keep or compute again, random operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._prims.rng_prims
+import torch.fx
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import OpOverload
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+def min_cut_partition(
+    joint: torch.fx.GraphModule, inputs: Sequence[Any], **options: Any
+) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """PyTorch's min-cut rematerialisation partitioner.
+
+    Random operators that backward computes again replay the forward state of their device's generator, which seeds and
+    checkpoints reach, where torch would give those of a GPU generators of their own.
+    """
+    with torch._functorch.config.patch(graphsafe_rng_functionalization=False):
+        forward, backward = min_cut_rematerialization_partition(joint, inputs, **options)
+    return forward, backward
+
+
+def saves_random_state(node: torch.fx.Node) -> bool:
+    """Whether ``node`` runs the operator ``args[0]``, and returns the generator's state before it too."""
+    return node.target is torch._prims.rng_prims.run_and_save_rng_state
+
+
+def replays_random_state(node: torch.fx.Node) -> bool:
+    """Whether ``node`` runs the operator ``args[1]`` with the generator in the state ``args[0]``."""
+    return node.target is torch._prims.rng_prims.run_with_rng_state
+
+
+def decides_recomputation(node: torch.fx.Node) -> bool:
+    """Whether the model itself says if ``node`` is kept or computed again (activation checkpointing)."""
+    return isinstance(node.meta.get("recompute"), CheckpointPolicy)
+
+
+def _default(op: torch._ops.OpOverload, name: str) -> Any:
+    return next((a.default_value for a in op._schema.arguments if a.name == name), None)
+
+
+def is_random(node: torch.fx.Node) -> bool:
+    """Whether ``node`` draws random numbers. Attention may, but without dropout it does not."""
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    if not isinstance(op, OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    values = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
+    return bool({**values, **kwargs}.get("dropout_p", _default(op, "dropout_p")) != 0.0)
+
+
+def tag_must_recompute(node: torch.fx.Node, region: int | None = None) -> None:
+    """Tell the partitioner never to save ``node``; without ``region`` not at a region's border either."""
+    node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": region}
+    if region is None:
+        del node.meta["ac_graph_id"]
+
+
+def recomputed_region(node: torch.fx.Node) -> int | None:
+    """Return the region that recomputes ``node`` in backward, -1 without a number; None if there is none."""
+    is_again = node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    return int(node.meta.get("ac_graph_id", -1)) if is_again else None
+
+
+def tag_must_save(node: torch.fx.Node) -> None:
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
