@@ -96,7 +96,8 @@ class Parameters:
             raise ChunkcError("a plan of a layout was to run that the model has left; please report this")
         if self.store is None or self._values is None or self._target is not None:
             self.ranks.agree(Kind.LAYOUT, layout.lines)
-            self.transactions.run(partial(self._enter, layout, static))
+            enter = partial(self._enter, layout, static)
+            enter() if self._values is None else self.transactions.run(enter)
         store, values = self.store, self.values
         values.load(self.staging)
         if store is None:

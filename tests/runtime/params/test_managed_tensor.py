@@ -26,6 +26,10 @@ class DictStore:
         self.stamp = 1
         self.num_reads = 0
         self.staging = StagingStore(self.values)
+        self.differentiable_reads = list[int]()
+
+    def note_differentiable_read(self, index: int) -> None:
+        self.differentiable_reads.append(index)
 
     def name_of(self, index: int) -> str:
         return "ab"[index]
