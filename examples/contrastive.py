@@ -1,4 +1,4 @@
-"""One model called twice in one loss: an encoder that tells two views of a vector from views of others.
+"""One model called twice in one loss: an encoder finds the two views of each vector.
 
 Both forwards are alive until the backward. ``accumulate=2`` declares that one backward reaches both; the plan makes
 room for what both save at the second forward of the first step, and keeps it.

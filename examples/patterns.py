@@ -1,4 +1,4 @@
-"""What the four short examples share: their command line, and one line a report."""
+"""Command line and reports of the four short examples."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 12, 48, 8, 32
 
 
 class Policy(nn.Module):
-    """A causal transformer of two layers: tokens ``[batch, length]`` to logits ``[batch, length, VOCABULARY]``."""
+    """A causal transformer: tokens ``[batch, length]`` to logits ``[batch, length, VOCABULARY]``."""
 
     def __init__(self) -> None:
         super().__init__()
