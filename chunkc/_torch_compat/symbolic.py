@@ -5,11 +5,14 @@ Seen on torch 2.11.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import copy
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dynamo import maybe_mark_dynamic
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_symbols, free_unbacked_symbols
@@ -18,11 +21,32 @@ from chunkc._torch_compat.core import dynamo_value, pytree
 
 Symbol: TypeAlias = sympy.Symbol
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_MARKS = ("_dynamo_weak_dynamic_indices", "_has_dynamo_dim_marking")
 _ASSERTIONS = (
     torch.ops.aten._assert_scalar.default,
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
 )
+
+
+@contextmanager
+def changing(sizes: Iterable[tuple[torch.Tensor, int]]) -> Iterator[None]:
+    """Within the block Dynamo captures these dimensions of tensors for any size, where it can.
+
+    Marks of the caller's own stay as they are.
+    """
+    before: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+    for tensor, dimension in sizes:
+        marks = {name: copy.copy(tensor.__dict__[name]) for name in _MARKS if name in tensor.__dict__}
+        before.setdefault(id(tensor), (tensor, marks))
+        maybe_mark_dynamic(tensor, dimension)
+    try:
+        yield
+    finally:
+        for tensor, marks in before.values():
+            for name in _MARKS:
+                tensor.__dict__.pop(name, None)
+            tensor.__dict__.update(marks)
 
 
 def has_unbacked_size(node: Node) -> bool:

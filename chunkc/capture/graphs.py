@@ -35,7 +35,7 @@ class Captured:
         stages: the parts of capture, and how long each took.
         concurrent_nbytes: alive all the while, for other graphs of the same call; the schedule counts them too.
         scales: whether the schedule counts copies of the tangents, multiplied by a loss scale.
-        symbolic: what it is a copy of, at some sizes; None where it was captured for its sizes alone.
+        symbolic: what it is a copy of, at ``sizes``; None where it was captured for its sizes alone.
     """
 
     forward: CapturedGraph
@@ -48,10 +48,23 @@ class Captured:
     concurrent_nbytes: int = 0
     scales: bool = False
     symbolic: SymbolicIteration | None = None
+    sizes: Sizes = ()
 
     @property
     def graphs(self) -> dict[GraphKind, CapturedGraph]:
         return {"forward": self.forward, "backward": self.backward}
+
+    @property
+    def draws_by_seed(self) -> bool:
+        """Whether the graphs draw random numbers by seeds of Inductor's, which operators ignore one by one."""
+        nodes = (node for graph in self.graphs.values() for node in graph.module.graph.nodes)
+        return any("inductor_" in str(node.target) for node in nodes)
+
+    def is_within(self, other: Captured) -> bool:
+        """Whether ``other`` is the same graph at sizes that are nowhere smaller, and so takes no fewer bytes."""
+        if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:
+            return False
+        return all(size <= largest for size, largest in zip(self.sizes, other.sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +103,7 @@ class SymbolicIteration:
         inputs = zip(size_inputs(self.forward).values(), sizes, strict=True)
         specialisation = Specialisation({**state_sizes(self.forward), **dict(inputs)})
         backward = None if self.backward is None else specialisation.copy(self.backward)
-        return replace(self.build(specialisation.copy(self.forward), backward), symbolic=self)
+        return replace(self.build(specialisation.copy(self.forward), backward), symbolic=self, sizes=sizes)
 
 
 def batch_size(inputs: Iterable[Any]) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
+from chunkc.compiler.sized_entries import MAX_COMPILED_SIZES, SizedEntries
 from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier
@@ -84,34 +85,47 @@ class CaptureSession:
 
     def compile_graph(self, module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture, plan and compile a forward that is one graph; return the code that stands in for it."""
-        entry = GraphEntry()
+        compiler = self.settings.compiler
+        entries = SizedEntries(weakly(self._make), weakly(self.graphs.let_go), compiles=compiler.fuses)
         choose = budget_chooser(self.request()) if self.settings.target.rates is not None else None
         captured, code = capture_graph(
-            *(module, example_inputs, self.tensors, self.settings.compiler.tracing),
-            *(entry.forward, entry.backward),
-            choose=choose,
+            *(module, example_inputs, self.tensors, compiler.tracing, entries.forward, entries.backward), choose=choose
         )
         self.shapes.check_room()
         self.log(captured)
-        entry.attach(self.runtime, captured, weakly(self.graphs.fit))
-        if self.is_declaring:
-            self.graphs.add(entry, self._recorded(captured))
-        else:
-            self._planner(self, captured, entry)
-        self.shapes.captured()
+        entries.start(captured)
+        self.shapes.captured(any_size=captured.symbolic is not None)
         return code
 
-    def plan(self, captured: Captured, entry: GraphEntry) -> None:
+    def _make(self, captured: Captured, family: object, compiles: bool) -> GraphEntry:
+        """A new entry of a forward that is one graph, at some sizes."""
+        entry = GraphEntry(family)
+        entry.attach(self.runtime, captured, weakly(self.graphs.fit))
+        recorded = self.recorded(captured, compiles=compiles)
+        if self.is_declaring:
+            self.graphs.add(entry, recorded)
+        else:
+            with self.runtime.ranks.agreement_scope():
+                self._planner(self, recorded, entry)
+        return entry
+
+    def plan(self, recorded: RecordedGraph, entry: GraphEntry) -> None:
         """Plan and compile a whole iteration, and let ``entry`` run it; errors as `GraphSet.plan`."""
-        self.graphs.add(entry, self._recorded(captured))
+        self.graphs.add(entry, recorded)
         try:
             self.graphs.plan(entry)
         except BaseException:
             self.graphs.remove(entry)
             raise
 
-    def _recorded(self, captured: Captured) -> RecordedGraph:
-        return RecordedGraph(captured, self.settings.compiler, scales=self.settings.options.scales)
+    def recorded(self, captured: Captured, *, compiles: bool) -> RecordedGraph:
+        """A captured graph, and how it is planned: where it may not come again, operator by operator."""
+        compiler, is_compiled = self.settings.compiler, compiles or captured.draws_by_seed
+        recorded = RecordedGraph(captured, compiler, scales=self.settings.options.scales)
+        if is_compiled:
+            return recorded
+        compiled_by = compiler if compiler.fuses else None
+        return replace(recorded, compiler=compiler.interpreter(), compiled_by=compiled_by, log_level=logging.DEBUG)
 
     def install(self, built: CompiledPlan, entry: GraphEntry) -> None:
         entry.plan_by(built)
@@ -123,6 +137,12 @@ class CaptureSession:
         """Log how much was captured in which time."""
         num_ops = sum(len(g.operators) for g in captured.schedule.graphs)
         logger.info("captured %d operators%s in %.1f s", num_ops, kind, time.perf_counter() - self.started_s)
+        if captured.symbolic is not None:
+            logger.info(
+                "its inputs change in size from call to call: a size is planned when it comes, from the graph captured "
+                "now, and compiled when it comes again (%d sizes at most)",
+                MAX_COMPILED_SIZES,
+            )
 
     def request(self) -> PlanRequest:
         """Return the request for a plan made now, with the budgets that other models leave."""
@@ -149,5 +169,5 @@ class CaptureSession:
         }
 
 
-Planner = Callable[[CaptureSession, Captured, GraphEntry], None]
+Planner = Callable[[CaptureSession, RecordedGraph, GraphEntry], None]
 """Plans a captured iteration, now or later, and lets its entry run by the plan."""

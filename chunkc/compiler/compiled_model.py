@@ -24,14 +24,16 @@ from chunkc._torch_compat.core import (
     pytree,
     shared_frames,
 )
+from chunkc._torch_compat.symbolic import changing
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
+from chunkc.compiler.changing_sizes import ChangingSizes
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
 from chunkc.compiler.graph_breaks import BrokenForwards
 from chunkc.compiler.graph_entry import NotPlannedYet
 from chunkc.compiler.module_frames import add_frames
-from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of
-from chunkc.errors import CaptureError, ChunkcError
+from chunkc.compiler.shape_cache import Signature, is_data_dependent, numbers_of, signature_of, tensors_of
+from chunkc.errors import BudgetError, CaptureError, ChunkcError
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
@@ -50,6 +52,7 @@ class CompiledModel:
         self._model = model
         self._warm: dict[str, int] | None = None
         self._floats = FloatInputs()
+        self._sizes = ChangingSizes()
 
     @property
     def runtime(self) -> ModelRuntime:
@@ -163,7 +166,7 @@ class CompiledModel:
         reason = "it takes them for constants"
         try:
             forget_constant_floats()
-            return shapes.call(signature, (call.values, *call.args), call.kwargs, call.places)
+            return self._as_one_graph(signature, call.args, call.kwargs, call)
         except CaptureFailed as error:
             if isinstance(getattr(error, "inner_exception", None), ChunkcError):
                 raise
@@ -185,7 +188,7 @@ class CompiledModel:
         shapes, broken_shapes = self.session.shapes, self.breaks.shapes
         if signature not in broken_shapes:
             try:
-                return shapes.call(signature, args, kwargs)
+                return self._as_one_graph(signature, args, kwargs)
             except BackendCompilerFailed:
                 raise
             except CaptureFailed as error:
@@ -197,6 +200,48 @@ class CompiledModel:
         add_frames(self._model)
         with shared_frames():
             return broken_shapes.call(signature, args, kwargs)
+
+    def _as_one_graph(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], floats: FloatCall | None = None
+    ) -> Any:
+        """As one graph for any sizes where those of such calls change, or else one for these sizes."""
+        shared = self._sizes.shared(signature)
+        if shared is not None:
+            tensors, sizes = tensors_of(args, kwargs), self._sizes.changed(signature)
+            try:
+                with changing((tensors[number], dimension) for number, dimension in sizes):
+                    outputs = self._call_entry(shared, args, kwargs, floats)
+                if self.session.shapes.has_fixed:
+                    self._sizes.note_fixed(signature)
+                    if not self._sizes.is_special(signature):
+                        self._capture_alone(signature, "its forward reads them as numbers")
+                return outputs
+            except (CaptureFailed, CaptureError, BudgetError) as error:
+                inner = getattr(error, "inner_exception", error)
+                if isinstance(inner, ChunkcError) and not isinstance(inner, (CaptureError, BudgetError)):
+                    raise
+                if not isinstance(inner, BudgetError):  # alone, more of it may be recomputed
+                    self._capture_alone(signature, str(inner).partition("\n")[0])
+        outputs = self._call_entry(signature, args, kwargs, floats)
+        self._sizes.note_alone(signature)
+        return outputs
+
+    def _call_entry(
+        self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], floats: FloatCall | None
+    ) -> Any:
+        if floats is None:
+            return self.session.shapes.call(signature, args, kwargs)
+        return self.session.shapes.call(signature, (floats.values, *args), kwargs, floats.places)
+
+    def _capture_alone(self, signature: Signature, reason: str) -> None:
+        """From now on, have one graph for each size of calls of this form, and say so."""
+        self._sizes.refuse(signature)
+        logger.warning(
+            "%s is captured anew for each size of its inputs (%.1f s this time, and %d sizes at most): %s. Pad inputs "
+            "to few lengths",
+            *(type(self._model).__name__, time.perf_counter() - self.session.started_s),
+            *(self.session.shapes.max_programs, reason),
+        )
 
     def _enter_whole(self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As one graph, or CaptureError."""

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
 
-from chunkc._torch_compat.core import break_reason, without_modes
+from chunkc._torch_compat.core import break_reason
 from chunkc._torch_compat.release import compilations_forgotten
 from chunkc.capture.backend import capture_graph
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
-from chunkc.capture.symbolic import Sizes
 from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.graph_set import RecordedGraph
 from chunkc.compiler.segment_compiler import compile_eager, compile_inductor
 from chunkc.compiler.shape_cache import ShapeTable, entry_maker, weakly
-from chunkc.compiler.sized_entries import MAX_COMPILED_SIZES, SizedEntries
+from chunkc.compiler.sized_entries import SizedEntries
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes.lower import LoweredSegment, lower
@@ -67,53 +66,29 @@ class BrokenForwards:
         if reason is not None and reason not in self.reasons:
             self.reasons.append(reason)
             logger.warning("the forward of %s breaks: %s", self._name, reason)
-        session, entries = self._session, SizedEntries()
+        session = self._session
+        compiler = session.settings.compiler
+        entries = SizedEntries(weakly(self._make), weakly(session.graphs.let_go), compiles=compiler.fuses)
         captured, code = capture_graph(
-            *(module, example_inputs, session.tensors, session.settings.compiler.tracing),
-            *(partial(weakly(self._forward), entries), partial(weakly(self._backward), entries)),
+            *(module, example_inputs, session.tensors, compiler.tracing, entries.forward, entries.backward),
             evaluates=True,
         )
         if captured.tangents is not None:
             self.shapes.check_room()
             session.log(captured)
-            if captured.symbolic is not None:
-                logger.info(
-                    "its inputs change in size from call to call: a size is planned when it comes, from the graph "
-                    "captured now, and compiled when it comes again (%d sizes at most)",
-                    MAX_COMPILED_SIZES,
-                )
-        self._make(entries, entries.capture(captured), captured, compiles=captured.symbolic is None)
+        entries.start(captured)
         if captured.tangents is not None:
             self.shapes.captured()
         return code
 
-    def _forward(self, entries: SizedEntries, args: list[Any]) -> list[Any]:
-        """Outputs of a forward graph; empties ``args``."""
-        sizes = entries.forward_sizes(args)
-        entry = entries.get(sizes)
-        if entry is None or entries.should_compile(sizes):
-            entry = self._make_now(entries, sizes)
-        entries.use(sizes)
-        return entry.forward(args)
-
-    def _backward(self, entries: SizedEntries, args: list[Any]) -> list[Any]:
-        """Outputs of a backward graph, None for those that nobody asks for; empties ``args``."""
-        sizes = entries.backward_sizes(args)
-        entry = entries.get(sizes)
-        if entry is None:  # its forward ran so long ago that others have taken its place
-            entry = self._make_now(entries, sizes)
-        return entry.backward(args)
-
-    def _make_now(self, entries: SizedEntries, sizes: Sizes) -> GraphEntry:
-        with without_modes(), self._session.runtime.ranks.agreement_scope():
-            return self._make(entries, sizes, entries.captured_at(sizes), compiles=entries.is_compiled(sizes))
-
-    def _make(self, entries: SizedEntries, sizes: Sizes, captured: Captured, *, compiles: bool) -> GraphEntry:
-        """A new entry of a graph at ``sizes``, without a plan before there is a layout."""
-        session, entry = self._session, GraphEntry(entries.family)
+    def _make(self, captured: Captured, family: object, compiles: bool) -> GraphEntry:
+        """A new entry of a graph at some sizes, without a plan before there is a layout."""
+        session, entry = self._session, GraphEntry(family)
         fit, graphs = weakly(session.graphs.fit), session.graphs
-        entry.attach(session.runtime, captured, fit, UnplannedGraph(unplanned(captured), entries.family))
-        if captured.tangents is not None:
+        entry.attach(session.runtime, captured, fit, UnplannedGraph(unplanned(captured), family))
+        if captured.tangents is None:
+            return entry
+        with session.runtime.ranks.agreement_scope():
             graphs.add(entry, self._recorded(captured, compiles=compiles))
             try:
                 if session.runtime.layout is not None:
@@ -121,24 +96,13 @@ class BrokenForwards:
             except BaseException:
                 graphs.remove(entry)
                 raise
-        for left in entries.put(sizes, entry, is_compiled=compiles):
-            if left.uninstall():
-                graphs.remove(left)
-            else:
-                entries.keep(left)
         return entry
 
     def _recorded(self, captured: Captured, *, compiles: bool) -> RecordedGraph:
-        """A graph, and how it is planned: one that may not come again, operator by operator."""
-        compiler, number = self._session.settings.compiler, len(self._session.graphs.graphs) + 1
-        is_compiled = compiles or _draws_by_seed(captured)
-        return RecordedGraph(
-            captured,
-            compiler if is_compiled else compiler.interpreter(),
-            also_trained=_trainable(captured),
-            name=f"graph {number}",
-            log_level=logging.INFO if is_compiled else logging.DEBUG,
-        )
+        """A graph, and how it is planned."""
+        number = len(self._session.graphs.graphs) + 1
+        recorded = self._session.recorded(captured, compiles=compiles)
+        return replace(recorded, scales=False, also_trained=_trainable(captured), name=f"graph {number}")
 
     def after_call(self) -> None:
         """A training forward has run before there was a layout; say once why it still does so."""
@@ -168,12 +132,6 @@ class BrokenForwards:
         logger.info("%s runs as %d graphs from the next iteration on", self._name, len(executors))
 
 
-def _draws_by_seed(captured: Captured) -> bool:
-    """Whether a graph draws random numbers by seeds of Inductor's, which its operators ignore one by one."""
-    nodes = (node for graph in captured.graphs.values() for node in graph.module.graph.nodes)
-    return any("inductor_" in str(node.target) for node in nodes)
-
-
 def _trainable(captured: Captured) -> list[int]:
     return [i for i, info in enumerate(captured.schedule.params) if info.trainable]
 
@@ -183,7 +141,7 @@ def unplanned(captured: Captured) -> dict[GraphKind, CompiledGraph]:
 
     Segments are eager, unless the graphs draw by seeds of Inductor's.
     """
-    compile_one = compile_inductor if _draws_by_seed(captured) else compile_eager
+    compile_one = compile_inductor if captured.draws_by_seed else compile_eager
     return {kind: _unplanned(graph, kind, compile_one) for kind, graph in captured.graphs.items()}
 
 

@@ -54,6 +54,7 @@ class RecordedGraph:
     Attributes:
         beside_nbytes: bytes of others that have been alive while it ran.
         compiler: of its segments.
+        compiled_by: the compiler of its segments where they do not fit as ``compiler`` interprets them; else None.
         also_trained: parameters whose gradients come from elsewhere.
         scales: whether the plan multiplies its tangents by a loss scale.
         name: of the graph among others, for messages; empty for a whole forward.
@@ -67,6 +68,7 @@ class RecordedGraph:
     scales: bool = False
     name: str = ""
     log_level: int = logging.INFO
+    compiled_by: SegmentCompiler | None = None
 
 
 class GraphSet:
@@ -92,18 +94,29 @@ class GraphSet:
     def remove(self, entry: GraphEntry) -> None:
         self.graphs.pop(entry, None)
 
+    def let_go(self, entry: GraphEntry) -> bool:
+        """Remove a graph, and give back what it takes, unless it runs now; return whether that was done."""
+        is_left = entry.uninstall()
+        if is_left:
+            self.remove(entry)
+        return is_left
+
     def plan(self, entry: GraphEntry) -> None:
         """Plan a graph of the set in the layout, or make one; BudgetError where no layout suffices."""
         request, graph = self._request(), self.graphs[entry]
         try:
             built = self._build(graph, request)
         except BudgetError:
-            if request.layout is None:
+            if request.layout is None and graph.compiled_by is None:
                 raise
         else:
             self._installed(built, entry)
             return
-        self._plan_in_new_layout(entry)
+        if graph.compiled_by is not None:
+            graph.compiler, graph.compiled_by, graph.log_level = graph.compiled_by, None, logging.INFO
+            self.plan(entry)
+        else:
+            self._plan_in_new_layout(entry)
 
     def plan_together(self, *, leaves_room: bool) -> None:
         """Plan all graphs, in the order in which they run, over one layout, made from all if there is none.
@@ -182,8 +195,7 @@ class GraphSet:
         runtime = self._runtime
         request = self._request().in_new_layout()
         logger.info("%s does not fit beside the others as they are laid out: making a new layout", request.target.model)
-        planned = {e: graph for e, graph in self.graphs.items() if e.plan is not None or e is entry}
-        graphs = {e: self._trained_as_before(graph) for e, graph in planned.items()}
+        graphs = {e: self._trained_as_before(self.graphs[e]) for e in self._kept_with(entry)}
         built = self._built_together(entry, graphs, request)
         if runtime.layout is not None and not request.is_host:
             check_room_aside(runtime.layout, request.ranks_per_node)
@@ -201,13 +213,24 @@ class GraphSet:
     def _built_together(
         self, entry: GraphEntry, graphs: Mapping[GraphEntry, RecordedGraph], request: PlanRequest
     ) -> dict[GraphEntry, CompiledPlan]:
-        """Plans over a new layout, that of ``entry`` if it serves all."""
-        try:
-            return self._over_layout_of(entry, graphs, request)
-        except ChunkcError as error:
-            logger.debug("no layout of one graph serves all: %s", error)
+        """Plans over a new layout, that of ``entry`` or of the largest graph if it serves all."""
+        largest = max(graphs, key=lambda e: _peak_nbytes(graphs[e].captured))
+        for lead in dict.fromkeys((entry, largest)):
+            try:
+                return self._over_layout_of(lead, graphs, request)
+            except ChunkcError as error:
+                logger.debug("the layout of one graph does not serve all: %s", error)
         joined = self._joined_layout(_of_all(request, len(graphs)), list(graphs.values()), leaves_room=False)
         return self._build_all(replace(request, layout=joined), graphs)
+
+    def _kept_with(self, entry: GraphEntry) -> list[GraphEntry]:
+        """``entry`` and all whose graphs are planned in a new layout at once, and not when they run again.
+
+        Those of other sizes fit where larger ones do, and interpreted segments take more than they have to.
+        """
+        kept = [e for e, graph in self.graphs.items() if e is entry or (e.plan is not None and not graph.compiled_by)]
+        captured = [self.graphs[e].captured for e in kept]
+        return [e for e in kept if e is entry or not any(map(self.graphs[e].captured.is_within, captured))]
 
     def _trained_as_before(self, graph: RecordedGraph) -> RecordedGraph:
         trained = sorted({*graph.also_trained, *self._runtime.parameters.trained})

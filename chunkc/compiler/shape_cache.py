@@ -83,7 +83,7 @@ class _Reader:
     def __init__(self) -> None:
         self.frame: list[Hashable] = []
         self.sizes: list[Hashable] = []
-        self.shapes: list[Shape] = []
+        self.tensors: list[torch.Tensor] = []
         self.is_plain = True
         self._seen: dict[int, int] = {}
         self._spans: dict[int, list[tuple[int, int, int]]] = {}
@@ -115,9 +115,8 @@ class _Reader:
         self.frame.append(
             (first, overlaps, tensor.dim(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.is_inference())
         )
-        shape = tuple(tensor.shape)
-        self.shapes.append(shape)
-        self.sizes.append((shape, tensor.stride()))
+        self.tensors.append(tensor)
+        self.sizes.append((tuple(tensor.shape), tensor.stride()))
 
     def _overlaps(self, tensor: torch.Tensor, number: int) -> tuple[tuple[int, int], ...]:
         """Return the earlier tensors within the bytes of ``tensor``.
@@ -150,8 +149,16 @@ def signature_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
     modes = (model.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
     frame = (modes, tuple(reader.frame))
-    sizes, shapes = tuple(reader.sizes), tuple(reader.shapes)
+    sizes, shapes = tuple(reader.sizes), tuple(tuple(tensor.shape) for tensor in reader.tensors)
     return Signature((frame, sizes), shapes, frame, reader.is_plain, numbers_of(args, kwargs))
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors whose shapes `signature_of` tells, in their order."""
+    reader = _Reader()
+    reader.read(args)
+    reader.read(kwargs)
+    return reader.tensors
 
 
 def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
@@ -209,7 +216,8 @@ class Entry:
 class ShapeTable:
     """Entries by signature, no more programs than ``max_programs``; those made stay when that is lowered.
 
-    ``num_programs``: calls that made a program (the graphs of one call count once).
+    ``num_programs``: calls that made a program (the graphs of one call count once). ``has_fixed``: whether the last
+    call has made one for its sizes alone.
     """
 
     def __init__(self, make_run: RunMaker, max_programs: int = MAX_PROGRAMS, share_of_more: float = 1.0) -> None:
@@ -227,6 +235,7 @@ class ShapeTable:
         self._newest: deque[Signature] = deque(maxlen=_NUM_NAMED)
         self._calling: Signature | None = None
         self._num_captured = 0
+        self.has_fixed = False
 
     def __contains__(self, signature: Signature) -> bool:
         """Whether calls with ``signature`` have run here."""
@@ -242,7 +251,7 @@ class ShapeTable:
 
         ``places`` of floats that are inputs; then ``args`` begin with their values.
         """
-        self._calling, self._num_captured = signature, 0
+        self._calling, self._num_captured, self.has_fixed = signature, 0, False
         entry = self._entries.get(signature.key) or self._idle.get(signature.key)
         if entry is None:
             self.check_room()
@@ -292,9 +301,10 @@ class ShapeTable:
         entry = self._entries.get(signature.key)
         return 0 if entry is None else entry.num_programs
 
-    def captured(self) -> None:
-        """The backend has made a program for the call under way."""
+    def captured(self, *, any_size: bool = False) -> None:
+        """The backend has made a program for the call under way, and for its like at any size."""
         self._num_captured += 1
+        self.has_fixed |= not any_size
 
     def clear(self) -> None:
         """Forget all entries and programs."""

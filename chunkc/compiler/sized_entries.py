@@ -1,8 +1,8 @@
 """The entries of one captured graph, one for each combination of sizes that it is called with.
 
 A graph that was captured for its sizes alone has one entry. Of a symbolic graph, an entry is made at the first call
-with its sizes, over a copy of the graph. Its segments are interpreted, since compiling takes longer than many steps;
-those of sizes that come again are compiled:
+with its sizes, over a copy of the graph. Where the backend compiles segments, those of new sizes are interpreted, since
+compiling takes longer than many steps; those of sizes that come again are compiled:
 
     sizes    17  12  17  9  12        entries are kept for the newest sizes
     segments  i   i   c  i   c        interpreted, compiled
@@ -11,9 +11,10 @@ those of sizes that come again are compiled:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from chunkc._torch_compat.core import without_modes
 from chunkc.capture.graphs import Captured
 from chunkc.capture.symbolic import Sizes
 from chunkc.compiler.graph_entry import GraphEntry
@@ -26,72 +27,85 @@ MAX_SIZES = MAX_PROGRAMS
 MAX_COMPILED_SIZES = MAX_PROGRAMS
 """Combinations of sizes for which the segments of one graph are compiled, and stay so."""
 
+EntryMaker = Callable[[Captured, object, bool], GraphEntry]
+"""Makes the entry of a graph at some sizes, of a family.
+
+Its segments are compiled, or else interpreted where the budget allows.
+"""
+
 
 class SizedEntries:
-    """Entries by sizes.
+    """Entries by sizes, of one family: an object by which the runtime knows that they are of one graph."""
 
-    Attributes:
-        family: one object for all of them, by which the runtime knows that they are of one graph.
-    """
+    def __init__(self, make: EntryMaker, let_go: Callable[[GraphEntry], bool], *, compiles: bool) -> None:
+        """``let_go`` forgets an entry, unless it runs now, and returns whether it did.
 
-    def __init__(self) -> None:
-        self.family = object()
+        ``compiles``: whether segments that are compiled run otherwise than interpreted ones.
+        """
+        self._make, self._let_go = make, let_go
+        self._compiles = compiles
+        self._family = object()
         self._captured: Captured | None = None
         self._entries: OrderedDict[Sizes, GraphEntry] = OrderedDict()
         self._compiled: set[Sizes] = set()
         self._replaced: list[GraphEntry] = []
 
-    def capture(self, captured: Captured) -> Sizes:
-        """Note what was captured; return the sizes of the call under way."""
+    def start(self, captured: Captured) -> None:
+        """Begin with a graph that was captured now; make the entry of one that was captured for its sizes alone."""
         self._captured = captured
-        return () if captured.symbolic is None else captured.symbolic.sizes()
+        if captured.symbolic is None:
+            self._put((), captured, compiles=True)
 
-    def captured_at(self, sizes: Sizes) -> Captured:
+    def forward(self, args: list[Any]) -> list[Any]:
+        """Outputs of the forward graph; empties ``args``."""
+        symbolic = self._graph.symbolic
+        sizes = self._sizes(args, () if symbolic is None else symbolic.forward_sizes)
+        entry = self._entries.get(sizes)
+        if entry is None or self._should_compile(sizes):
+            entry = self._put_at(sizes, compiles=self._should_compile(sizes))
+        self._entries.move_to_end(sizes)
+        return entry.forward(args)
+
+    def backward(self, args: list[Any]) -> list[Any]:
+        """Outputs of the backward graph, None for those that nobody asks for; empties ``args``."""
+        symbolic = self._graph.symbolic
+        sizes = self._sizes(args, () if symbolic is None else symbolic.backward_sizes)
+        entry = self._entries.get(sizes)
+        if entry is None:  # its forward ran so long ago that others have taken its place
+            entry = self._put_at(sizes, compiles=sizes in self._compiled)
+        return entry.backward(args)
+
+    @staticmethod
+    def _sizes(args: Sequence[Any], positions: Sequence[int]) -> Sizes:
+        return tuple(args[position] for position in positions)
+
+    def _put_at(self, sizes: Sizes, *, compiles: bool) -> GraphEntry:
+        """Keep a new entry for ``sizes``, which were not those of the call that was captured."""
         captured = self._graph
-        return captured if captured.symbolic is None else captured.symbolic.at(sizes)
+        with without_modes():
+            captured = captured if captured.symbolic is None else captured.symbolic.at(sizes)
+            return self._put(sizes, captured, compiles=compiles)
 
-    def forward_sizes(self, args: Sequence[Any]) -> Sizes:
-        """The sizes among the inputs of the forward graph."""
-        symbolic = self._graph.symbolic
-        return () if symbolic is None else tuple(args[position] for position in symbolic.forward_sizes)
-
-    def backward_sizes(self, args: Sequence[Any]) -> Sizes:
-        """The sizes among the inputs of the backward graph."""
-        symbolic = self._graph.symbolic
-        return () if symbolic is None else tuple(args[position] for position in symbolic.backward_sizes)
-
-    def get(self, sizes: Sizes) -> GraphEntry | None:
-        return self._entries.get(sizes)
-
-    def is_compiled(self, sizes: Sizes) -> bool:
-        """Whether segments are compiled for ``sizes``, or would be if they came again."""
-        if self._graph.symbolic is None or sizes in self._compiled:
-            return True
+    def _should_compile(self, sizes: Sizes) -> bool:
+        """Whether ``sizes`` have come before, are interpreted, and are to be compiled; or were compiled once."""
+        if self._graph.symbolic is None or not self._compiles:
+            return False
+        if sizes in self._compiled:
+            return sizes not in self._entries
         return sizes in self._entries and len(self._compiled) < MAX_COMPILED_SIZES
 
-    def should_compile(self, sizes: Sizes) -> bool:
-        """Whether ``sizes`` come again, whose segments are interpreted and may be compiled."""
-        return self._graph.symbolic is not None and sizes not in self._compiled and self.is_compiled(sizes)
-
-    def put(self, sizes: Sizes, entry: GraphEntry, *, is_compiled: bool) -> list[GraphEntry]:
-        """Keep ``entry`` for ``sizes``; return entries that have left, now and before, to be let go of."""
+    def _put(self, sizes: Sizes, captured: Captured, *, compiles: bool) -> GraphEntry:
+        """Keep a new entry for ``sizes``, and let go of those whose place it takes."""
+        entry = self._make(captured, self._family, compiles)
         replaced = self._entries.pop(sizes, None)
-        self._replaced += [] if replaced is None else [replaced]
+        leaving = self._replaced if replaced is None else [*self._replaced, replaced]
         self._entries[sizes] = entry
-        if is_compiled:
+        if compiles:
             self._compiled.add(sizes)
         while len(self._entries) > MAX_SIZES:
-            self._replaced.append(self._entries.popitem(last=False)[1])
-        left_now, self._replaced = self._replaced, []
-        return left_now
-
-    def keep(self, entry: GraphEntry) -> None:
-        """Return ``entry``, which has left, again by the next `put`: it runs now."""
-        self._replaced.append(entry)
-
-    def use(self, sizes: Sizes) -> None:
-        """Note that the entry of ``sizes`` is the one used last."""
-        self._entries.move_to_end(sizes)
+            leaving = [*leaving, self._entries.popitem(last=False)[1]]
+        self._replaced = [left for left in leaving if not self._let_go(left)]
+        return entry
 
     @property
     def _graph(self) -> Captured:

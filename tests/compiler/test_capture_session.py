@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.capture.graphs import Captured
 from chunkc.compiler.capture_session import CaptureSession, Planner
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_set import RecordedGraph
 from chunkc.errors import ChunkcError
 
 HW = "emulated-64m-64m"
@@ -28,10 +28,10 @@ class Layers(nn.Module):
 
 class Later:
     def __init__(self) -> None:
-        self.captures: list[tuple[CaptureSession, Captured, GraphEntry]] = []
+        self.captures: list[tuple[CaptureSession, RecordedGraph, GraphEntry]] = []
 
-    def __call__(self, session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
-        self.captures.append((session, captured, entry))
+    def __call__(self, session: CaptureSession, recorded: RecordedGraph, entry: GraphEntry) -> None:
+        self.captures.append((session, recorded, entry))
 
 
 def compiled_with(planner: Planner) -> nn.Module:
@@ -60,9 +60,9 @@ def test_what_was_captured_may_be_planned_later() -> None:
     for _ in range(2):
         with pytest.raises(ChunkcError, match="before it had one"):
             model(torch.ones(2, 8))
-    ((session, captured, entry),) = planner.captures
+    ((session, recorded, entry),) = planner.captures
     assert session is compiled_of(model).session and session.planned == []
-    session.plan(captured, entry)
+    session.plan(recorded, entry)
     torch.manual_seed(0)
     assert losses(model) == losses(chunkc.compile(Layers(), HW, dtype=torch.float32, backend="eager"))
     assert len(planner.captures) == 1 and len(session.planned) == 1
@@ -71,9 +71,9 @@ def test_what_was_captured_may_be_planned_later() -> None:
 def test_an_entry_does_not_keep_its_model() -> None:
     entries: list[GraphEntry] = []
 
-    def plan(session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
+    def plan(session: CaptureSession, recorded: RecordedGraph, entry: GraphEntry) -> None:
         entries.append(entry)
-        session.plan(captured, entry)
+        session.plan(recorded, entry)
 
     losses(compiled_with(plan))
     for _ in range(3):

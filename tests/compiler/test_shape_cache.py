@@ -112,7 +112,7 @@ class Compiler:
         self.made: list[object] = []
         self.fails = False
 
-    def make_run(self, _: object) -> Callable[..., Any]:
+    def make_run(self, *_: object) -> Callable[..., Any]:
         known: set[object] = set()
 
         def run(x: torch.Tensor, extra: object = None) -> torch.Size:
@@ -190,7 +190,7 @@ def test_more_guards_fail_than_dynamo_allows_one_code_object() -> None:
 
     model = nn.Module()
 
-    def make_run(_: object) -> Callable[..., Any]:
+    def make_run(*_: object) -> Callable[..., Any]:
         def enter(x: torch.Tensor) -> torch.Tensor:
             return x * model.factor
 
@@ -211,7 +211,7 @@ def test_entries_that_make_no_program_are_kept_newest_first(monkeypatch: pytest.
     monkeypatch.setattr(shape_cache, "MAX_IDLE", 2)
     num_made, numbers = 0, list[int]()
 
-    def make_run(_: object) -> Callable[..., Any]:
+    def make_run(*_: object) -> Callable[..., Any]:
         nonlocal num_made
         num_made += 1
         return lambda x: x
@@ -226,7 +226,7 @@ def test_entries_that_make_no_program_are_kept_newest_first(monkeypatch: pytest.
 
 
 def test_further_programs_of_a_known_signature_count_by_their_share() -> None:
-    table = ShapeTable(lambda _: lambda x: table.captured(), max_programs=2, share_of_more=1 / 4)
+    table = ShapeTable(lambda *_: lambda x: table.captured(), max_programs=2, share_of_more=1 / 4)
     for _ in range(5):  # 1 + 4 / 4
         table.call(of(ONES), (1,), {})
     assert table.num_programs == 5

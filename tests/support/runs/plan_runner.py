@@ -22,7 +22,7 @@ from chunkc.compiler.capture_session import CaptureSession
 from chunkc.compiler.compiled_model import CompiledModel, compiled_of
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.graph_entry import GraphEntry
-from chunkc.compiler.graph_set import GraphSet
+from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.validation import unique_params
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.hardware.usable_memory import Budget
@@ -73,10 +73,10 @@ class PlanRunner:
         with pytest.raises(ChunkcError, match="before it had one"):
             self.model(**self.batches[0])
 
-    def _plan_later(self, session: CaptureSession, captured: Captured, entry: GraphEntry) -> None:
-        self._captures.append((captured, entry))
+    def _plan_later(self, session: CaptureSession, recorded: RecordedGraph, entry: GraphEntry) -> None:
+        self._captures.append((recorded.captured, entry))
         if len(self._captures) > 1:  # some models are captured anew at their second call
-            session.plan(captured, entry)
+            session.plan(recorded, entry)
 
     @property
     def captured(self) -> Captured:
@@ -121,7 +121,7 @@ class PlanRunner:
         captured, entry = self._captures[-1]
         session.graphs = GraphSet(runtime, session.request, session.install)
         entry.attach(runtime, captured, session.graphs.fit)
-        session.plan(captured, entry)
+        session.plan(session.recorded(captured, compiles=True), entry)
 
     def train(
         self,

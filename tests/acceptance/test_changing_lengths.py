@@ -1,0 +1,197 @@
+"""Inputs whose sizes change from call to call: captured for any size at the third, and planned for each as it comes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from pair import Pair, Tower, batch
+from torch import nn
+
+import chunkc
+from chunkc.compiler import sized_entries
+from chunkc.compiler.compiled_model import compiled_of
+from chunkc.compiler.shape_cache import MAX_PROGRAMS
+
+HW = "emulated-640k-16m"
+NUM_CAPTURES = 3
+"""Of a form of call: its first size, its second, and all sizes."""
+
+
+def num_captures(model: nn.Module) -> int:
+    return compiled_of(model).session.shapes.num_programs
+
+
+def num_plans(model: nn.Module) -> int:
+    return compiled_of(model).session.num_planned
+
+
+class Counted(nn.Module):
+    """A recurrence by cells, whose forward reads the length as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(8, 32)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x.new_zeros(x.shape[1], 32)
+        for step in range(x.shape[0]):
+            hidden = self.cell(x[step], hidden)
+        loss: torch.Tensor = self.head(hidden).square().mean()
+        return loss
+
+
+def sequence(length: int) -> torch.Tensor:
+    return torch.randn(length, 4, 8, generator=torch.Generator().manual_seed(length))
+
+
+def low(hw: str = HW, **options: Any) -> Pair:
+    """Two layers, which compile in seconds."""
+    return Pair(hw, model=Tower(depth=2, width=32), **options)
+
+
+@pytest.mark.parametrize(("backend", "num_lengths"), [("eager", 40), ("inductor", 10)])
+def test_many_lengths_are_exact_and_captured_three_times(backend: str, num_lengths: int) -> None:
+    pair = low({"eager": HW, "inductor": "emulated-230k-16m"}[backend], backend=backend)
+    for length in (9, *range(num_lengths + 1, 1, -1)):
+        pair.train(length, length)
+    pair.check()
+    assert num_captures(pair.model) == NUM_CAPTURES
+    stats = chunkc.stats(pair.model)
+    assert stats["h2d_nbytes"] > 0, "the budget is meant to force moves"
+    assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
+
+
+def test_lengths_that_are_known_are_planned_and_compiled_no_more() -> None:
+    pair = low(backend="inductor")
+    for seed, length in enumerate((12, 8, 10, 7, 10, 7, 12, 8)):
+        pair.train(seed, length)
+    known = num_plans(pair.model), compiled_of(pair.model).settings.compiler.num_compiles
+    for seed, length in enumerate((8, 7, 12, 10)):
+        pair.train(seed, length)
+    assert (num_plans(pair.model), compiled_of(pair.model).settings.compiler.num_compiles) == known
+    pair.check()
+
+
+def test_plans_are_kept_for_the_lengths_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sized_entries, "MAX_SIZES", 4)
+    pair = low()
+    for length in (*range(20, 4, -1), 20, 5, 20):
+        pair.train(length, length)
+    pair.check()
+    session = compiled_of(pair.model).session
+    assert len(session.graphs.graphs) == len(session.runtime.executors) == 2 + 4, "two of one length, four of any"
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_forwards_of_several_new_lengths_in_one_loss(backend: str) -> None:
+    pair = low("emulated-1m-16m", backend=backend, accumulate=3)
+    for seed, lengths in enumerate(((8, 8, 8), (12, 9, 10), (9, 12, 20), (5, 5, 6))):
+        pair.step_on(lambda model, n=lengths, s=seed: sum(model(*batch(s + i, k)) for i, k in enumerate(n)) / 3)
+    pair.check()
+    assert num_captures(pair.model) == NUM_CAPTURES
+    stats = chunkc.stats(pair.model)
+    assert stats["measured_peak_nbytes"] <= stats["budget_nbytes"]
+
+
+def test_micro_batches_of_new_lengths_are_accumulated() -> None:
+    pair = low(accumulate=2)
+    for seed, lengths in enumerate(((8, 6), (12, 9), (7, 30), (30, 7), (9, 9))):
+
+        def step(model: nn.Module, optimizer: torch.optim.Optimizer, *, s: int = seed, n: Any = lengths) -> None:
+            for number, length in enumerate(n):
+                (model(*batch(s + number, length)) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        pair.both(step)
+    pair.check()
+
+
+class Dropping(nn.Module):
+    """A layer with dropout, whose mask is the same in plain PyTorch where operators run one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 256), nn.Linear(256, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.down(nn.functional.dropout(torch.tanh(self.up(x)), 0.3, self.training))
+        return y.square().mean()
+
+
+def test_dropout_has_the_masks_of_plain_pytorch_at_every_length() -> None:
+    pair = Pair("emulated-300k-16m", model=Dropping())
+    for length in (8, 6, 12, 9, 17, 6, 12):
+
+        def loss_of(model: nn.Module, n: int = length) -> torch.Tensor:
+            torch.manual_seed(n)
+            loss: torch.Tensor = model(torch.randn(2, n, 16))
+            return loss
+
+        pair.step_on(loss_of)
+    pair.check()
+    assert num_captures(pair.model) == NUM_CAPTURES
+
+
+def test_batches_of_one_row_are_captured_apart(caplog: pytest.LogCaptureFixture) -> None:
+    """Torch takes sizes of 0 and 1 for constants, which does not tell of the others."""
+    pair = Pair("emulated-300k-16m", model=Dropping().eval())
+    with caplog.at_level(logging.WARNING, "chunkc"):
+        for rows, length in ((4, 8), (3, 8), (1, 8), (5, 9), (2, 12), (1, 9), (6, 7), (1, 5)):
+            pair.step_on(lambda model, shape=(rows, length, 16): model(torch.ones(shape)))
+    pair.check()
+    assert num_captures(pair.model) <= 5
+    assert not [record for record in caplog.records if "captured anew" in record.getMessage()]
+
+
+def test_a_forward_that_reads_sizes_as_numbers_says_what_each_costs(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair("emulated-200k-16m", model=Counted())
+    with caplog.at_level(logging.WARNING, "chunkc"):
+        for length in (3, 4, 5, 6, 2, 4):
+            pair.step_on(lambda model, n=length: model(sequence(n)))
+            told = [m for m in (r.getMessage() for r in caplog.records) if "captured anew" in m]
+            assert len(told) == (length != 3 and num_captures(pair.model) >= 3)
+    assert "Counted is captured anew for each size of its inputs (" in told[0] and " s this time" in told[0]
+    assert "Pad inputs to few lengths" in told[0]
+    pair.check()
+
+
+def test_too_many_sizes_of_such_a_forward_are_refused_before_anything_changes() -> None:
+    pair = Pair("emulated-200k-16m", model=Counted())
+    shapes = compiled_of(pair.model).session.shapes
+    assert shapes.max_programs == MAX_PROGRAMS == 64
+    shapes.max_programs = 4
+    for length in (3, 4, 5, 6):
+        pair.step_on(lambda model, n=length: model(sequence(n)))
+    saved = pair.model.state_dict()
+    with pytest.raises(chunkc.ShapeLimitError, match=r"\[7, 4, 8\].*4 are made.*\[6, 4, 8\].*Pad"):
+        pair.model(sequence(7))
+    assert all(torch.equal(value, saved[name]) for name, value in pair.model.state_dict().items())
+    pair.step_on(lambda model: model(sequence(4)))
+    pair.check()
+
+
+def test_a_size_that_does_not_fit_is_refused_by_its_numbers_and_the_model_goes_on() -> None:
+    pair = low()
+    for length in (12, 8, 10, 7):
+        pair.train(length, length)
+    with pytest.raises(chunkc.BudgetError, match="cannot be trained") as caught:
+        pair.model(*batch(0, 400))
+    assert caught.value.min_device_nbytes > 640 << 10
+    for length in (9, 7):
+        pair.train(length, length)
+    pair.check()
+
+
+def test_evaluations_between_new_lengths() -> None:
+    pair = low()
+    for length in (12, 8, 10, 7, 20):
+        pair.train(length, length)
+        with torch.no_grad():
+            ours, plain = pair.model(*batch(3, length)), pair.plain(*batch(3, length))
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+    pair.check()
