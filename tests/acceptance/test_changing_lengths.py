@@ -9,6 +9,7 @@ import pytest
 import torch
 from pair import Pair, Tower, batch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import chunkc
 from chunkc.compiler import sized_entries
@@ -135,6 +136,37 @@ def test_dropout_has_the_masks_of_plain_pytorch_at_every_length() -> None:
         pair.step_on(loss_of)
     pair.check()
     assert num_captures(pair.model) == NUM_CAPTURES
+
+
+class Repeated(nn.Module):
+    """Rows dropped by a checkpointed layer: linear in each weight, so that the loss is ``(w * w.grad).sum()``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def drop(rows: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(rows * self.before, 0.5) * self.after
+
+        loss: torch.Tensor = checkpoint(drop, x, use_reentrant=False).sum()
+        return loss
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_masks_drawn_again_are_those_of_forward_where_a_length_is_planned_anew_in_between(backend: str) -> None:
+    """The second forward of a length has its segments compiled, before the backward of the first."""
+    model = chunkc.compile(Repeated(), "emulated-1m-64m", dtype=torch.float32, backend=backend, accumulate=2)
+    optimizer = chunkc.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    for lengths in ((7, 9), (11, 13), (17, 17), (17, 11), (19, 17)):
+        losses = [model(torch.rand(length, 16)) for length in lengths]
+        for loss in losses:
+            loss.backward()
+        for weight in model.parameters():
+            torch.testing.assert_close(weight.grad.sum(), sum(losses).detach(), rtol=1e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert num_captures(model) == NUM_CAPTURES
 
 
 def test_batches_of_one_row_are_captured_apart(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,10 +49,10 @@ class Tower(nn.Module):
         return y.pow(2).mean()
 
 
-def train(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int) -> list[float]:
+def train(model: nn.Module, optimizer: chunkc.AdamW, num_steps: int, size: int = 4) -> list[float]:
     losses = []
     for _ in range(num_steps):
-        loss = model(torch.ones(4, 64))
+        loss = model(torch.ones(size, 64))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -75,6 +75,13 @@ def train_and_evaluate(backend: Backend, *, breaks: bool = False) -> None:
             model(torch.ones(4, 64))
 
 
+def train_on_lengths(backend: Backend) -> None:
+    """Batches of five sizes: two are captured alone, the others for any."""
+    model, optimizer = trained(backend)
+    for size in (5, 6, 7, 8):
+        train(model, optimizer, 1, size)
+
+
 def plan_ahead(backend: Backend) -> None:
     chunkc.plan(Tower(), HW, example_inputs=(torch.ones(4, 64),), dtype=torch.float32, backend=backend)
 
@@ -90,6 +97,8 @@ CYCLES: dict[str, Callable[[], None]] = {
     "inductor": lambda: train_and_evaluate("inductor"),
     "breaks": lambda: train_and_evaluate("eager", breaks=True),
     "inductor-breaks": lambda: train_and_evaluate("inductor", breaks=True),
+    "lengths": lambda: train_on_lengths("eager"),
+    "inductor-lengths": lambda: train_on_lengths("inductor"),
     "plan": lambda: plan_ahead("eager"),
     "refused": lambda: refuse("eager"),
 }
@@ -128,7 +137,7 @@ def inductor_is_ready() -> None:
     CYCLES["inductor"]()
 
 
-@pytest.mark.parametrize("name", ["eager", "inductor", "breaks", "plan", "refused"])
+@pytest.mark.parametrize("name", ["eager", "inductor", "breaks", "lengths", "plan", "refused"])
 def test_no_object_of_a_deleted_model_is_left(name: str) -> None:
     before = counted()
     CYCLES[name]()

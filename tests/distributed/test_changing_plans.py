@@ -37,3 +37,13 @@ def test_forwards_of_one_loss_are_planned_together(two_ranks: Pool) -> None:
 def test_each_rank_meets_sizes_of_its_own(hw: str, moves: bool, two_ranks: Pool) -> None:
     """Data tell how many rows are picked, so ranks plan what others do not."""
     check(two_ranks, "masked", hw, [[12], [12], [14], [12]], moves=moves)
+
+
+def test_new_lengths_are_planned_from_one_capture(two_ranks: Pool) -> None:
+    check(two_ranks, "tower", "2xemulated-800k-32m", [[12], [8], [10], [7], [9], [7], [3], [12]], moves=True)
+
+
+def test_each_rank_meets_lengths_of_its_own(two_ranks: Pool) -> None:
+    """One captures for any length while the other does not, or has captured before."""
+    lengths = [[12, 10], [8, 10], [10, 9], [7, 12], [9, 9], [12, 8], [6, 5]]
+    check(two_ranks, "ragged", "2xemulated-16m-64m", lengths, moves=False)

@@ -25,8 +25,9 @@ def model_of(name: str) -> nn.Module:
 
 
 def loss_of(model: nn.Module, name: str, lengths: Sequence[int], step: int, rank: int) -> torch.Tensor:
-    """Of one forward for each of ``lengths`` (sequences, or rows of which data pick some)."""
+    """Of forwards of these lengths (sequences, or rows of which data pick some), or of one for each rank ("ragged")."""
     total = torch.zeros(())
+    lengths = [lengths[rank]] if name == "ragged" else lengths
     for number, length in enumerate(lengths):
         seed = 100 * step + 10 * rank + number
         total = total + model(*(rows(seed, length) if name == "masked" else batch(seed, length)))
@@ -35,7 +36,7 @@ def loss_of(model: nn.Module, name: str, lengths: Sequence[int], step: int, rank
 
 def train_changing(name: str, hw: str, steps: Sequence[Sequence[int]]) -> tuple[Values, int, int]:
     """Parameters after ``steps``, each a loss over forwards of such lengths; layouts; bytes moved in the last step."""
-    rank, num = torch.distributed.get_rank(), max(map(len, steps))
+    rank, num = torch.distributed.get_rank(), 1 if name == "ragged" else max(map(len, steps))
     model = chunkc.compile(model_of(name), hw, accumulate=num, **SMALL)
     optimizer, layouts = chunkc.AdamW(model.parameters(), lr=1e-2, eps=1e-4), list[object]()
     for number, lengths in enumerate(steps):
