@@ -282,16 +282,18 @@ def stats(model: nn.Module) -> dict[str, int]:
 
     Pending work is finished first. ``num_foreign_steps`` are updates by other optimizers than chunkc's, each noticed at
     the next forward. Planned numbers are the latest forward's plan, with as many micro-batches as ``accumulate``
-    declares; the measured peak is that of the latest forward and its backward.
+    declares; the measured peak is that of the latest forward and its backward. Of a forward that breaks, the planned
+    peak is the highest among its graphs.
 
     Raises:
         PlanNotReadyError: before the first training forward.
     """
     plan, compiled = plan_of(model), _compiled(model)
     compiled.runtime.parameters.drain()
+    ran = [graph.plan for graph in compiled.runtime.ran if graph.plan is not None]
     return {
         "budget_nbytes": plan.memory.device_budget_nbytes,
-        "planned_peak_nbytes": plan.memory.device_peak_nbytes,
+        "planned_peak_nbytes": max(p.memory.device_peak_nbytes for p in (plan, *ran)),
         "measured_peak_nbytes": compiled.runtime.accounting.measured_peak_nbytes,
         "host_nbytes": plan.memory.host_nbytes,
         "model_data_nbytes": plan.layout.model_data_nbytes(),

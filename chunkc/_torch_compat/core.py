@@ -28,10 +28,11 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
-from chunkc._torch_compat.release import forget_compilations, sources
+from chunkc._torch_compat.release import forget_compilations, forget_source, sources
 
 StorageKey = StorageWeakRef
 CaptureFailed = torch._dynamo.exc.TorchDynamoException
@@ -319,6 +320,17 @@ def shared_frames() -> Iterator[None]:
 def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The module's forward with its hooks, without any compiled implementation. Dynamo inlines it."""
     return nn.Module._call_impl(model, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def boxed_code(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The code of ``module`` as a function of one list of inputs, which it empties; values die at their last use."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    boxed = torch.fx.GraphModule(module, graph)
+    forget_source(boxed)
+    run: Callable[[list[Any]], Any] = boxed.forward
+    return run
 
 
 def fresh_code(function: Any) -> Any:

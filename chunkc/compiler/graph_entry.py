@@ -6,9 +6,9 @@ tables until the model is deleted, so they must not hold on to the model.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.fx import Node
@@ -50,6 +50,10 @@ class RuntimeReference:
         return runtime
 
 
+Fit = Callable[["GraphEntry", Callable[[], int]], int]
+"""Lets an entry run beside so many bytes of live forwards; returns how many it may run beside from now on."""
+
+
 class GraphEntry(RuntimeReference):
     """The functions behind compiled code of one graph pair; ``unplanned`` runs while there is no plan.
 
@@ -64,7 +68,7 @@ class GraphEntry(RuntimeReference):
         self._built: CompiledPlan | None = None
         self._graphs: Mapping[GraphKind, CompiledGraph] = {}
         self._held = Held()
-        self._fit: Callable[[GraphEntry, int], None] | None = None
+        self._fit: Fit | None = None
         self._most_beside_nbytes = self._more_nbytes = 0
         self._params: tuple[tuple[int, int], ...] = ()
         self._tangents: Tangents | None = None
@@ -73,12 +77,12 @@ class GraphEntry(RuntimeReference):
         self,
         runtime: ModelRuntime,
         captured: Captured,
-        fit: Callable[[GraphEntry, int], None],
+        fit: Fit,
         unplanned: UnplannedGraph | None = None,
     ) -> None:
         """Run the graphs of ``captured`` by ``runtime``, and by ``unplanned`` while there is no plan.
 
-        ``fit`` lets this entry run beside so many bytes of live forwards.
+        ``fit`` lets this entry run beside live forwards.
         """
         self.refer_to(runtime)
         self.unplanned, self._fit, self._most_beside_nbytes = unplanned, fit, 0
@@ -153,13 +157,9 @@ class GraphEntry(RuntimeReference):
         is_left = self.plan is not None and not runtime.parameters.accepts(self.plan.layout)
         if self._fit is None or (beside_nbytes <= self._most_beside_nbytes and not is_left):
             return
-        gc.collect()  # graphs that nobody holds any more, such as those of an exception, are not alive
-        beside_nbytes = runtime.live.nbytes(other_than=own)
-        if beside_nbytes > self._most_beside_nbytes or is_left:
-            runtime.settle()
-            with without_modes():
-                self._fit(self, beside_nbytes)
-            self._most_beside_nbytes = beside_nbytes
+        runtime.settle()
+        with without_modes():
+            self._most_beside_nbytes = self._fit(self, partial(runtime.live.nbytes, other_than=own))
 
     def _check_own(self, runtime: ModelRuntime, args: list[Any]) -> None:
         """Check that compiled code runs on the parameters of the model that it was compiled for.

@@ -13,6 +13,7 @@ BudgetError, with budgets that suffice for all graphs together, leaves everythin
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
@@ -27,11 +28,15 @@ from chunkc.compiler.memory.decisions import plan_beside, with_decisions
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.errors import BudgetError, ChunkcError
 from chunkc.ir.layout import Layout
+from chunkc.ir.plan import Plan
 from chunkc.ir.tiers import Tier
 from chunkc.passes import make_plan
 from chunkc.runtime.model.model import ModelRuntime
 
 logger = logging.getLogger("chunkc")
+
+SHARE_OF_GROWTH = 1 / 8
+"""Of the bytes beside a graph that have grown before: by so much more are counted, so that few steps make it anew."""
 
 
 def _peak_nbytes(captured: Captured) -> int:
@@ -136,38 +141,51 @@ class GraphSet:
         self._install_all(self._built_together(largest, graphs, request))
         largest.install()  # the layout is theirs from now on, also if the next shape is none of them
 
-    def fit(self, entry: GraphEntry, beside_nbytes: int) -> None:
-        """Let a graph run beside ``beside_nbytes`` of others; BudgetError where that does not fit."""
+    def fit(self, entry: GraphEntry, beside_nbytes: Callable[[], int]) -> int:
+        """Let a graph run beside ``beside_nbytes()`` of others; BudgetError where that does not fit.
+
+        Return beside how many bytes it may run now: more than asked for where they grow again and again, as with sizes
+        that data tell, and there is room.
+        """
         graph = self.graphs.get(entry)
-        if graph is not None and entry.plan is not None and not self._runtime.parameters.accepts(entry.plan.layout):
-            graph.beside_nbytes = max(graph.beside_nbytes, beside_nbytes)
-            self.plan(entry)  # an exception came between a layout and its first executor
-            return
-        if graph is None or beside_nbytes <= graph.beside_nbytes:
-            return
-        plan, more_nbytes = entry.plan, beside_nbytes - graph.beside_nbytes
-        before, graph.beside_nbytes = graph.beside_nbytes, beside_nbytes
-        if plan is None:
-            return
-        plan = plan_beside(plan, more_nbytes)
-        fits = plan.memory.device_peak_nbytes <= plan.memory.device_budget_nbytes
-        if fits and self._runtime.accounting.can_reserve(plan.memory.device_peak_nbytes):
-            entry.count_more(plan, more_nbytes)
-            return
-        logger.info(
-            "%d bytes of other forwards are alive while a graph runs that was planned beside %d: it is planned again",
-            *(beside_nbytes, before),
-        )
-        try:
-            self.plan(entry)
-        except BaseException as error:
-            graph.beside_nbytes = before
-            if isinstance(error, BudgetError):
-                error.args = (
-                    f"{error} Of these, {beside_nbytes} bytes are held by other forwards of the model: those of the "
-                    "same loss, and those whose outputs are kept though no backward has run (`del loss`)",
-                )
-            raise
+        if graph is None:
+            return beside_nbytes()
+        nbytes, before, plan = beside_nbytes(), graph.beside_nbytes, entry.plan
+        if nbytes > before:
+            gc.collect()  # graphs that nobody holds any more, such as those of an exception, are not alive
+            nbytes = beside_nbytes()
+        graph.beside_nbytes = max(nbytes, before)
+        if plan is not None and not self._runtime.parameters.accepts(plan.layout):
+            self.plan(entry)  # planned for a layout that the model has left
+        elif plan is not None and nbytes > before and not self._counts_more(entry, plan, nbytes, before):
+            logger.info(
+                "%d bytes of other forwards are alive while a graph runs that was planned beside %d: it is planned "
+                "again",
+                *(nbytes, before),
+            )
+            try:
+                self.plan(entry)
+            except BaseException as error:
+                graph.beside_nbytes = before
+                if isinstance(error, BudgetError):
+                    error.args = (
+                        f"{error} Of these, {nbytes} bytes are held by other forwards of the model: those of the same "
+                        "loss, and those whose outputs are kept though no backward has run (`del loss`)",
+                    )
+                raise
+        return graph.beside_nbytes
+
+    def _counts_more(self, entry: GraphEntry, plan: Plan, nbytes: int, before_nbytes: int) -> bool:
+        """Let ``plan`` count ``nbytes`` of others, for ``before_nbytes``, if there is room beside its arena."""
+        ample_nbytes = nbytes + int(SHARE_OF_GROWTH * nbytes) if before_nbytes else nbytes
+        for wanted_nbytes in sorted({ample_nbytes, nbytes}, reverse=True):
+            more = plan_beside(plan, wanted_nbytes - before_nbytes)
+            fits = more.memory.device_peak_nbytes <= more.memory.device_budget_nbytes
+            if fits and self._runtime.accounting.can_reserve(more.memory.device_peak_nbytes):
+                self.graphs[entry].beside_nbytes = wanted_nbytes
+                entry.count_more(more, wanted_nbytes - before_nbytes)
+                return True
+        return False
 
     def _build(self, graph: RecordedGraph, request: PlanRequest) -> CompiledPlan:
         if graph.name:

@@ -1,17 +1,17 @@
 """Compiling segments: one callable per distinct piece of code, whatever layer it comes from.
 
-``eager`` interprets the segment's graph; values die at their last use inside it. ``inductor`` compiles it. Both take
-one flat list, which they empty, and return a flat sequence. What compiled segments take in memory is read from them.
+``eager`` runs the segment's operators one by one; values die at their last use inside it. ``inductor`` compiles it.
+Both take one flat list, which they empty, and return a flat sequence. What compiled segments take in memory is read
+from them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
-import torch.fx
-
+from chunkc._torch_compat.core import boxed_code
 from chunkc._torch_compat.inductor import (
     inductor_code,
     inductor_compile,
@@ -31,17 +31,8 @@ Backend = Literal["inductor", "eager"]
 
 
 def compile_eager(segment: LoweredSegment) -> SegmentCallable:
-    """Interpret the segment's graph node by node."""
-    interpreter = torch.fx.Interpreter(segment.module)
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        try:
-            outputs: Sequence[Any] = interpreter.boxed_run(args)
-            return outputs
-        finally:
-            interpreter.env.clear()
-
-    return run
+    """Run the segment's operators one by one."""
+    return boxed_code(segment.module)
 
 
 def compile_inductor(segment: LoweredSegment) -> SegmentCallable:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from evaluating import OPTIONS, ROOMY, TIGHT, Tower, Twins, messages, tokens, twins
 from models import CASES, loss_of
+from operator_hooks import hooked_operators
 from torch import nn
 
 import chunkc
@@ -280,26 +283,25 @@ def test_its_plan_is_verified_beside_every_shape_of_training() -> None:
 
 
 @pytest.mark.skipif(not NonModelMeter().available, reason="no reading of malloc on this system")
-def test_the_measured_peak_is_within_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measured_peak_is_within_the_plan() -> None:
     """Sampled after every operator."""
 
-    class Sampling(torch.fx.Interpreter):
-        def run_node(self, n: torch.fx.Node) -> Any:
-            value = super().run_node(n)
-            compiled_of(model).runtime.device.meter.sample()
-            return value
+    @contextmanager
+    def sampled(_: str) -> Iterator[None]:
+        yield
+        compiled_of(model).runtime.device.meter.sample()
 
-    monkeypatch.setattr(torch.fx, "Interpreter", Sampling)
     model = chunkc.compile(Tower(), "emulated-40m-64m", dtype=torch.float32, backend="eager")
     optimizer = chunkc.AdamW(model.parameters())
     inputs = tokens(1, length=64, batch=128)
-    model(inputs)[0].backward()
-    optimizer.step(), optimizer.zero_grad()
-    accounting = compiled_of(model).runtime.accounting
-    for _ in range(3):
-        with torch.no_grad():
-            model(inputs)
-        gc.collect()
+    with hooked_operators(sampled):
+        model(inputs)[0].backward()
+        optimizer.step(), optimizer.zero_grad()
+        accounting = compiled_of(model).runtime.accounting
+        for _ in range(3):
+            with torch.no_grad():
+                model(inputs)
+            gc.collect()
     plan = compiled_of(model).evaluator.planned[0].plan
     measured, planned = accounting.evaluation_peak_nbytes, plan.memory.device_peak_nbytes
     assert 0.7 * planned < measured <= planned + (128 << 10)
