@@ -4,8 +4,8 @@
     captured   at 17  at 12  for any  -      -      -
 
 From the third size on, calls of one form share an entry, whose graph takes the sizes that have changed as inputs. Some
-models allow no such graph, and some graphs serve one size only, since Python code reads it as a number: then every size
-has an entry of its own.
+models allow no such graph, and some graphs serve few sizes, since Python code reads them as numbers: then every further
+size has an entry of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from chunkc.compiler.shape_cache import MAX_PROGRAMS, Shape, Signature
 NUM_ALONE = 2
 """Sizes of one form that are captured alone before one graph is made for any: many programs have no more."""
 
+MAX_SHARED_PROGRAMS = 6
+"""Programs of a shared entry: with as many, sizes are taken to need one each. Dynamo keeps 8 for one function."""
+
 MAX_FORMS = MAX_PROGRAMS
 """Forms of calls that are remembered, those used last."""
 
@@ -29,17 +32,22 @@ class _Form:
 
     Attributes:
         first: shapes of the first call.
-        alone: keys of calls that have entries of their own, `NUM_ALONE` at most.
+        alone: keys of the first calls, of which each has an entry of its own; `NUM_ALONE` at most.
         changed: which sizes have changed, by tensor and dimension.
         is_refused: whether each size is captured alone.
-        fixed: keys of calls for whose sizes alone the shared entry has a graph.
+        served: keys of calls at which the shared entry has made a program.
     """
 
     first: tuple[Shape, ...]
     alone: set[Hashable] = field(default_factory=set)
     changed: set[tuple[int, int]] = field(default_factory=set)
     is_refused: bool = False
-    fixed: set[Hashable] = field(default_factory=set)
+    served: set[Hashable] = field(default_factory=set)
+
+    def add(self, shapes: tuple[Shape, ...]) -> None:
+        """Note which sizes of a call differ from those of the first."""
+        pairs = enumerate(zip(shapes, self.first, strict=True))
+        self.changed |= {(t, d) for t, (now, first) in pairs for d, size in enumerate(now) if size != first[d]}
 
 
 class ChangingSizes:
@@ -51,18 +59,19 @@ class ChangingSizes:
     def note_alone(self, signature: Signature) -> None:
         """A call has been captured as one graph for its sizes."""
         form = self._forms.setdefault(signature.frame, _Form(signature.shapes))
+        form.add(signature.shapes)
         if len(form.alone) < NUM_ALONE:
             form.alone.add(signature.key)
         self._forms.move_to_end(signature.frame)
         if len(self._forms) > MAX_FORMS:
             self._forms.popitem(last=False)
 
-    def note_fixed(self, signature: Signature) -> None:
-        """The shared entry has captured a graph for the sizes of this call alone."""
-        self._forms[signature.frame].fixed.add(signature.key)
+    def note_served(self, signature: Signature) -> None:
+        """The shared entry has made a program for this call."""
+        self._forms[signature.frame].served.add(signature.key)
 
     def refuse(self, signature: Signature) -> None:
-        """Capture every size of such calls alone from now on."""
+        """Capture every further size of such calls alone."""
         self._forms[signature.frame].is_refused = True
 
     def shared(self, signature: Signature) -> Signature | None:
@@ -70,16 +79,15 @@ class ChangingSizes:
         form = self._forms.get(signature.frame)
         if form is None or len(form.alone) < NUM_ALONE or signature.key in form.alone:
             return None
-        if form.is_refused and signature.key not in form.fixed:
+        self._forms.move_to_end(signature.frame)
+        form.add(signature.shapes)
+        if not form.changed or (form.is_refused and signature.key not in form.served):
             return None
         return replace(signature, key=("any size", signature.frame))
 
     def changed(self, signature: Signature) -> set[tuple[int, int]]:
-        """The sizes that have changed among calls of this form, this one too, by tensor and dimension."""
-        form = self._forms[signature.frame]
-        shapes = enumerate(zip(signature.shapes, form.first, strict=True))
-        form.changed |= {(t, d) for t, (now, first) in shapes for d, size in enumerate(now) if size != first[d]}
-        return form.changed
+        """The sizes that have changed among calls of this form, by tensor and dimension."""
+        return self._forms[signature.frame].changed
 
     def is_special(self, signature: Signature) -> bool:
         """Whether a size that has changed is 0 or 1 in this call, which torch always captures alone."""

@@ -26,7 +26,7 @@ from chunkc._torch_compat.core import (
 )
 from chunkc._torch_compat.symbolic import changing
 from chunkc.compiler.capture_session import CaptureSession, Planner, Settings
-from chunkc.compiler.changing_sizes import ChangingSizes
+from chunkc.compiler.changing_sizes import MAX_SHARED_PROGRAMS, ChangingSizes
 from chunkc.compiler.evaluation import Evaluator
 from chunkc.compiler.float_inputs import MAX_PROGRAMS_OF_FLOATS, FloatCall, FloatInputs
 from chunkc.compiler.graph_breaks import BrokenForwards
@@ -174,7 +174,8 @@ class CompiledModel:
             self._floats.refuse(args, kwargs)
             return self._enter(signature_of(self._model, args, kwargs), args, kwargs)
         finally:
-            if shapes.num_programs_of(signature) > MAX_PROGRAMS_OF_FLOATS:
+            shared = self._sizes.shared(signature) or signature
+            if max(map(shapes.num_programs_of, (signature, shared))) > MAX_PROGRAMS_OF_FLOATS:
                 self._floats.refuse(args, kwargs)
             if self._floats.is_refused(args, kwargs):
                 logger.info(
@@ -205,25 +206,41 @@ class CompiledModel:
         self, signature: Signature, args: tuple[Any, ...], kwargs: dict[str, Any], floats: FloatCall | None = None
     ) -> Any:
         """As one graph for any sizes where those of such calls change, or else one for these sizes."""
-        shared = self._sizes.shared(signature)
+        shapes, sizes, reason = self.session.shapes, self._sizes, ""
+        shared = None if signature in shapes else sizes.shared(signature)
         if shared is not None:
-            tensors, sizes = tensors_of(args, kwargs), self._sizes.changed(signature)
             try:
-                with changing((tensors[number], dimension) for number, dimension in sizes):
-                    outputs = self._call_entry(shared, args, kwargs, floats)
-                if self.session.shapes.has_fixed:
-                    self._sizes.note_fixed(signature)
-                    if not self._sizes.is_special(signature):
-                        self._capture_alone(signature, "its forward reads them as numbers")
-                return outputs
+                return self._at_any_size(signature, shared, args, kwargs, floats)
             except (CaptureFailed, CaptureError, BudgetError) as error:
                 inner = getattr(error, "inner_exception", error)
                 if isinstance(inner, ChunkcError) and not isinstance(inner, (CaptureError, BudgetError)):
                     raise
                 if not isinstance(inner, BudgetError):  # alone, more of it may be recomputed
-                    self._capture_alone(signature, str(inner).partition("\n")[0])
+                    reason = str(inner).partition("\n")[0]
         outputs = self._call_entry(signature, args, kwargs, floats)
-        self._sizes.note_alone(signature)
+        sizes.note_alone(signature)
+        if shared is not None and reason and not shapes.num_programs_of(shared):
+            self._capture_alone(signature, reason)
+        return outputs
+
+    def _at_any_size(
+        self,
+        signature: Signature,
+        shared: Signature,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        floats: FloatCall | None,
+    ) -> Any:
+        """By the entry that calls of this form share, unless its graphs turn out to serve few sizes."""
+        shapes, sizes, tensors = self.session.shapes, self._sizes, tensors_of(args, kwargs)
+        num_programs = shapes.num_programs_of(shared)
+        with changing((tensors[number], dimension) for number, dimension in sizes.changed(signature)):
+            outputs = self._call_entry(shared, args, kwargs, floats)
+        if shapes.num_programs_of(shared) > num_programs:
+            sizes.note_served(signature)
+            is_fixed = shapes.has_fixed and not sizes.is_special(signature)
+            if is_fixed or num_programs + 1 >= MAX_SHARED_PROGRAMS:
+                self._capture_alone(signature, "its forward reads them as numbers")
         return outputs
 
     def _call_entry(
@@ -247,6 +264,9 @@ class CompiledModel:
         """As one graph, or CaptureError."""
         try:
             return self.session.shapes.call(signature, args, kwargs)
+        except NotPlannedYet:
+            self._sizes.note_alone(signature)
+            raise
         except BackendCompilerFailed:
             raise
         except CaptureFailed as error:

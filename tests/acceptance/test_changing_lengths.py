@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import chunkc
 from chunkc.compiler import sized_entries
 from chunkc.compiler.compiled_model import compiled_of
+from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_set import GraphSet
 from chunkc.compiler.shape_cache import MAX_PROGRAMS
 
 HW = "emulated-640k-16m"
@@ -34,19 +36,19 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(8, 32)
+        self.take, self.keep = nn.Linear(8, 32), nn.Linear(32, 32)
         self.head = nn.Linear(32, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x.new_zeros(x.shape[1], 32)
         for step in range(x.shape[0]):
-            hidden = self.cell(x[step], hidden)
+            hidden = torch.tanh(self.take(x[step]) + self.keep(hidden))
         loss: torch.Tensor = self.head(hidden).square().mean()
         return loss
 
 
-def sequence(length: int) -> torch.Tensor:
-    return torch.randn(length, 4, 8, generator=torch.Generator().manual_seed(length))
+def sequence(length: int, rows: int = 4) -> torch.Tensor:
+    return torch.randn(length, rows, 8, generator=torch.Generator().manual_seed(length))
 
 
 def low(hw: str = HW, **options: Any) -> Pair:
@@ -166,7 +168,6 @@ def test_masks_drawn_again_are_those_of_forward_where_a_length_is_planned_anew_i
             torch.testing.assert_close(weight.grad.sum(), sum(losses).detach(), rtol=1e-5, atol=0)
         optimizer.step()
         optimizer.zero_grad()
-    assert num_captures(model) == NUM_CAPTURES
 
 
 def test_batches_of_one_row_are_captured_apart(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,6 +191,122 @@ def test_a_forward_that_reads_sizes_as_numbers_says_what_each_costs(caplog: pyte
     assert "Counted is captured anew for each size of its inputs (" in told[0] and " s this time" in told[0]
     assert "Pad inputs to few lengths" in told[0]
     pair.check()
+
+
+def test_a_forward_that_reads_one_of_two_sizes_makes_each_program_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its graphs serve any number of rows, but one number of steps each: more than Dynamo keeps for one function."""
+    pair = Pair("emulated-200k-16m", model=Counted())
+    shapes = [(steps, rows) for steps in range(2, 9) for rows in (4, 5)]
+
+    def train() -> None:
+        for steps, rows in shapes:
+            pair.step_on(lambda model, n=steps, r=rows: model(sequence(n, r)))
+
+    with caplog.at_level(logging.WARNING, "chunkc"):
+        for _ in range(2):
+            train()
+        made = num_captures(pair.model)
+        train()
+    assert num_captures(pair.model) == made <= len(shapes)
+    assert len([r for r in caplog.records if "captured anew" in r.getMessage()]) == 1
+    pair.check()
+
+
+class Bounded(nn.Module):
+    """Refuses inputs of more than 16 rows, as models with positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 16:
+            raise ValueError("too long")
+        y: torch.Tensor = torch.tanh(self.layer(x)).square().mean()
+        return y
+
+
+@pytest.mark.parametrize("before", [(4, 5), (4, 5, 6, 7)])
+def test_a_batch_that_the_forward_refuses_changes_nothing_for_others(before: tuple[int, ...]) -> None:
+    pair = Pair("emulated-300k-16m", model=Bounded())
+    for rows in (*before, 0, 8, 9, 10):
+        if rows == 0:
+            with pytest.raises(ValueError, match="too long"):
+                pair.model(torch.ones(20, 16))
+        else:
+            pair.step_on(lambda model, n=rows: model(torch.ones(n, 16)))
+    pair.check()
+    assert num_captures(pair.model) == NUM_CAPTURES
+
+
+def test_strides_that_change_leave_sizes_to_change() -> None:
+    pair = Pair("emulated-300k-16m", model=Bounded())
+    wide = torch.randn(12, 32, generator=torch.Generator().manual_seed(0))
+    for x in (wide[:4, :16].clone(), wide[:6, :16].clone(), wide[:4, :16], wide[:7, :16], wide[:9, :16], wide[:8, :16]):
+        pair.step_on(lambda model, x=x: model(x))
+    pair.check()
+    assert num_captures(pair.model) <= NUM_CAPTURES + 1
+
+
+class Sloped(nn.Module):
+    """A float that its operator takes for a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor, slope: float) -> torch.Tensor:
+        y: torch.Tensor = nn.functional.leaky_relu(self.layer(x), slope).square().mean()
+        return y
+
+
+def test_floats_that_are_constants_are_captured_once_each_where_lengths_change_too() -> None:
+    pair = Pair("emulated-300k-16m", model=Sloped())
+    for number in range(24):
+        rows, slope = (7, 5, 6, 7, 8)[min(number, 4)], 0.1 + 0.1 * (number % 6)
+        pair.step_on(lambda model, n=rows, s=slope: model(torch.ones(n, 16), s))
+        if number == 17:
+            known = num_captures(pair.model)
+    pair.check()
+    assert num_captures(pair.model) == known
+
+
+def test_declared_lengths_are_captured_once_and_others_are_planned_from_one_graph() -> None:
+    declared = [batch(0, length) for length in (6, 8, 10, 12)]
+    pair = low(example_inputs=declared)
+    for length in (8, 12, 6, 10):
+        pair.train(length, length)
+    assert num_captures(pair.model) == num_plans(pair.model) == len(declared)
+    for length in (7, 9, 11):
+        pair.train(length, length)
+    pair.check()
+    assert num_captures(pair.model) == len(declared) + 1
+
+
+def test_a_size_that_fits_only_alone_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a capture for it alone computes more of it again."""
+    pair = low()
+    for length in (12, 8, 10, 7):
+        pair.train(length, length)
+    session = compiled_of(pair.model).session
+    plan, num_refused = GraphSet.plan, 0
+
+    def refuse_shared(graphs: GraphSet, entry: GraphEntry) -> None:
+        nonlocal num_refused
+        if graphs.graphs[entry].captured.symbolic is not None:
+            num_refused += 1
+            numbers = {"missing_nbytes": 1, "min_device_nbytes": 1, "min_host_nbytes": 1}
+            raise chunkc.BudgetError("does not fit", moment="fwd.0", tensors=(), **numbers)
+        plan(graphs, entry)
+
+    monkeypatch.setattr(GraphSet, "plan", refuse_shared)
+    for seed in range(3):
+        pair.train(seed, 9)
+    assert num_refused == 1 and session.shapes.num_programs == NUM_CAPTURES + 1
+    monkeypatch.undo()
+    pair.train(3, 11)
+    pair.check()
+    assert session.shapes.num_programs == NUM_CAPTURES + 1, "other sizes are planned from the graph for any"
 
 
 def test_too_many_sizes_of_such_a_forward_are_refused_before_anything_changes() -> None:

@@ -40,30 +40,41 @@ def test_the_third_size_and_all_others_share_an_entry() -> None:
 
 def test_sizes_that_have_changed_are_added_up() -> None:
     sizes = after(of((4, 7), (4,)), of((4, 9), (4,)))
-    assert sizes.changed(of((4, 9), (4,))) == {(0, 1)}
-    assert sizes.changed(of((3, 7), (3,))) == {(0, 0), (0, 1), (1, 0)}
+    assert sizes.changed(of((4, 7), (4,))) == {(0, 1)}, "those of the calls that were captured alone"
+    assert sizes.shared(of((3, 7), (3,))) is not None
     assert sizes.changed(of((4, 7), (4,))) == {(0, 0), (0, 1), (1, 0)}
+
+
+def test_calls_that_differ_in_strides_alone_have_entries_of_their_own() -> None:
+    plain, strided = of((4, 7)), signature_of(MODEL, (torch.ones(4, 9)[:, :7],), {"flag": True})
+    turned = signature_of(MODEL, (torch.ones(7, 4).T,), {"flag": True})
+    assert len({plain.key, strided.key, turned.key}) == 3
+    sizes = after(plain, strided)
+    assert sizes.shared(turned) is None, "no size has changed"
+    assert sizes.shared(of((4, 8))) is not None
+    assert sizes.shared(turned) is not None
 
 
 def test_sizes_of_one_tell_nothing_of_others() -> None:
     sizes = after(of((1, 7)), of((1, 9)))
     for shape, is_special in (((1, 8), False), ((2, 8), False), ((1, 8), True), ((2, 1), True), ((2, 0), True)):
-        sizes.changed(of(shape))
+        assert sizes.shared(of(shape)) is not None
         assert sizes.is_special(of(shape)) is is_special, shape
 
 
 def test_each_size_of_a_refused_form_has_its_own_entry_but_for_those_that_are_captured() -> None:
     sizes = after(of((7,)), of((8,)))
-    sizes.note_fixed(of((9,)))
+    sizes.note_served(of((9,)))
     sizes.refuse(of((10,)))
     assert [sizes.shared(of((n,))) is not None for n in (7, 8, 9, 10, 11)] == [False, False, True, False, False]
 
 
 def test_forms_are_remembered_that_were_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(changing_sizes, "MAX_FORMS", 2)
-    sizes = after(of((7,)), of((8,)), of((7, 7)), of((7,)), of((7, 7, 7)))
+    sizes = after(of((7,)), of((8,)), of((7, 7)), of((8, 8)))
+    assert sizes.shared(of((9,))) is not None, "used after the other"
+    sizes.note_alone(of((7, 7, 7)))
     assert sizes.shared(of((9,))) is not None
-    sizes.note_alone(of((8, 8)))
     assert sizes.shared(of((9, 9))) is None, "forgotten, and begun again"
 
 
