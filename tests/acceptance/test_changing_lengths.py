@@ -56,10 +56,10 @@ def low(hw: str = HW, **options: Any) -> Pair:
     return Pair(hw, model=Tower(depth=2, width=32), **options)
 
 
-@pytest.mark.parametrize(("backend", "num_lengths"), [("eager", 40), ("inductor", 10)])
-def test_many_lengths_are_exact_and_captured_three_times(backend: str, num_lengths: int) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_forty_lengths_are_exact_and_captured_three_times(backend: str) -> None:
     pair = low({"eager": HW, "inductor": "emulated-230k-16m"}[backend], backend=backend)
-    for length in (9, *range(num_lengths + 1, 1, -1)):
+    for length in range(41, 1, -1):
         pair.train(length, length)
     pair.check()
     assert num_captures(pair.model) == NUM_CAPTURES
@@ -69,14 +69,15 @@ def test_many_lengths_are_exact_and_captured_three_times(backend: str, num_lengt
 
 
 def test_lengths_that_are_known_are_planned_and_compiled_no_more() -> None:
-    pair = low(backend="inductor")
-    for seed, length in enumerate((12, 8, 10, 7, 10, 7, 12, 8)):
+    pair = low("emulated-260k-16m", backend="inductor")
+    for seed, length in enumerate((12, 8, 10, 10)):
         pair.train(seed, length)
     known = num_plans(pair.model), compiled_of(pair.model).settings.compiler.num_compiles
-    for seed, length in enumerate((8, 7, 12, 10)):
+    for seed, length in enumerate((8, 12, 10)):
         pair.train(seed, length)
     assert (num_plans(pair.model), compiled_of(pair.model).settings.compiler.num_compiles) == known
     pair.check()
+    assert chunkc.stats(pair.model)["h2d_nbytes"] > 0, "the budget is meant to force moves"
 
 
 def test_plans_are_kept_for_the_lengths_used_last(monkeypatch: pytest.MonkeyPatch) -> None:

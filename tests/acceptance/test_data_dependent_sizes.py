@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_dependent import FORMS, ExpertsBySplit, MaskedLoss, Mixture, PickedRows, PickedTwice, batch
+from data_dependent import FORMS, ExpertsByIndex, ExpertsBySplit, MaskedLoss, Mixture, PickedRows, PickedTwice, batch
 from pair import Pair
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +17,7 @@ from chunkc.compiler import sized_entries
 from chunkc.compiler.compiled_model import compiled_of
 
 MAX_SIZES, MAX_COMPILED_SIZES = 8, 2
+SLOW = pytest.mark.slow
 HW = "emulated-136k-64m"
 """Less than half of the model data of each form."""
 
@@ -38,8 +39,16 @@ def train(pair: Pair, seed: int, num_rows: int = 12) -> None:
     assert ours == pytest.approx(plain, rel=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("kind", FORMS)
+COMPILED = (MaskedLoss, ExpertsByIndex)
+"""Those whose compiled segments run in every test; of the others, with ``--soak``."""
+CASES = [
+    pytest.param(kind, backend, marks=SLOW if backend == "inductor" and kind not in COMPILED else ())
+    for kind in FORMS
+    for backend in ("eager", "inductor")
+]
+
+
+@pytest.mark.parametrize(("kind", "backend"), CASES)
 def test_training_is_exact_in_a_small_budget(kind: type[Mixture], backend: str) -> None:
     pair = pair_of(kind, backend=backend)
     for seed in range(6):
@@ -88,7 +97,7 @@ def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded(monkey
     assert len(compiled.runtime.executors) <= MAX_SIZES + 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=SLOW)])
 def test_micro_batches_of_several_sizes_are_alive_together(backend: str) -> None:
     pair = pair_of(MaskedLoss, "emulated-640k-64m", backend=backend, accumulate=3)
     for seed, counts in enumerate([(9, 5, 9), (5, 9, 4), (4, 4, 5), (9, 4, 5)]):

@@ -33,7 +33,7 @@ def layout_of(pair: Pair) -> object:
     return compiled_of(pair.model).runtime.layout
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_growing_lengths_are_exact(backend: str) -> None:
     pair = Pair({"eager": HW, "inductor": "emulated-1350k-16m"}[backend], backend=backend)
     layouts = []
@@ -302,7 +302,7 @@ def test_refused_sizes_are_not_remembered() -> None:
         pair.train(seed, SMALLEST)
     graphs = compiled_of(pair.model).session.graphs.graphs
     num_graphs = len(graphs)
-    for length in (60, 61, 62, 60):
+    for length in (60, 61, 60):
         with pytest.raises(chunkc.BudgetError):
             pair.model(*batch(0, length))
     assert len(graphs) <= num_graphs + 1
