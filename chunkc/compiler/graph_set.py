@@ -112,16 +112,27 @@ class GraphSet:
         try:
             built = self._build(graph, request)
         except BudgetError:
-            if request.layout is None and graph.compiled_by is None:
+            counts_garbage = self._recount(graph)
+            if request.layout is None and graph.compiled_by is None and not counts_garbage:
                 raise
         else:
             self._installed(built, entry)
             return
-        if graph.compiled_by is not None:
+        if counts_garbage:
+            self.plan(entry)
+        elif graph.compiled_by is not None:
             graph.compiler, graph.compiled_by, graph.log_level = graph.compiled_by, None, logging.INFO
             self.plan(entry)
         else:
             self._plan_in_new_layout(entry)
+
+    def _recount(self, graph: RecordedGraph) -> bool:
+        """Count what is alive beside ``graph`` without garbage, such as an exception's frames; whether it is less."""
+        before = graph.beside_nbytes
+        if before:
+            gc.collect()
+            graph.beside_nbytes = min(before, self._runtime.live.nbytes())
+        return graph.beside_nbytes < before
 
     def plan_together(self, *, leaves_room: bool) -> None:
         """Plan all graphs, in the order in which they run, over one layout, made from all if there is none.
