@@ -1,4 +1,4 @@
-"""Steps of a forward that breaks in every layer of a loop, beside plain PyTorch, with all of it on the device.
+"""Steps of a forward that breaks in every layer of a loop, beside plain PyTorch, all resident.
 
 The model is a mixture of experts of limited capacity, whose gate reads in Python how many places are taken, as public
 implementations do: the forward breaks in every layer. Both models train on the same batches in turn; the figure is the

@@ -1,4 +1,4 @@
-"""The cost of a new length: seconds of capture and planning, and memory, as a run goes on meeting lengths.
+"""The cost of a new length: seconds of capture and planning, and memory, as a run goes on.
 
 Each model trains on batches of ever new lengths, twice on each, beside plain PyTorch on the same batches. The second
 step on a batch needs no plan, so the difference between the two steps is what the length costs. Segments are

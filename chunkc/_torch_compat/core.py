@@ -323,7 +323,7 @@ def call_plain(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def boxed_code(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
-    """The code of ``module`` as a function of one list of inputs, which it empties; values die at their last use."""
+    """The code of ``module`` as a function of a list that it empties; values die at their last use."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(_BoxedCodeGen())

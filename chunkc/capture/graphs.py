@@ -61,7 +61,7 @@ class Captured:
         return any("inductor_" in str(node.target) for node in nodes)
 
     def is_within(self, other: Captured) -> bool:
-        """Whether ``other`` is the same graph at sizes that are nowhere smaller: it takes no fewer bytes, as a rule."""
+        """Whether ``other`` is the same graph at no smaller sizes; as a rule it takes no fewer bytes."""
         if self.symbolic is None or self.symbolic is not other.symbolic or self.sizes == other.sizes:
             return False
         return all(size <= largest for size, largest in zip(self.sizes, other.sizes, strict=True))

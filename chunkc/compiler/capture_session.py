@@ -23,12 +23,11 @@ from torch.fx import GraphModule
 from chunkc.capture.backend import ModelTensors, capture_graph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.build import CompiledPlan, PlanRequest, budget_chooser
-from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_entry import MAX_COMPILED_SIZES, GraphEntry, SizedEntries
 from chunkc.compiler.graph_set import GraphSet, RecordedGraph
 from chunkc.compiler.keep_fp32 import Fp32Modules
 from chunkc.compiler.segment_compiler import SegmentCompiler
 from chunkc.compiler.shape_cache import MAX_PROGRAMS, ShapeTable, entry_maker, weakly
-from chunkc.compiler.sized_entries import MAX_COMPILED_SIZES, SizedEntries
 from chunkc.compiler.validation import Example
 from chunkc.distributed.agreement import Kind
 from chunkc.ir.tiers import Tier

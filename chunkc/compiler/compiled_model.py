@@ -207,7 +207,9 @@ class CompiledModel:
     ) -> Any:
         """As one graph for any sizes where those of such calls change, or else one for these sizes."""
         shapes, sizes, reason = self.session.shapes, self._sizes, ""
-        shared = None if signature in shapes else sizes.shared(signature)
+        if signature in shapes:
+            return self._call_entry(signature, args, kwargs, floats)
+        shared = sizes.shared(signature)
         if shared is not None:
             try:
                 return self._at_any_size(signature, shared, args, kwargs, floats)

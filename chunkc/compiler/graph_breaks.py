@@ -21,11 +21,10 @@ from chunkc.capture.backend import capture_graph
 from chunkc.capture.bundles import CapturedGraph
 from chunkc.capture.graphs import Captured
 from chunkc.compiler.capture_session import CaptureSession
-from chunkc.compiler.graph_entry import GraphEntry
+from chunkc.compiler.graph_entry import GraphEntry, SizedEntries
 from chunkc.compiler.graph_set import RecordedGraph
 from chunkc.compiler.segment_compiler import compile_eager, compile_inductor
 from chunkc.compiler.shape_cache import ShapeTable, entry_maker, weakly
-from chunkc.compiler.sized_entries import SizedEntries
 from chunkc.ir.plan import Segment
 from chunkc.ir.schedule import GraphKind
 from chunkc.passes.lower import LoweredSegment, lower

@@ -127,7 +127,7 @@ class GraphSet:
             self._plan_in_new_layout(entry)
 
     def _recount(self, graph: RecordedGraph) -> bool:
-        """Count what is alive beside ``graph`` without garbage, such as an exception's frames; whether it is less."""
+        """Count what is alive beside ``graph`` without garbage, as of an exception; whether it is less."""
         before = graph.beside_nbytes
         if before:
             gc.collect()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.compiler import sized_entries
+from chunkc.compiler import graph_entry
 from chunkc.compiler.compiled_model import compiled_of
 from chunkc.compiler.graph_entry import GraphEntry
 from chunkc.compiler.graph_set import GraphSet
@@ -81,7 +81,7 @@ def test_lengths_that_are_known_are_planned_and_compiled_no_more() -> None:
 
 
 def test_plans_are_kept_for_the_lengths_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sized_entries, "MAX_SIZES", 4)
+    monkeypatch.setattr(graph_entry, "MAX_SIZES", 4)
     pair = low()
     for length in (*range(20, 4, -1), 20, 5, 20):
         pair.train(length, length)

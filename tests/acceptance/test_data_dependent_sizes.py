@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.compiler import sized_entries
+from chunkc.compiler import graph_entry
 from chunkc.compiler.compiled_model import compiled_of
 
 MAX_SIZES, MAX_COMPILED_SIZES = 8, 2
@@ -83,8 +83,8 @@ def train_picking(pair: Pair, seed: int, *counts: int) -> None:
 
 
 def test_many_sizes_are_captured_once_and_what_is_kept_of_them_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sized_entries, "MAX_SIZES", MAX_SIZES)
-    monkeypatch.setattr(sized_entries, "MAX_COMPILED_SIZES", MAX_COMPILED_SIZES)
+    monkeypatch.setattr(graph_entry, "MAX_SIZES", MAX_SIZES)
+    monkeypatch.setattr(graph_entry, "MAX_COMPILED_SIZES", MAX_COMPILED_SIZES)
     pair = pair_of(MaskedLoss, "emulated-512k-64m")
     compiled = compiled_of(pair.model)
     counts = [*range(3, 3 + MAX_SIZES + 8), 5, 4, 18, 17, 6]  # the last ones come again: forgotten, or still known
